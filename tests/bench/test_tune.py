@@ -91,7 +91,7 @@ def test_without_prompts_nothing_is_decoded(folders, monkeypatch):
     (trial,) = tune.tune(folders["target"], [folders["near"]], Study())
     assert (trial.measurements, trial.config.costs, trial.config.num_draft_tokens) == ([], None, "auto")
     assert trial.config.prompts == []
-    assert len(trial.findings) == 8
+    assert len(trial.findings) == 6
     assert trial.pair is not None
 
 

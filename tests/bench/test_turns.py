@@ -8,9 +8,9 @@ from tune_cases import tiny_t5
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import turns
-from hf_specx.bench.cells import Cell
 from hf_specx.bench.timer import TimedCall, Timing
 from hf_specx.bench.turns import figures, measure_cell, usual_contenders
+from hf_specx.bench.ways import Cell
 
 
 def pair(*drafts) -> DraftTargetPair:
