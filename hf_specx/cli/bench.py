@@ -61,9 +61,9 @@ def bench(
         from hf_specx.bench.store import Store
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
-        from .loading import Texts, load_named
+        from .loading import PromptTexts, load_named
     store, pair, console = Store(out, "schema", {}), load_named(named, needs_tokenizer=True), Output()
-    pair.config.prompts = list(Texts(prompts, pair.tokenizer, chat, named.name)) or pair.prompts
+    pair.config.prompts = list(PromptTexts(prompts, pair.tokenizer, chat, named.name)) or pair.prompts
     names = contenders or usual_contenders(pair)
     with steps("contenders in turns", sum(cell.runs for cell in cells) * len(names)) as bar:
         for cell in cells:

@@ -21,7 +21,7 @@ from .prompts import prompts_of_file
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
+HELP_SAMPLES = "PromptTexts for each sampled verification and batch size; else 8 batches, "
 HELP_SAMPLES += "at the largest size at least 16 texts and one for each prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
 HELP_REPORT = "Page (.html) for people, which has all of it."
@@ -60,10 +60,10 @@ def check(
             from hf_specx.bench.store import read_cells
             from hf_specx.metrics.check import run_check, subject_of
 
-            from .loading import Texts, load_named
+            from .loading import PromptTexts, load_named
         read_cells(resume, "check")  # raises for another file
         pair = load_named(named)
-        texts = list(Texts(prompts, pair.tokenizer, chat, named.name))
+        texts = list(PromptTexts(prompts, pair.tokenizer, chat, named.name))
         subject = subject_of(pair, texts or pair.prompts, settings)
         with steps("plain and speculative, and both compared", settings.steps) as bar:
             result = run_check(subject, bar.update, resume)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 OPTIONS = "overwrite trust_remote_code temperature top_p top_k batch_size lora max_new_tokens".split()  # noqa: SIM905
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
-DELAY, LINE_EVERY = 3.0, 10.0  # seconds before a bar appears, and between lines where there is no terminal
+BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 
 
 class Output(Console):
@@ -90,8 +90,8 @@ def steps(doing: str, total: int) -> tqdm:
     return tqdm(
         total=total,
         leave=not in_terminal,
-        delay=DELAY if in_terminal else LINE_EVERY,
-        mininterval=0.1 if in_terminal else LINE_EVERY,
+        delay=BAR_AFTER if in_terminal else NEXT_LINE_AFTER,
+        mininterval=0.1 if in_terminal else NEXT_LINE_AFTER,
         bar_format=f"{{bar:20}} {shown}" if in_terminal else f"{shown}\n",
     )
 

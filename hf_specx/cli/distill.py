@@ -26,7 +26,7 @@ INSIDE_TOO = "Learn what the target says inside the prompts too."
 HELP_DRAFT = "Id or folder of a draft, or layers:N, the target's first N layers."
 HELP_LOSS = f"{', '.join(LOSS_NAMES)}; see hf_specx/training/README.md."
 HELP_HELD_OUT = "Share of the prompts that is not trained on, 256 at most; half of them decide when to stop."
-HELP_PASSES = "Texts trained on in a phase, for each new one; the others are earlier ones."
+HELP_PASSES = "PromptTexts trained on in a phase, for each new one; the others are earlier ones."
 HELP_PATIENCE = "Stop after so many phases without a new best α (acceptance on held-out prompts)."
 HELP_FOLDER = "Of texts and checkpoints, from which the same command goes on; else OUT.training."
 HELP_RATE = "The largest; else by the draft's width and what it starts from."
@@ -42,7 +42,7 @@ class Recipe(Sampling):
     passes: Annotated[int, typer.Option(help=HELP_PASSES)] = DEFAULTS.passes
     patience: Annotated[int, typer.Option(help=HELP_PATIENCE)] = DEFAULTS.patience
     learn_from_prompts: Annotated[bool, typer.Option("--learn-from-prompts", help=INSIDE_TOO)] = False
-    batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size
+    batch_size: Annotated[int, typer.Option(help="PromptTexts in a step, on each device.")] = DEFAULTS.batch_size
     learning_rate: Annotated[float | None, typer.Option(help=HELP_RATE)] = None
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None
     seed: Seed = 0
@@ -112,7 +112,7 @@ def train(
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
 
-        from .loading import Texts, study_of
+        from .loading import PromptTexts, study_of
     study, own = study_of(loading), None
     with waiting_for(f"loading {target[0]} and {draft[0]}"):
         loaded = load(*target, study, study.device_map)
@@ -121,7 +121,7 @@ def train(
     result = train_draft(
         loaded.model,
         draft[0] if own is None else own.model,
-        list(Texts(prompts, loaded.tokenizer, chat, target[0])),
+        list(PromptTexts(prompts, loaded.tokenizer, chat, target[0])),
         tokenizer=loaded.tokenizer,
         draft_tokenizer=None if own is None else own.tokenizer,
         command=typed(),

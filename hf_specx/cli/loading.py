@@ -97,7 +97,7 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
     return made
 
 
-class Texts:
+class PromptTexts:
     """Prompts of any number as texts, one by one; with --chat in the tokenizer's chat template, messages too."""
 
     def __init__(

@@ -24,14 +24,14 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
 from .console import Output, steps, waiting_for
-from .loading import Texts, load_named
+from .loading import PromptTexts, load_named
 from .options import Named
 from .prompts import FilePrompts, Prompts
 
 
 DEMO_BATCHES = (1, 8)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
-WAYS = {"plain": "plain generate", "stock": "transformers' assisted decoding", "ours": "speculative sampling"}
+SIDE_BY_SIDE = {"plain": "plain generate", "stock": "transformers' assisted decoding", "ours": "speculative sampling"}
 NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
 
 
@@ -86,7 +86,7 @@ class Session:
     def answer(self, prompts: Prompts | FilePrompts, chat: bool) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
         self.console.text(LEGEND)
-        run, inputs = self.run(list(Texts(prompts, self.pair.tokenizer, chat, self.name)))
+        run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat, self.name)))
         if not self.repeats:
             return run
         comparison = self.compare(inputs)
@@ -140,7 +140,7 @@ def write_texts(
     session: Session, prompts: Prompts | FilePrompts, chat: bool, out: Path, batch_size: int
 ) -> dict[str, Any]:
     """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
-    texts = Texts(prompts, session.pair.tokenizer, chat, session.name)
+    texts = PromptTexts(prompts, session.pair.tokenizer, chat, session.name)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.options)
@@ -164,7 +164,7 @@ def show_demo(session: Session) -> list[dict[str, Any]]:
             console.text(f"\n{same_text(session, batch)}\n")
         found.append(session.compare(inputs, with_stock=size == 1))  # which takes one row alone
         runs.append(run | {"comparison": found[-1].to_dict()})
-    rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in WAYS.items()]
+    rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in SIDE_BY_SIDE.items()]
     console.table(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
     gains = [comparison.ours.times(comparison.plain) for comparison in found]
     said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))

@@ -118,9 +118,3 @@ def test_spaces_that_tokenizers_strip_are_in_the_text():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
     assert [text_added(tokenizer, [0], 1), text_added(tokenizer, [1], 2)] == [" cat", "s"]
-
-
-def test_parts_of_characters_are_shown_as_such():
-    tokenizer = tiny_tokenizer()
-    first, second = tokenizer("é")["input_ids"]
-    assert [text_added(tokenizer, [], first), text_added(tokenizer, [first], second)] == ["\ufffd", "\ufffd"]
