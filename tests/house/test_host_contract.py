@@ -1,7 +1,7 @@
 """Each fact of transformers that hf_specx relies on, so that another version fails here first and says what moved.
 
 A message begins with the room that relies on the fact. Processors and criteria are in test_host_contract_text.py,
-sampling, outputs, caches and masks in test_host_contract_stock.py.
+outputs and caches in test_host_contract_stock.py.
 """
 
 import copy
@@ -185,14 +185,6 @@ def test_the_config_and_the_cache_of_a_callable_are_its_own():
     assert cache._is_user_defined, message
 
 
-def test_rows_are_repeated_before_a_callable():
-    arrival, inputs = Arrival(), prompts(2)
-    tiny().generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=5, custom_generate=arrival)
-    message = "sampling: rows of num_return_sequences lie in another order"
-    assert torch.equal(arrival.input_ids, inputs["input_ids"].repeat_interleave(3, 0)), message
-    assert torch.equal(arrival.kwargs["attention_mask"], inputs["attention_mask"].repeat_interleave(3, 0)), message
-
-
 def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
     model, arrival, healed = tiny(), Arrival(), []
     alike = copy.copy(model)
@@ -204,20 +196,6 @@ def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
     assert (arrival.generation_config.top_k, arrival.model) == (7, alike), message
     assert healed == [None], message
     assert model.generation_config.top_k is None, "models: a shallow copy changes its model"
-
-
-def test_a_callable_is_known_by_what_it_wraps():
-    arrival = Arrival()
-
-    @functools.wraps(arrival.__call__)
-    def called(*args, **kwargs):
-        return arrival(*args, **kwargs)
-
-    ids = prompts(1)["input_ids"]
-    tiny().generate(ids, seeds=[3], max_new_tokens=5, custom_generate=called)
-    assert arrival.seeds == [3], "pairs: the parameters of a wrapped strategy are not seen"
-    output = tiny().generate(ids, do_sample=False, max_new_tokens=5, custom_generate=Path("a"))
-    assert output.shape == (1, 16), "engine: a Path is no longer taken for no custom_generate at all"
 
 
 FOLDER = {
