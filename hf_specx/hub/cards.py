@@ -47,7 +47,9 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         "options": vars(weightless) if weightless else {},
         "auto_class": auto_class_of(config.target),
         "ids": shlex.join([model.name or "" for model in models]),
-        "runs": [list(rows) for _, rows in groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))],
+        "runs": [
+            list(rows) for _, rows in groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
+        ],
         "json": json.dumps,
     }
     shown |= {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
@@ -60,7 +62,8 @@ def known_card(name: str) -> str:
     if name == EMBEDDED:
         return render(PairConfig.from_file(embedded_folder() / CONFIG_NAME), EMBEDDED)
     check_known_name(name)
-    return render(BY_NAME[name].config(), BY_NAME[name].title)
+    known = BY_NAME[name]
+    return render(known.config(), f"{known.target} with {known.draft}")
 
 
 def write_cards(folder: str | Path) -> list[Path]:

@@ -106,10 +106,8 @@ def is_changed(files: Files, source: ModelSource) -> bool:
         return False
     changed = fingerprint(folder) != source.fingerprint
     if changed:
-        told = (
-            f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx tune."
-        )
-        warnings.warn(told, UserWarning, stacklevel=2)
+        told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
+        warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
     return changed
 
 

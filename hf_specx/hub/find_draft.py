@@ -70,10 +70,8 @@ def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, An
     source = name, None if Path(name).is_dir() else revision
     if source not in LOADED.get(target, {}):
         reason = _why_no_pair(target, *source, hub)
-        told = (
-            "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which brings "
-        )
-        told += f"its draft (this one is of no pair: {reason})."
+        told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
+        told += f"brings its draft (this one is of no pair: {reason})."
         gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
         require(reason is None, told + gone)
     return source

@@ -59,10 +59,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None)
-    told = (
-        f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
-    )
-    require(word is None, told)
+    told = f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move "
+    require(word is None, f"{told}it.")
     sizes, own = (config.target.vocab_size, config.draft.vocab_size), config.draft_tokenizer is not None
     mapped = own or (None not in sizes and sizes[0] != sizes[1])
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "

@@ -128,8 +128,8 @@ def _pickled(value: Any) -> str:
         told = (
             f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued by "
         )
-        told += "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
-        raise ValueError(told) from error
+        remedy = "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
+        raise ValueError(told + remedy) from error
 
 
 def _named(value: Any) -> str:

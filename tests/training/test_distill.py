@@ -107,9 +107,14 @@ def test_accumulated_batches_are_one_batch():
 
 
 def test_a_pair_with_its_card_and_speed(tmp_path):
-    """In half precision; the draft has more pads behind the same tokens, as those of Qwen."""
+    """In half precision; the draft has more pads behind the same tokens, as those of Qwen.
+
+    No folder of this machine is in it: neither the draft's nor those of the command and of the settings.
+    """
     target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=288, seed=1)))
     tokenizer = tiny_tokenizer()
+    draft.save_pretrained(tmp_path / "my draft")
+    draft.name_or_path = str(tmp_path / "my draft")
     texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
     result = trained(
         target=target,
@@ -118,7 +123,8 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
         tokenizer=tokenizer,
         draft_tokenizer=tokenizer,
         phases=1,
-        command="specx distill a b",
+        training={"run_name": str(tmp_path / "my run")},
+        command=f"specx distill '{tmp_path}/a b' c",
     )
     result.measure((1, 2), "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
@@ -130,8 +136,9 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     assert loaded.config.prompts == []
     card = render(loaded.config, "pair")
     figures = map(str, (result.before, result.after, result.gain))
-    for shown in ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts"):
-        assert shown in card
+    shown = ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts", "`my draft`", "specx distill 'a b' c")
+    assert [text for text in shown if text not in card] == []
+    assert tmp_path.name not in card
     assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
 
 

@@ -6,8 +6,7 @@ from counting import counting
 from tiny import tiny
 from training_cases import models, some_prompts, trained
 
-from hf_specx.training.reading import Text, collate, logits_where_written
-from hf_specx.training.remembered import Remembered
+from hf_specx.training.reading import Remembered, Text, collate, logits_where_written
 
 
 TEXTS = [Text(prompt, prompt[::-1][: 2 + number % 3]) for number, prompt in enumerate(some_prompts(10))]
