@@ -1,6 +1,7 @@
 """Write a pair into a folder, all of it or nothing; or publish it, as a repository that runs without this package."""
 
 import copy
+import functools
 import tempfile
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -33,6 +34,7 @@ NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyprojec
 SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # by `save`
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 SUBFOLDERS = {"target": "", "draft": "draft"}
+code_of_pairs = functools.cache(published_code)  # takes a second; the same for each pair
 
 
 def save(
@@ -150,7 +152,7 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     code = folder / CODE
     code.mkdir()
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
-    for module, text in (published_code() | {SOURCE: source}).items():
+    for module, text in (code_of_pairs() | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
