@@ -36,7 +36,8 @@ def test_models_and_random_numbers_are_left_as_they_were(first: str):
     configs = [copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict())) for model in (target, draft)]
     torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    result = distill(target, draft if first == "a draft" else first, some_prompts(), progress=silent, **QUICK)
+    start, quick = draft if first == "a draft" else first, QUICK | {"phases": 1}
+    result = distill(target, start, some_prompts(), progress=silent, **quick)
     assert same(weights(target), before[0])
     assert same(weights(draft), before[1])
     assert not same(weights(result.pair.draft), before[1])
@@ -56,7 +57,7 @@ def test_reported_alpha_is_that_of_generating():
     differ by more than 0.03 once in 1e4.
     """
     apart = some_prompts(80, seed=1)
-    result = trained(held_out=apart, max_new_tokens=32)
+    result = trained(held_out=apart, max_new_tokens=32, phases=2)
     strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, verification="token")
     requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(apart[1::2] * 2)]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
@@ -65,11 +66,10 @@ def test_reported_alpha_is_that_of_generating():
     assert strategy.report.alpha > result.before.high
 
 
-@pytest.mark.parametrize("learning_rate", [5.0, 1e30], ids=["far off", "infinite"])
-def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
-    """A learning rate that destroys the draft: two phases are enough to see that, and the first draft is returned."""
+def test_it_stops_when_alpha_no_longer_rises():
+    """A learning rate that makes the draft infinite: two phases show it, and the first draft is returned."""
     target, draft = models()
-    result = trained(target=target, draft=draft, learning_rate=learning_rate, phases=9, patience=2)
+    result = trained(target=target, draft=draft, learning_rate=1e30, phases=9, patience=2)
     assert len(result.alphas) == 3
     assert (result.steps, result.pair.draft) == (0, draft)
     assert result.gain == (0, 0, 0)
