@@ -156,14 +156,6 @@ def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
     return DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=draft_tokens, seed=1), tokenizer)
 
 
-def test_vocabularies_that_differ_in_padding(tmp_path: Path):
-    pair = padded_pair()
-    write_repository(pair, tmp_path / "pair")
-    output = by_string(pair.target, tmp_path / "pair", verification="coupled", num_draft_tokens=3)
-    torch.manual_seed(0)
-    assert torch.equal(output, pair.target.generate(**prompts(3), **SETTINGS))
-
-
 @pytest.mark.parametrize(
     ("noted", "other", "message"),
     [

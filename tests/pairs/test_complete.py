@@ -80,7 +80,12 @@ def together(folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    paths = [Path(__file__).parents[2], Path(zoo.__file__).parent, Path(__file__).parent, os.environ["PYTHONPATH"]]
+    paths = [
+        Path(__file__).parents[2],
+        Path(zoo.__file__).parent,
+        Path(__file__).parent,
+        os.environ.get("PYTHONPATH", ""),
+    ]
     told = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
     told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     running = [

@@ -175,15 +175,6 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, told: str):
     assert not (tmp_path / "new").exists()
 
 
-def test_mixed_precision():
-    """Which is rounding: nearly the same weights, also where the draft is in the precision that it is trained in."""
-    result, mixed = trained(phases=1), trained(phases=1, training={"bf16": True})
-    assert mixed.after.value == pytest.approx(result.after.value, abs=0.01)
-    assert mixed.gain.low > 0
-    assert not same(weights(mixed.pair.draft), weights(result.pair.draft))
-    assert mixed.pair.draft.dtype == torch.float32
-
-
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_a_launch_that_shards_models(monkeypatch, name: str):
     """Refused before transformers makes its arguments, which change what every later model is loaded by."""
