@@ -54,8 +54,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 def drafts_of(pair: Any) -> list[Any]:
     """What tells the drafts of a pair from others, as plain values; weights are told by `weights_digest`."""
-    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    return [_of_draft(draft) for draft in drafts]
+    return [_of_draft(draft) for draft in pair.drafts]
 
 
 def _of_draft(draft: Any) -> Any:

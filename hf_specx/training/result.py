@@ -18,7 +18,7 @@ from hf_specx.hub.facts import model_facts
 from hf_specx.hub.folders import without_folders
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .held_out import Estimate
+from .losses import Estimate
 from .prompts import Split
 from .recipe import TrainingRecipe
 from .trainer import Tell
