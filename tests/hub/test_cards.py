@@ -134,20 +134,11 @@ def test_measurements_stand_by_where_and_how_they_were_made():
     assert re.findall(r"```bash\n(.*)\n```", text) == ["specx tune a b", "specx tune a b --dtype float32"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        (
-            "specx tune '/home/me/a model' ~/drafts/small --file=../my/prompts.txt --out ./pair",
-            "specx tune 'a model' small --file=prompts.txt --out pair",
-        ),
-        ("specx tune org/target org/draft --url https://host/a/b/c", None),
-        ("one 'quote that does not end", None),
-    ],
-)
-def test_no_folder_of_this_machine_is_published(typed: str, shown: str | None, tmp_path: Path):
+def test_no_folder_of_this_machine_is_published(tmp_path: Path):
     """Neither in the card nor in the config beside it."""
-    shown = shown or typed
+    kept = "specx tune org/target org/draft --url https://host/a/b/c\none 'quote that does not end"
+    typed = f"specx tune '/home/me/a model' ~/drafts/small --file=../my/prompts.txt --out ./pair\n{kept}"
+    shown = f"specx tune 'a model' small --file=prompts.txt --out pair\n{kept}"
     assert blocks(render(full(measurements=[measured(command=typed)]), "org/pair"), "bash")[-1] == f"{shown}\n"
     pair = DraftTargetPair(tiny(), tiny(seed=1))
     pair.config.measurements = [measured(command=typed)]

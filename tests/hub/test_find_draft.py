@@ -5,6 +5,7 @@ import gc
 import shutil
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,29 +101,22 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
 def test_threads_that_ask_at_once_share_one_draft(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The second asks while the first is loading."""
-    folder, loads, asked = publish(tmp_path / "pair", target, 0.1), [], []
-    load, second, waits = resolve.load_model, ThreadPoolExecutor(1), threading.Event()
-    find_source = resolve.find_source
+    model, loads = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1)), []
+    load, both = resolve.load_model, threading.Barrier(2)
 
     def slowly(*args, **kwargs) -> PreTrainedModel:
         loads.append(args)
-        if len(loads) == 1:
-            asked.append(second.submit(resolve.find_draft, model, {}))
-            assert waits.wait(60)
+        time.sleep(0.3)
         return load(*args, **kwargs)
 
-    def noted(*args) -> tuple[str, str | None]:
-        found = find_source(*args)
-        if loads:
-            waits.set()
-        return found
+    def ask(_: int) -> PreTrainedModel:
+        both.wait(60)
+        return resolve.find_draft(model, {}).draft
 
     monkeypatch.setattr(resolve, "load_model", slowly)
-    monkeypatch.setattr(resolve, "find_source", noted)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    found = resolve.find_draft(model, {})
-    assert asked[0].result().draft is found.draft
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(ask, range(2))
+    assert one is other
     assert len(loads) == 1
 
 
