@@ -103,12 +103,11 @@ class RequestStopping(Stopping):
         self.own[row] = stopping
         self.stopped_at.pop(row, None)
 
-    def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
-        for row, number in zip(batch.rows, new, strict=True):
-            if not self.own[row].criteria:
-                continue
-            text = batch.row(row)[None]
-            for emitted in range(batch.counts[row] - number + 1, batch.counts[row] + 1):
-                prefix = text[:, : batch.prompt_lengths[row] + emitted]
-                if emitted <= self.stopped_at.get(row, emitted) and self.own[row].criteria(prefix, None).item():
-                    self.stopped_at[row] = emitted
+    def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
+        stops = torch.zeros(len(new), most, dtype=torch.bool, device=batch.ids.device)
+        for index, (row, number) in enumerate(zip(batch.rows, new, strict=True)):
+            if criteria := self.own[row].criteria:
+                text, count = batch.alone(row), batch.counts[row]
+                for n in range(number):
+                    stops[index, n] = criteria(text.prefix(count + n + 1), None)[0]
+        return stops

@@ -1,5 +1,7 @@
 """Stopping criteria, evaluated at every emitted token: a row ends where `generate` would end it, even mid-round."""
 
+from bisect import bisect
+
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -10,6 +12,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
 
 PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
@@ -57,39 +60,51 @@ class Stopping:
         # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
 
-    def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
-        """How many of its new tokens each row emits, [R], and whether the last of these ends it, [R].
+    def ahead(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        """[R, n] bool: whether the criteria of the text stop a row with the first 1, 2, ... of its tokens [R, n].
+
+        They are asked before it is known on the host how many of these count, so that the answers need no transfer of
+        their own. On a CPU that is known, and what lies beyond [R] `accepted` and one is not asked for.
+        """
+        rows, most = tokens.shape
+        if not self.criteria:
+            return tokens.new_zeros(rows, 0)
+        new = [most] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
+        batch.put(tokens)
+        return self._stops(batch, [min(pair) for pair in zip(new, map(batch.room, batch.rows), strict=True)], most)
+
+    def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
+        """[R, most]: each criterion is called on the whole batch, at every length that a row has with `new` [R]."""
+        before = [batch.counts[row] for row in batch.rows]
+        counts = sorted({count + n for count, number in zip(before, new, strict=True) for n in range(1, number + 1)})
+        stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts], 1)  # [B, lengths]
+        where = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(most)] for count in before]
+        return stops[batch.index[:, None], sent(where, stops.device)]
+
+    def cut(self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]) -> list[int]:
+        """How many of its new tokens each row emits, [R], and note which rows stop there.
 
         Args:
             batch: the text so far, without the new tokens.
-            tokens: [R, n], of which the first `num_new` [R] of each row are new.
+            tokens: [R, n], of which the first `gained` [R] of each row are new.
+            stops: [R, n] or [R, 0], of `ahead`.
         """
-        kept, ended = [], []
-        for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
+        kept = []
+        for row, new, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
             room = batch.room(row)
             number = min(number, room)
-            last = number == room
+            last = room if number == room else 0
             for position in range(number):
-                if new[position] in self.ends:
-                    number, last = position + 1, True
+                if new[position] in self.ends or (stopped and stopped[position]):
+                    last = position + 1
                     break
-            kept.append(number)
-            ended.append(last)
-        return kept, ended
+            if last:
+                self.stopped_at.setdefault(row, batch.counts[row] + last)
+            kept.append(last if last and self.pads_finished_rows else number)
+        return kept
 
-    def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
-        """Note which rows stopped within their new tokens; returns the rows that leave the batch, which are cut.
-
-        Args:
-            batch: the text with the new tokens.
-            new: [R], how many tokens each decoding row has just emitted.
-            ended: [R], whether `cut` ended it.
-        """
-        for row, end in zip(batch.rows, ended, strict=True):
-            if end:
-                self.stopped_at.setdefault(row, batch.counts[row])
-        if self.criteria:
-            self._update_prefix_criteria(batch, new)
+    def leaving(self, batch: Batch) -> list[int]:
+        """The rows that leave the batch, cut to where they end; the batch has the new tokens."""
         if self.pads_finished_rows:
             ends = self.stopped_at
         elif len(self.stopped_at) == len(batch.counts):
@@ -119,20 +134,6 @@ class Stopping:
         going = [count + 1 for row, count in enumerate(batch.counts) if row not in self.stopped_at]
         columns = max([*going, *self.stopped_at.values()])
         return [min(count, columns) for count in batch.counts]
-
-    def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
-        """Call each criterion on the whole batch at every length that some row has just passed."""
-        numbers = zip(batch.rows, new, strict=True)
-        passed = {row: range(batch.counts[row] - number + 1, batch.counts[row] + 1) for row, number in numbers}
-        counts = sorted({n for lengths in passed.values() for n in lengths})
-        if not counts:
-            return
-        # read back together, since each reading waits for the device
-        stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts]).tolist()
-        for emitted, stopped in zip(counts, stops, strict=True):
-            for row, lengths in passed.items():
-                if emitted in lengths and stopped[row]:
-                    self.stopped_at[row] = min(emitted, self.stopped_at.get(row, emitted))
 
     @property
     def columns(self) -> int:
