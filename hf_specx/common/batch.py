@@ -140,13 +140,13 @@ class Batch:
         if draft.tokens.shape[1]:
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
         stops = stopping.ahead(self, tokens, accepted)
-        new, accepts, survival, overlap, undefined, stops = _as_lists(tokens, accepted[:, None], *figures, stops)
-        accepts = [number for (number,) in accepts]
+        new, kept, survival, overlap, undefined, over = _as_lists(tokens, accepted[:, None], *figures, stops)
+        accepts = [number for (number,) in kept]
         gained = [number + 1 for number in accepts]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.cut(self, new, gained, stops))
-        over = stopping.leaving(self)
+        self.emit(tokens, stopping.cut(self, new, gained, over))
+        ended = stopping.leaving(self)
         emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
@@ -161,7 +161,7 @@ class Batch:
             survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
-            ended=over,
+            ended=ended,
             forward=forward,
             scores=scores,
         )

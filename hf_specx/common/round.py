@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .devices import sent
+
 
 class Draft(NamedTuple):
     """Candidates of the R decoding rows, each row with its own number of them.
@@ -59,8 +61,7 @@ class Draft(NamedTuple):
         if sum(self.lengths) == rows * most:
             return None
         device = self.tokens.device
-        lengths = torch.tensor(self.lengths).to(device, non_blocking=True)  # else it would wait for the forward
-        return torch.arange(most, device=device) < lengths[:, None]
+        return torch.arange(most, device=device) < sent(self.lengths, device)[:, None]
 
 
 class Judgement(NamedTuple):
@@ -149,20 +150,20 @@ class Round:
         """`survival` of a draft model's candidates, without forced ones, which are kept if those before them are."""
         drafted, forced = self.draft.drafted, self.draft.forced
         found = [chances[:number] for chances, number in zip(self.survival, drafted, strict=True)]
-        if forced is None:
-            return found
-        pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
-        return [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+        if forced is not None:
+            pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
+            found = [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+        return found
 
     @property
     def records(self) -> list[RoundRecord]:
         """[R], the part of each row."""
-        lengths, flags, steps = self.draft.lengths, self.draft.forced, self.draft.steps
-        found = []
+        lengths, steps, found = self.draft.lengths, self.draft.steps, []
         for index, counts in enumerate(
             zip(lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
         ):
-            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
+            flags = () if self.draft.forced is None else self.draft.forced[index]
+            forced = tuple(i for i, is_forced in enumerate(flags) if is_forced)
             found.append(RoundRecord(*counts, max(lengths), forced, steps))
         return found
 

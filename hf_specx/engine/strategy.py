@@ -3,12 +3,12 @@
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -27,11 +27,10 @@ from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.decoder import compilations
 from hf_specx.models.prompts import prepare
 
-from .call import NONE_WITHHELD, Call, Withheld, make_call, warn_once
+from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld
-from .outputs import ended
+from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld, prepared
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -114,7 +113,6 @@ class SpeculativeDecoding(NoModel):
         self.costs = costs if costs is not None else Costs()
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
-        self.withheld: Withheld | None = None  # set by `hf_specx.generate`, which makes a strategy for each call
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
 
@@ -126,32 +124,29 @@ class SpeculativeDecoding(NoModel):
 
     __signature__ = AskedSignature()
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: torch.Tensor | None = None,
-        seeds: Any = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | ModelOutput:
-        """What `GenerationMixin.generate` calls after its preparations; see there for arguments and what is returned.
+    def __call__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
+        """What `GenerationMixin.generate` calls after its preparations; see there, and `entry.prepared`.
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
 
         Raises:
             ValueError: before any forward, if the call cannot be done exactly.
         """
-        with ended(self.streamer):
-            if self.withheld is None:
-                check_withheld(sys._getframe())
-            withheld = NONE_WITHHELD if self.withheld is None else self.withheld
-            own = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
-            call = make_call(self, Prepared(model, *own), self._drafter(model), withheld, seeds)
-            return self.complete(call, self.report if withheld.adds_reports else None)
+        check_withheld(sys._getframe(), self.streamer)
+        return self.decode(*prepared(model, *args, **kwargs))
+
+    @torch.no_grad()
+    def decode(
+        self, given: Prepared, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
+    ) -> torch.Tensor | ModelOutput:
+        """Decode what `generate` has prepared; the report goes on from an `earlier` one.
+
+        `withheld`: of `make_call`, what transformers does not pass on to a strategy.
+        """
+        with ExitStack() as at_end:
+            if self.streamer is not None:
+                at_end.callback(self.streamer.end)
+            return self.complete(self.call(given, seeds, **withheld), earlier)
 
     def generate_many(
         self,
@@ -249,9 +244,9 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
-        """What a call or a batch of a queue asks for, checked."""
-        return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
+    def call(self, given: Prepared, *seeds_and_queue: Any, **withheld: Any) -> Call:
+        """What a call or a batch of a queue asks for, checked; see `make_call`."""
+        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""

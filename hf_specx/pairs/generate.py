@@ -18,8 +18,15 @@ from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
-from hf_specx.engine.call import Withheld
-from hf_specx.engine.entry import bind_stop_strings, check_arguments, check_entry, check_lifted, setting, unset
+from hf_specx.engine.entry import (
+    bind_stop_strings,
+    check_arguments,
+    check_entry,
+    check_lifted,
+    prepared,
+    setting,
+    unset,
+)
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 from hf_specx.models.prompts import shallow_copy
@@ -201,14 +208,14 @@ def run(
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
     drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    strategy.withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
-    strategy.report = None
+    withheld = {"drafting": drafting, "synced_gpus": kwargs.pop("synced_gpus", None)}
 
-    @functools.wraps(strategy.__call__)
+    @functools.wraps(prepared)
     def called(given: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
         target = model if given is served else given  # PEFT gives the model inside its wrapper
-        return strategy(target, *args, **kwargs)
+        # Whisper calls once for each window, and its report is of all
+        return strategy.decode(*prepared(target, *args, **kwargs), strategy.report, **withheld)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)

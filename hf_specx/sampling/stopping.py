@@ -1,4 +1,4 @@
-"""Stopping criteria, evaluated at every emitted token: a row ends where `generate` would end it, even mid-round."""
+"""Where rows end: where `generate` would end them, even mid-round; or with its error, where there is no next token."""
 
 from bisect import bisect
 
@@ -13,6 +13,9 @@ from transformers.generation.stopping_criteria import (
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
+from hf_specx.common.round import Round
+
+from .processors import Processors
 
 
 PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
@@ -139,3 +142,37 @@ class Stopping:
     def columns(self) -> int:
         """How many columns `generate` has emitted when the last row stops."""
         return max(self.stopped_at.values())
+
+
+class DeadEnds:
+    """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
+
+    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
+    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
+    """
+
+    def __init__(self, processors: Processors, stopping: Stopping):
+        self.processors, self.stopping = processors, stopping
+        self.found: dict[int, tuple[int, Exception]] = {}  # the first of each row: tokens before it, and the error
+
+    def observe(self, done: Round) -> None:
+        """Look for them among the tokens that a round emitted."""
+        barred = self.processors.barred
+        for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
+            for count in range(first, first + number) if barred else ():
+                if (row, count) in barred:
+                    self.found.setdefault(row, (count, barred[row, count]))
+            count = first + position
+            if position < number and count < self.found.get(row, (count + 1,))[0]:
+                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
+                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
+                self.found[row] = (count, RuntimeError(told))
+        if self.found:
+            settled = self.stopping.settled(done.batch)
+            for row, (count, error) in self.found.items():
+                if count < settled[row]:
+                    raise error
+
+    def admit(self, row: int) -> None:
+        """A new prompt has the place of a row."""
+        self.found.pop(row, None)

@@ -129,7 +129,7 @@ CASES = {
     "beam_search": ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
     **{
         f"other_mode, {name}": (
-            f"^{name}=.* selects .*{', a draft.*Draft' if name in DRAFTS_INSTEAD else '; for greedy'}.* leave it out",
+            f"^{name}=.* selects .*; {'a draft.*Draft' if name in DRAFTS_INSTEAD else 'for greedy'}.* leave it out",
             partial(call, top_k=4, **{name: value}),
         )
         for name, value in MODES.items()
@@ -148,12 +148,12 @@ CASES = {
     ),
     "packed_embeds": ("and inputs_embeds was passed too; use layout", partial(call, {"layout": "packed"}, **embeds())),
     "noise_that_cannot_be_redrawn": (
-        "cannot redraw the noise .* on device type 'cpu'; pass verification='token' or 'block'",
+        "cannot redraw the noise .* on 'cpu'; use verification='token' or 'block'",
         without_a_model_elsewhere,
     ),
     # Its text
     "unknown_token": ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
-    "embeds_of_another_width": ("of width 16 .* the target .* in 32; make", partial(call, **embeds(width=16))),
+    "embeds_of_another_width": ("of width 16 .* the target.* in 32; make", partial(call, **embeds(width=16))),
     "embeds_for_another_draft": ("width 32 .* draft .* in 16; pass", partial(call, draft="narrow", **embeds())),
     "encoded_already": ("the draft T5.* has an encoder of its own; pass what", only_encoded),
     "positions_for_other_tokens": (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),

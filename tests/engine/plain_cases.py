@@ -109,13 +109,13 @@ PLAIN = [
     ("input_ids has dtype torch.float32; pass int", partial(call, input_ids=IDS.float())),
     ("the prompt is empty.*pass at least one token", lambda: directly(IDS[:, :0])),
     (
-        "attention_mask of shape .2, 1, 6. is no 2D mask; pass",
+        "attention_mask of shape .2, 1, 6. is no 2D mask .*; pass",
         partial(masked, lambda mask: mask[:, None] * 0, **embeds()),
     ),
     # What ties rows together
     ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
     ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, **SAMPLED)),
-    ("the seed -1 is outside of what a torch gen.*give ints from 0", partial(call, seeds=[1, -1])),
+    ("the seed -1 is outside of what torch takes; give ints from 0", partial(call, seeds=[1, -1])),
     ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
     ("mask of shape .2, 2. does not fit .*; pass", lambda: negative(ONES, ONES[:, 1:])),
     # The function
