@@ -17,14 +17,10 @@ class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
-        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
-        writes: how often tokens were put into them.
-        width: L, the columns of the left-padded prompts.
-        starts: [B] int64, the first column of each row that holds a token.
+        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads. `writes` counts changes.
+        starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
         counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
-        rows: [R], the numbers of the rows that still decode, in ascending order.
-        index: [R] int64, the same as a tensor.
-        pad_token_id: what stands after the end of a row.
+        rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.

@@ -79,13 +79,10 @@ class Call:
         options: a copy of the `SpeculativeDecoding`.
         prompt: the target's, made of what `generate` has given.
         processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
-        drafter: who proposes; `drafting`: how many candidates in a round.
-        verification: "greedy", "token", "block" or "coupled".
-        layout: how rows share the batch.
+        drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
         plain: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
-        synced: whether other ranks have to run the same forwards, each for rows of its own.
-        shared: whether other ranks decode the same rows, with other parts of the models.
+        synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
     """
 
@@ -114,15 +111,12 @@ def make_call(
     drafting: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
 ) -> Call:
-    """What one call asks for, and how it is decoded.
+    """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         options, given, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
-
-    Raises:
-        ValueError: if what was asked for cannot be done exactly.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
     synced = shared = False

@@ -177,14 +177,11 @@ def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTok
 def compare_vocabularies(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> None:
-    """Compare what is known of two tokenizers of equally many tokens, and warn where that is too little.
+    """Compare two tokenizers of equally many tokens; raise if most ids differ, and warn where too little is known.
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
-    Hub, without the network. Where one is not found, two models count as alike if they are of one type and their
-    texts begin and end with the same ids. The same object given twice is said to be of both.
-
-    Raises:
-        ValueError: if most ids stand for other tokens; a few do no harm, as candidates are judged.
+    Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
+    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of both.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)

@@ -39,14 +39,10 @@ OF_ONE_REQUEST = """
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `generate` has prepared for a call.
+    """What `generate` has prepared for a call: for an encoder-decoder [B, L] ids are what its decoder starts with.
 
-    Attributes:
-        model: the target.
-        input_ids: [B, L] int64, for an encoder-decoder what its decoder starts with.
-        processors, criteria, config: as they are given to a decoding method.
-        kwargs: inputs of the model's forward, the cache among them.
-        inputs_tensor: what an encoder reads, before rows were repeated; None without one.
+    `kwargs` are inputs of the model's forward, the cache among them, and `inputs_tensor` is what an encoder reads,
+    before rows were repeated. Processors, criteria and config are as they are given to a decoding method.
     """
 
     model: PreTrainedModel

@@ -51,14 +51,10 @@ class Outputs:
 
 
 class Stream:
-    """Hands the text of one call to a streamer, never a token that may be taken back.
+    """Hands the text of one call to a streamer, never a token that may be taken back: `stopping` knows that.
 
     A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
-    and gets what `generate` gives it.
-
-    Args:
-        by: "token" hands over one token at a time, as `generate` does; "run" all that a round has emitted.
-        stopping: knows how many tokens of each row will surely be in the text.
+    and gets what `generate` gives it. `by` "token" it gets one at a time, by "run" all that a round has emitted.
     """
 
     def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping):

@@ -18,11 +18,7 @@ from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
-    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report.
-
-    Raises:
-        ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
-    """
+    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report."""
     prompt, options, begun = call.prompt, call.options, time.perf_counter()
     ids, config = prompt.input_ids, prompt.generation_config
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
@@ -43,11 +39,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
 
 
 class _Watch(StoppingCriteriaList):
-    """The criteria of a call, which hand on and count each token of a row that is not finished.
-
-    Attributes:
-        emitted: [B] int64, tokens of each row.
-    """
+    """The criteria of a call, which hand on and count each token of a row that is not finished: `emitted` [B]."""
 
     def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)

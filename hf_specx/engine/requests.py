@@ -74,10 +74,9 @@ class Entry:
     """A request as `generate` prepared it for a batch of one.
 
     Attributes:
-        index: its number.
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
-        processors, stopping: made for it; `alike` says that it has no processors of its own beside those of the call.
+        alike: whether it has no processors of its own beside those of the call.
         alone: why it needs a batch of its own; empty if it does not.
     """
 
@@ -103,12 +102,7 @@ class Entry:
 
 
 class Preparing:
-    """Has `generate` prepare requests, each for a batch of one, and then batches of them.
-
-    Args:
-        model: the target.
-        options: arguments of `generate` for all requests, and the tokenizer.
-    """
+    """Has `generate` prepare requests, each for a batch of one, and then batches of them, all with the same options."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
         self.model, self.options = model, dict(options)

@@ -38,11 +38,7 @@ NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled ve
 
 
 class Run:
-    """The decoding of one call.
-
-    Args:
-        call: what was asked for.
-        costs: what "auto" goes by.
+    """The decoding of one call; "auto" goes by `costs`.
 
     Attributes:
         batch: the text; `finished` says whether all of its rows have ended.

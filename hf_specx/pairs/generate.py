@@ -105,13 +105,8 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
 def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
     """The draft that transformers' two options of prompt lookup ask for, in the call or in a config; None without.
 
-    Where the last tokens of a row stood before in its text, what followed them there is proposed.
-    `prompt_lookup_num_tokens` is how many tokens at most. `max_matching_ngram_size` is how many last tokens are
-    compared at most, down to one; more make a match rarer, and better. Without it 2 tokens or more have to match, and
-    the longest match counts.
-
-    Raises:
-        ValueError: if one of them is not an int of 1 or more, or the call has the second alone.
+    `prompt_lookup_num_tokens` is how many tokens at most; `max_matching_ngram_size` how many last tokens are compared
+    at most, down to one. Without it 2 tokens or more have to match, and the longest match counts.
     """
     names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
     number, size = (setting(name, model, kwargs) for name in names)
@@ -201,9 +196,8 @@ def run(
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """Call `owner.generate` with a strategy made for this call, and give this what `generate` does not pass on.
-
-    `owner` is the model's class or `GenerationMixin`; `reached` gets an item when the strategy is called.
+    """Call `owner.generate`, of the class or of `GenerationMixin`, with a strategy made for this call; note in
+    `reached` that this was called.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
@@ -229,10 +223,7 @@ def run(
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts with this tokenizer.
-
-    `generate` heals while it prepares a call, and has no tokenizer if it was called from here.
-    """
+    """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
     plain = shallow_copy(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft

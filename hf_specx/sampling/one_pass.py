@@ -21,19 +21,10 @@ from hf_specx.common.devices import sent
 
 
 class Prefixes:
-    """The text before each of P consecutive positions of the R decoding rows, padded on the left in columns.
+    """The text before each of P consecutive positions of the R decoding rows, the first `ahead` candidates behind.
 
-    Args:
-        batch: the text so far; candidates are written after each row's end.
-        ahead: candidates before the first position.
-        positions: P.
-        memory: what `kept` has made; it lasts for a call.
-
-    Attributes:
-        rows: B, of the whole batch.
-        index: [R] int64, which of these still decode.
-        shortest, longest: columns of the shortest and of the longest prefix.
-        lengths: [R, P] int64, columns of each.
+    `memory` is what `kept` has made; it lasts for a call. Columns count pads on the left: `shortest` and `longest` are
+    those of these prefixes, `lengths` [R, P] int64 of each.
     """
 
     def __init__(self, batch: Batch, ahead: int, positions: int, memory: dict[Hashable, Any]):

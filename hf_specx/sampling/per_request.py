@@ -20,13 +20,8 @@ from .stopping import Stopping
 class RequestProcessors(Processors):
     """The processors of requests, each applied to the logits of its own row.
 
-    Warpers that follow all others read scores only; where all requests have the same, they are called once for all
-    rows.
-
-    Args:
-        own: those of each row, made for its request.
-        eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-        alike: [B], whether the processors of a row have the settings of the call, and are none of the request's own.
+    Warpers that follow all others read scores only; where all rows are `alike`, with the settings of the call and none
+    of their own, they are called once for all rows.
     """
 
     def __init__(self, own: Sequence[Sequence[Processor]], eos_token_id: torch.Tensor | None, alike: Sequence[bool]):
@@ -78,11 +73,7 @@ class RequestProcessors(Processors):
 
 
 class RequestStopping(Stopping):
-    """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token.
-
-    Args:
-        own: of each row, as `generate` prepared its criteria for a batch of one.
-    """
+    """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token."""
 
     def __init__(self, own: Sequence[Stopping]):
         first, self.own = own[0], list(own)

@@ -29,19 +29,16 @@ class Stopping:
 
     Attributes:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        pads_finished_rows: whether there is an end-of-sequence criterion.
         stopped_at: for each row that has stopped, the number of its emitted tokens then.
         eos_token_id: [E], of all end-of-sequence criteria; None without one. `ends` has the same ids.
         max_new_tokens: the most tokens that a row emits.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int, max_length: int):
-        """
-        Args:
-            criteria: as `generate` prepared them. A criterion of the user's own whose result for each row depends only
-                on the row's prefix may set `stateless = True`; it then gets None for scores.
-            width: columns of the prompt.
-            max_length: columns of the whole output, where no `MaxLengthCriteria` gives them.
+        """From the criteria as `generate` prepared them, for a prompt of `width` columns.
+
+        One of the user's own whose result for each row depends only on the row's prefix may set `stateless = True`; it
+        then gets None for scores. `max_length` holds where no `MaxLengthCriteria` says how long the output is.
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
@@ -85,12 +82,9 @@ class Stopping:
         return stops[batch.index[:, None], sent(where, stops.device)]
 
     def cut(self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]) -> list[int]:
-        """How many of its new tokens each row emits, [R], and note which rows stop there.
+        """How many of its new tokens [R, n] each row emits, [R]; notes which rows stop there.
 
-        Args:
-            batch: the text so far, without the new tokens.
-            tokens: [R, n], of which the first `gained` [R] of each row are new.
-            stops: [R, n] or [R, 0], of `ahead`.
+        The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
         """
         kept = []
         for row, new, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
