@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of

@@ -13,9 +13,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import try_to_load_from_cache
 
-from hf_specx.common.architectures import ENCODERS, WHOLE, vocabulary
+from hf_specx.common.architectures import ENCODERS, WHOLE
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of
 
 

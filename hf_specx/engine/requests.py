@@ -11,9 +11,9 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
@@ -102,7 +102,7 @@ class Entry:
 
 
 class Preparing:
-    """Has `generate` prepare requests, each for a batch of one, and then batches of them, all with the same options."""
+    """Has `generate` prepare requests, each for a batch of one, and then batches of them, with the same options."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
         self.model, self.options = model, dict(options)
