@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, once
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -76,8 +76,7 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("options", "name"), once([GREEDY, SAMPLED], PROCESSORS))
 def test_processors_see_each_request_alone(name: str, options: dict):
     target, options = tiny(), options | PROCESSORS[name]
     asked = [request for request in requests(16) if request.max_new_tokens > 6]
@@ -87,8 +86,7 @@ def test_processors_see_each_request_alone(name: str, options: dict):
     assert [found[index].tokens for index in range(len(asked))] == expected
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(("batch_size", "verification"), once([1, 3, 8], ["token", "block"]))
 def test_rejection_gives_the_text_of_a_batch_of_one(verification: str, batch_size: int):
     """Whatever is beside a request: its random numbers, and how many it needs, follow from it alone."""
     target, asked = tiny(), requests(16)

@@ -11,6 +11,7 @@ from hf_specx import Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.engine import run
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
     """The number of objects after 100 and after 400 requests of an endless input differs by less than one a request.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import once
 from forms import FORMS, GREEDY, SAMPLED, equal
 from tiny import prompts
 from transformers import (
@@ -87,8 +88,7 @@ def test_positional_arguments(world: SimpleNamespace, form: str):
     equal(world, form, IDS, config, LogitsProcessorList([LastToken()]), attention_mask=MASK)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["argument", "config", "the model's own", "criterion"])
+@pytest.mark.parametrize(("where", "form"), once(["argument", "config", "the model's own", "criterion"], FORMS))
 def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch: pytest.MonkeyPatch):
     text = world.target.generate(**prompts(3), **GREEDY)[:, 11:]
     strings = [world.tokenizer.decode(row[place]) for row, place in zip(text, (6, 4, 5), strict=True)]
@@ -135,8 +135,7 @@ def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pyt
         world.call[form](**prompts(2), **GREEDY, synced_gpus=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.parametrize(("layout", "form"), once(["ragged", "padded", "packed", "lockstep"], FORMS))
 def test_options(world: SimpleNamespace, form: str, layout: str):
     output = world.call[form](
         **prompts(3), **SAMPLED, return_dict_in_generate=True, layout=layout, verification="token", num_draft_tokens=2
