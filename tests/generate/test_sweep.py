@@ -18,10 +18,7 @@ def rows() -> dict[tuple[str, str], Outcome]:
 
 WRITTEN = rows()
 EVERY = 4  # one type in so many is in the default run, all of them with `-m "slow or not slow"`
-TYPES = [
-    pytest.param(*each, marks=pytest.mark.slow if number % EVERY else ())
-    for number, each in enumerate(zoo.model_types())
-]
+TYPES = [pytest.param(*each, marks=pytest.mark.slow if n % EVERY else ()) for n, each in enumerate(zoo.model_types())]
 
 
 @pytest.mark.filterwarnings("ignore")

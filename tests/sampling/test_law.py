@@ -12,6 +12,7 @@ from enumerated import END, ENOUGH, LARGE, PAD, SETTINGS, VOCAB_SIZE, draw, exac
 from wrong_rules import CONTROLS
 
 
+BY_REJECTION = ["token", "block"]
 NUM_TESTS = 2 * 2 * (len(SETTINGS) + 5)
 
 
@@ -31,9 +32,7 @@ def test_law_without_processors(verification: str, end: int | None):
     assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize(
-    ("verification", "draft_vocab_size"), once(["token", "block"], [VOCAB_SIZE - 1, VOCAB_SIZE + 2])
-)
+@pytest.mark.parametrize(("verification", "draft_vocab_size"), once(BY_REJECTION, [VOCAB_SIZE - 1, VOCAB_SIZE + 2]))
 def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vocab_size: int):
     tokens = draw(verification, **ENOUGH, draft_vocab_size=draft_vocab_size)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS

@@ -34,6 +34,10 @@ class Given(Drafter):
         return Draft(tokens[:, : max(wanted)], wanted)
 
 
+def suffixes() -> Drafter:
+    return SuffixDraft(min_match=1)
+
+
 def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: int, **settings) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
     strategy = SpeculativeDecoding(drafter(), num_draft_tokens=MOST, verification=verification)
@@ -42,17 +46,13 @@ def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: 
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("verification", "drafter"), once(["token", "block"], [Given, lambda: SuffixDraft(min_match=1)])
-)
+@pytest.mark.parametrize(("verification", "drafter"), once(["token", "block"], [Given, suffixes]))
 def test_the_distribution_is_that_of_the_target(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize(
-    ("verification", "drafter"), once(["token", "block"], [Given, lambda: SuffixDraft(min_match=1)])
-)
+@pytest.mark.parametrize(("verification", "drafter"), once(["token", "block"], [Given, suffixes]))
 def test_the_distribution_with_warpers(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE, temperature=0.6, top_k=3)
     law = exact_distribution([TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)])

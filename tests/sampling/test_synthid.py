@@ -101,9 +101,10 @@ def test_hashes_that_meet_or_are_zero():
             assert_alike(text(3), [3, 2, 1], made(name), lambda name=name: made(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "do_sample", "rows"), once(["usual", "two contexts kept", "first ones skipped"], [False, True], [1, 4])
-)
+THREE = ["usual", "two contexts kept", "first ones skipped"]
+
+
+@pytest.mark.parametrize(("name", "do_sample", "rows"), once(THREE, [False, True], [1, 4]))
 def test_text_is_that_of_plain_generate(name: str, do_sample: bool, rows: int):
     """In the usual layout, in fewer forwards; rows end at different times."""
     target, config = tiny(), SynthIDTextWatermarkingConfig(keys=KEYS, **SETTINGS[name])
