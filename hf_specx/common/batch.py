@@ -70,15 +70,7 @@ class Batch:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
         self.writes += 1
-        if self.together is not None:
-            first = self.width + self.together + ahead
-            self.ids[:, first : first + tokens.shape[1]] = tokens
-            return
-        columns = self._columns(ahead, tokens.shape[1])
-        if len(self.rows) == len(self.ids):
-            self.ids.scatter_(1, columns, tokens)
-        else:
-            self.ids[self.index[:, None], columns] = tokens
+        self.ids[self.index[:, None], self._columns(ahead, tokens.shape[1])] = tokens
 
     def take(self, draft: Draft) -> Draft:
         """Write candidates after each row's end, where the target reads them."""
@@ -100,18 +92,17 @@ class Batch:
 
         A row that has fewer is preceded by its first token.
         """
-        if self.together is not None and (end := self.width + self.together + ahead) >= count:
-            return self.ids[:, end - count : end].clone()
         columns = self._columns(ahead - count, count)
         if count - ahead > self.shortest():
             columns = columns.maximum(self.starts[self.index, None])
-        if len(self.rows) == len(self.ids):
-            return self.ids.gather(1, columns)
         return self.ids[self.index[:, None], columns]
 
     def shortest(self) -> int:
         """Tokens of the shortest decoding row, its prompt among them."""
-        return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
+        lengths = zip(
+            map(self.prompt_lengths.__getitem__, self.rows), map(self.counts.__getitem__, self.rows), strict=True
+        )
+        return min(map(sum, lengths))
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -70,10 +71,16 @@ def check_adapter(inner: PreTrainedModel) -> None:
 
 def _check_ready(role: str, model: PreTrainedModel) -> None:
     """Check that a model has its weights, and that nothing in it is random or without a cache."""
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(map(attrgetter("is_meta"), model.parameters())):
         told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
         told += "weights first, for example with from_pretrained(..., device_map='auto')."
         require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
+    if any(map(attrgetter("training"), model.modules())):
+        _check_training(role, model)
+
+
+def _check_training(role: str, model: PreTrainedModel) -> None:
+    """Check a model that is in training mode, or has a module that is."""
     training = {name: module for name, module in model.named_modules() if module.training}
     names = list(_active_dropout(training))
     shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -103,11 +103,10 @@ class Stream:
 class BatchStreamer(BaseStreamer):
     """The texts of many rows at once, each part with its row, for a reader in another thread.
 
-    Rows are those of the output, after `num_return_sequences`. The words of a row come as from `TextStreamer`: as soon
-    as they are whole, and the rest when the row ends.
+    Rows are those of the output. The words of a row come as from `TextStreamer`: as soon as they are whole, and the
+    rest when the row ends.
 
     Args:
-        tokenizer: decodes the tokens.
         skip_prompt: whether to leave out the prompts; else each row begins with its own, without pads.
         timeout: seconds that the reader waits for a part before `queue.Empty` is raised; None is for ever.
         **decode_kwargs: for `tokenizer.decode`, as `skip_special_tokens`.

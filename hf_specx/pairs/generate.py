@@ -48,19 +48,12 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
     acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
-        inputs: as in `generate`.
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
             `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
             `prompt_lookup_num_tokens` means a `SuffixDraft`, see `lookup_draft`; else it is looked for as `find_draft`
             says, and the options that its pair recommends are used. With `custom_generate`, that is called instead.
-
-    Returns:
-        As `generate`.
-
-    Raises:
-        ValueError: if no draft is given or found, and as `SpeculativeDecoding`.
     """
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
