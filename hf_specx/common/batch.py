@@ -92,6 +92,8 @@ class Batch:
 
         A row that has fewer is preceded by its first token.
         """
+        if self.together is not None and (end := self.width + self.together + ahead) >= count:
+            return self.ids[:, end - count : end].clone()
         columns = self._columns(ahead - count, count)
         if count - ahead > self.shortest():
             columns = columns.maximum(self.starts[self.index, None])
@@ -99,10 +101,7 @@ class Batch:
 
     def shortest(self) -> int:
         """Tokens of the shortest decoding row, its prompt among them."""
-        lengths = zip(
-            map(self.prompt_lengths.__getitem__, self.rows), map(self.counts.__getitem__, self.rows), strict=True
-        )
-        return min(map(sum, lengths))
+        return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
