@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.tokenizers import same_tokens
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.other_tokenizer import matched

@@ -16,9 +16,9 @@ from rich.text import Text
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, compare
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.hub.known_pairs import is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of, make_decoder
 from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
@@ -50,24 +50,6 @@ SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 @dataclass(frozen=True)
-class Withheld:
-    """What `hf_specx.generate` knows of a call, and transformers does not pass on to a strategy.
-
-    Attributes:
-        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
-        synced_gpus: as it was given.
-        adds_reports: whether the report goes on from that of the last call, as Whisper calls once for each window.
-    """
-
-    drafting: dict[str, Any] | None = None
-    synced_gpus: bool | None = None
-    adds_reports: bool = False
-
-
-NONE_WITHHELD = Withheld()
-
-
-@dataclass(frozen=True)
 class Layout:
     """How rows of unequal length share the batch.
 
@@ -97,13 +79,10 @@ class Call:
         options: a copy of the `SpeculativeDecoding`.
         prompt: the target's, made of what `generate` has given.
         processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
-        drafter: who proposes; `drafting`: how many candidates in a round.
-        verification: "greedy", "token", "block" or "coupled".
-        layout: how rows share the batch.
+        drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
         plain: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
-        synced: whether other ranks have to run the same forwards, each for rows of its own.
-        shared: whether other ranks decode the same rows, with other parts of the models.
+        synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
     """
 
@@ -127,23 +106,22 @@ def make_call(
     options: Any,
     given: Prepared,
     drafter: Drafter,
-    withheld: Withheld = NONE_WITHHELD,
     seeds: Any = None,
     queue: RequestQueue | None = None,
+    drafting: dict[str, Any] | None = None,
+    synced_gpus: bool | None = None,
 ) -> Call:
-    """What one call asks for, and how it is decoded.
+    """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         options, given, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
-        withheld: what else is known of the call.
-
-    Raises:
-        ValueError: if what was asked for cannot be done exactly.
+        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
+        synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
     synced = shared = False
     if world_size() > 1:
-        synced = synced_by_default(*models) if withheld.synced_gpus is None else withheld.synced_gpus
+        synced = synced_by_default(*models) if synced_gpus is None else synced_gpus
         shared = shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
@@ -165,10 +143,10 @@ def make_call(
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
-    drafting = choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model)
+    numbers = choose_drafting(options.num_draft_tokens, drafting, given.config, drafter.model)
     verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
     asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later
-    call = Call(*asked, drafter, drafting, verification, layout, plain, seeds, synced, shared, queue)
+    call = Call(*asked, drafter, numbers, verification, layout, plain, seeds, synced, shared, queue)
     _check_together(call)
     return call
 

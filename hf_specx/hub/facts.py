@@ -15,9 +15,9 @@ from transformers import (
 )
 from transformers.utils.hub import constants
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .model_files import AGAIN

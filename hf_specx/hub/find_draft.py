@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
 
 from .facts import COMMIT, KIND, check_kind, commit_of, differing

@@ -8,7 +8,6 @@ from misuse import MODELS, Closing, call, call_of_1, full_window, function, get,
 from misuse_cases import CASES
 from plain_cases import PLAIN
 from tiny import near, prompts, tiny
-from tool_cases import PLAIN as TOOLS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -52,13 +51,6 @@ def test_misuse(message: str, misuse: Callable[[], object], forwards: list):
         misuse()
     assert len(forwards) == passed
     assert state() == before
-
-
-@pytest.mark.parametrize(("message", "misuse"), TOOLS, ids=[case[0] for case in TOOLS])
-def test_misuse_of_tools(message: str, misuse: Callable[[], object]):
-    """Of what measures, checks, places, shares, publishes and exports pairs."""
-    with pytest.raises(ValueError, match=message):
-        misuse()
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

@@ -163,14 +163,6 @@ def test_the_cache_of_a_decoder_serves_the_next_turn(model_type: str, layout: st
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_the_cache_of_a_recurrence_is_returned_if_its_rows_end_together(ends: bool):
-    target = model("falcon_h1")
-    call, counts = calls(target, "coupled", ends)
-    past = generate(target, call, "lockstep").past_key_values
-    assert (past is None) == (len(set(counts)) > 1)
-
-
-@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize(("model_type", "layout"), PAIRS)
 def test_the_cache_of_an_encoder_decoder_serves_the_next_turn(model_type: str, layout: str, ends: bool):
     target = model(model_type)
@@ -200,15 +192,3 @@ def test_a_cache_of_the_user_is_filled_with_what_an_encoder_gave():
     turn = later({"attention_mask": torch.ones(ROWS, 1)}, output.sequences, [NEW_TOKENS] * ROWS, 1)
     turn = {f"decoder_{name}": value for name, value in turn.items()} | {"max_new_tokens": NEW_TOKENS}
     assert_continues(target, turn | {name: call[name] for name in ("input_ids", "attention_mask")}, user)
-
-
-def test_the_cache_that_mamba_takes_is_filled_as_by_plain_generate():
-    """Under the name that its forward has for it."""
-    target = zoo.build("causal", "mamba2")
-    greedy, filled = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}, []
-    for strategy in (None, SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)):
-        past = DynamicCache(config=target.config)
-        out = target.generate(**prompts(1), **greedy, cache_params=past, custom_generate=strategy)
-        filled.append((out, past.layers[0].recurrent_states[0]))
-    assert torch.equal(filled[0][0], filled[1][0])
-    torch.testing.assert_close(filled[1][1], filled[0][1])

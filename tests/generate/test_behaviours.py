@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from alike import ENTRIES, models, said, same, stock
+from all_pairs import once
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -72,8 +73,7 @@ ENDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(("name", "do_sample"), once(ENDS, SAMPLING))
 def test_ends(name: str, do_sample: bool):
     same(**prompts(4), **ENDS[name](common(do_sample)), do_sample=do_sample, max_new_tokens=20)
 
@@ -102,8 +102,7 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize(("name", "do_sample"), once(LAWS, SAMPLING))
 def test_laws(name: str, do_sample: bool):
     same(**prompts(4), **LAWS[name], do_sample=do_sample, max_new_tokens=16)
 
@@ -211,8 +210,7 @@ ERRORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(("name", "entry"), once(ERRORS, ENTRIES))
 def test_errors_are_of_stocks_type(name: str, entry: Callable):
     call = prompts(2) | {"max_new_tokens": 5} | ERRORS[name]
     with pytest.raises(Exception) as expected:  # noqa: PT011
