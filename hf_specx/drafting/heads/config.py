@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.errors import brief, require
 
 
 ARCHITECTURES = {
@@ -103,8 +103,8 @@ class HeadConfig(PreTrainedConfig):
         if self.kind == "medusa":
             names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
             return common | {name: getattr(self, name) for name in names} | {"base_model_name_or_path": self.target}
-        names = [*OF_ALL] if self.kind in OF_EAGLE else [*OF_BLOCK]
-        names += ["draft_vocab_size", "target_hidden_size", "mask_token_id"]
+        own = OF_ALL if self.kind in OF_EAGLE else OF_BLOCK
+        names = [*own, "draft_vocab_size", "target_hidden_size", "mask_token_id"]
         found = common | {name: getattr(self, name) for name in names}
         if self.kind == "dspark":
             found |= {name: getattr(self, name) for name in OF_MARKOV}
@@ -148,7 +148,10 @@ class HeadConfig(PreTrainedConfig):
 def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `HeadConfig` that a config in the form of *speculators* or Medusa has; of any other, itself."""
     if "medusa_num_heads" in raw:
-        return {"kind": "medusa", "target": raw.get("base_model_name_or_path") or ""} | raw
+        names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "dtype")
+        return {"kind": "medusa", "target": raw.get("base_model_name_or_path") or ""} | {
+            name: raw[name] for name in names if name in raw
+        }
     layer, proposal = raw.get("transformer_layer_config"), raw.get("speculators_config") or {}
     if layer is None:
         return raw
@@ -176,8 +179,9 @@ def layer_fields(layer: dict[str, Any], qk_norm: bool) -> dict[str, Any]:
     names = [*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"]
     layer_types = layer.get("layer_types")
     given = {name: layer[name] for name in names if layer.get(name) is not None and name != "layer_types"}
+    architecture: type[PreTrainedConfig] = Qwen3Config if qk_norm else LlamaConfig
     try:
-        known = (Qwen3Config if qk_norm else LlamaConfig)(**given, use_sliding_window=False)
+        known = architecture(**given, use_sliding_window=False)
     except Exception as error:  # of a type that only the Hub's library has
         raise ValueError(f"the config of the head's layers is no config of transformers: {error}") from error
     rope = dict(known.rope_parameters or {})
