@@ -20,7 +20,7 @@ ALONE = (ENTRY, SOURCE)  # stay files of their own
 
 
 class Module(NamedTuple):
-    """A file in a room of this package."""
+    """A file in a room of this package, whose name is its path: "drafting", or "drafting/heads" for one inside it."""
 
     room: str
     name: str
@@ -38,7 +38,7 @@ class Module(NamedTuple):
     @property
     def published(self) -> str:
         """The published module that it is part of."""
-        return self.name if self.name in ALONE else self.room
+        return self.name if self.name in ALONE else self.room.replace("/", "_")
 
 
 def published_code() -> dict[str, str]:
@@ -70,7 +70,7 @@ def imported(node: ast.AST, room: str) -> Module | None:
     if node.level:
         return Module(room, node.module)
     package, *names = node.module.split(".")
-    return Module(names[0], names[-1]) if package == PACKAGE.name and len(names) == 2 else None
+    return Module("/".join(names[:-1]), names[-1]) if package == PACKAGE.name and len(names) in (2, 3) else None
 
 
 def _merged(room: str, modules: list[Module]) -> str:

@@ -11,8 +11,9 @@ from hf_specx.hub.flatten import PACKAGE, core_modules, published_code
 from hf_specx.hub.publish import NEEDS
 
 
-ROOMS = "common sampling models drafting engine hub pairs bench training metrics __init__ cli __main__".split()  # noqa: SIM905
-CORE = ROOMS[: ROOMS.index("engine") + 1]
+ROOMS = "common sampling models drafting drafting/heads engine hub pairs bench training metrics __init__ cli __main__"
+ROOMS = ROOMS.split()
+CORE = [room for room in ROOMS[: ROOMS.index("engine") + 1] if (PACKAGE / room).exists()]
 DOORS = 14  # names at the top of the package
 FILES_OF_A_ROOM = 14  # its `__init__` aside
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -20,8 +21,12 @@ SHOWN = [path.relative_to(PACKAGE).as_posix() for path in FILES]
 
 
 def room_of(path: Path) -> str:
-    inside = path.relative_to(PACKAGE)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+    return room_named(*path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room_named(*parts: str) -> str:
+    """The room of a module: its first folder, or the first two, where that is a room within a room."""
+    return next(room for room in ("/".join(parts[:2]), parts[0]) if room in ROOMS)
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
@@ -31,7 +36,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             rooms.add(room_of(path) if path.parent != PACKAGE else node.module)
         elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "hf_specx":
-            rooms.add([*node.module.split("."), "__init__"][1])
+            rooms.add(room_named(*[*node.module.split("."), "__init__"][1:]))
         elif isinstance(node, ast.ImportFrom):
             outside.add(node.module.split(".")[0])
         elif isinstance(node, ast.Import):
@@ -70,7 +75,7 @@ def test_what_is_published_is_the_core():
     """All rooms of a call, and what a call reads of a pair's files; they need nothing but torch and transformers."""
     reached = {module.path for module in core_modules()}
     assert reached >= {path for path in FILES if room_of(path) in CORE and path.stem != "__init__"}
-    assert set(published_code()) == {*CORE, "hub", "generate"}
+    assert set(published_code()) == {*(room.replace("/", "_") for room in CORE), "hub", "generate"}
     for path in reached:
         assert imports(path)[1] <= {"torch", "transformers"} | sys.stdlib_module_names
 

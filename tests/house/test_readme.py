@@ -122,7 +122,7 @@ def test_it_begins_with_the_two_commands_and_is_short():
     assert len(lines) <= 300
 
 
-@pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("readme", sorted(PACKAGE.rglob("README.md")), ids=lambda path: path.parent.name)
 def test_a_room_lists_its_files(readme: Path):
     rows = [line.split("|")[1] for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}

@@ -3,8 +3,12 @@
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import pytest
+
+from hf_specx.hub import flatten
 from hf_specx.hub.flatten import PACKAGE, published_code
 from hf_specx.hub.publish import NEEDS
 
@@ -37,3 +41,33 @@ def test_code_is_written_where_the_package_is_not_installed(tmp_path: Path):
     assert written == {f"{room}.py": text for room, text in published_code().items()}
     for text in written.values():
         assert text.startswith('"""From hf_specx ')
+
+
+FILES = {
+    "pairs/generate.py": "from hf_specx.drafting.heads.chain import Chain\n\n\ngenerate = Chain().run\n",
+    "drafting/drafter.py": "class Drafter:\n    def run(self):\n        return self.name\n",
+    "drafting/heads/names.py": "CHAIN = 'chain'\n",
+    "drafting/heads/chain.py": """from hf_specx.drafting.drafter import Drafter
+
+from .names import CHAIN
+
+
+class Chain(Drafter):
+    name = CHAIN
+""",
+}
+
+
+def test_a_room_within_a_room_is_published_as_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package, out = tmp_path / "hf_specx", tmp_path / "of_nested"
+    for name, text in FILES.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(f'"""It is described."""\n\n{text}')
+    monkeypatch.setattr(flatten, "PACKAGE", package)
+    code = published_code()
+    assert set(code) == {"generate", "drafting", "drafting_heads"}
+    out.mkdir()
+    for name, text in code.items():
+        (out / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_module("of_nested.generate").generate() == "chain"
