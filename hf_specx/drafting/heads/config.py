@@ -101,18 +101,16 @@ class HeadConfig(PreTrainedConfig):
         dtype = str(self.dtype).removeprefix("torch.") if isinstance(self.dtype, torch.dtype) else self.dtype
         common = {"architectures": [ARCHITECTURES[self.kind]], "dtype": dtype}
         if self.kind == "medusa":
-            names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
-            return common | {name: getattr(self, name) for name in names} | {"base_model_name_or_path": self.target}
-        own = OF_ALL if self.kind in OF_EAGLE else OF_BLOCK
-        names = [*own, "draft_vocab_size", "target_hidden_size", "mask_token_id"]
+            sizes = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+            return common | {name: getattr(self, name) for name in sizes} | {"base_model_name_or_path": self.target}
+        is_eagle = self.kind in OF_EAGLE
+        names = (*(OF_ALL if is_eagle else OF_BLOCK), "draft_vocab_size", "target_hidden_size", "mask_token_id")
         found = common | {name: getattr(self, name) for name in names}
         if self.kind == "dspark":
             found |= {name: getattr(self, name) for name in OF_MARKOV}
             found["enable_confidence_head"] = self.confidence_head
-        found["eagle_aux_hidden_state_layer_ids" if self.kind in OF_EAGLE else "aux_hidden_state_layer_ids"] = (
-            self.layer_ids
-        )
         return found | {
+            f"{'eagle_' * is_eagle}aux_hidden_state_layer_ids": self.layer_ids,
             "speculators_model_type": self.kind,
             "speculators_version": "0.9.0",
             "transformer_layer_config": self._layer(),
@@ -148,10 +146,9 @@ class HeadConfig(PreTrainedConfig):
 def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `HeadConfig` that a config in the form of *speculators* or Medusa has; of any other, itself."""
     if "medusa_num_heads" in raw:
-        names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "dtype")
-        return {"kind": "medusa", "target": raw.get("base_model_name_or_path") or ""} | {
-            name: raw[name] for name in names if name in raw
-        }
+        kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "dtype")
+        given = {name: raw[name] for name in kept if name in raw}
+        return {"kind": "medusa", "target": raw.get("base_model_name_or_path") or ""} | given
     layer, proposal = raw.get("transformer_layer_config"), raw.get("speculators_config") or {}
     if layer is None:
         return raw
@@ -179,9 +176,9 @@ def layer_fields(layer: dict[str, Any], qk_norm: bool) -> dict[str, Any]:
     names = [*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"]
     layer_types = layer.get("layer_types")
     given = {name: layer[name] for name in names if layer.get(name) is not None and name != "layer_types"}
-    architecture: type[PreTrainedConfig] = Qwen3Config if qk_norm else LlamaConfig
+    architecture: Any = Qwen3Config if qk_norm else LlamaConfig
     try:
-        known = architecture(**given, use_sliding_window=False)
+        known = architecture(**given)
     except Exception as error:  # of a type that only the Hub's library has
         raise ValueError(f"the config of the head's layers is no config of transformers: {error}") from error
     rope = dict(known.rope_parameters or {})

@@ -186,9 +186,7 @@ def _shapes(
     first = "layers.0.self_attn."
     needed = (f"{first}q_proj.weight", f"{first}k_proj.weight", "layers.0.mlp.gate_proj.weight", "norm.weight")
     missing = [weight for weight in ("fc.weight", *needed) if weight not in weights]
-    told = (
-        f"{name} lacks {', '.join(missing)}; get it again, or choose a head that joins states of several layers."
-    )
+    told = f"{name} lacks {', '.join(missing)}; get it again, or choose a head that joins states of several layers."
     require(not missing, told)
     queries, keys, inner, width = (weights[weight].shape[0] for weight in needed)
     size, heads, norm = fields["head_dim"], fields["num_attention_heads"], weights.get(f"{first}q_norm.weight")
@@ -236,10 +234,8 @@ def _block(name: str | Path, raw: dict[str, Any], said: dict[str, Any], kind: st
     block: Any = said.get("block_size", 8 if "speculators_model_type" in raw else None)
     told = f"{name} has block_size={brief(block)} in its config.json; it needs the positions of a block, 2 or more."
     require(kind not in OF_BLOCKS or (is_int(block) and block > 1), told)
-    masks = [
-        said[option] for option in ("mask_token_id", "ptd_token_id", "pard_token") if said.get(option) is not None
-    ]
-    mask = masks[0] if masks else None
+    names = ("mask_token_id", "ptd_token_id", "pard_token")
+    mask: Any = next((said[option] for option in names if said.get(option) is not None), None)
     told = f"{name} has mask_token_id={brief(mask)} in its config.json; it needs that of a token of the target."
     require(kind == "eagle3" or (is_int(mask) and 0 <= mask < tokens), told)
     anchor = bool(said.get("sample_from_anchor", kind == "dspark"))
@@ -253,9 +249,7 @@ def _read_ids(
     """Which states the head reads, as they are given, or as they stand in the files."""
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     joined, width = weights["fc.weight"].shape[-1], config.target_hidden_size
-    told = (
-        f"{name} reads {joined} numbers a position, and the states of {type(target).__name__} have {width}; "
-    )
+    told = f"{name} reads {joined} numbers a position, and the states of {type(target).__name__} have {width}; "
     require(joined % width == 0, f"{told}choose a head that was made for this target.")
     count = joined // width
     ids = _ids_in(name, raw, config.kind, depth, count) if given is None else given
@@ -265,9 +259,7 @@ def _read_ids(
     require(len(ids) == count, f"{told}them, or choose a head that was made for this target.")
     told = f"{name} reads the output of layer {max(ids)}, and {type(target).__name__} has {depth}; choose a head that "
     require(max(ids) <= depth, f"{told}was made for this target, or {GIVE}.")
-    told = (
-        f"{name} reads the last state (layer id {depth}), which some mean before the final norm and others "
-    )
+    told = f"{name} reads the last state (layer id {depth}), which some mean before the final norm and others "
     require(given is not None or depth not in ids, f"{told}behind it; {GIVE}, {depth} for the one before the norm.")
     config.layer_ids = list(ids)
 
