@@ -30,10 +30,10 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
     if isinstance(draft, list | tuple):
         parts = [make_drafter(part, target) for part in draft]
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
+    if hasattr(draft, "propose"):  # which a head is, and a model as well
+        return cast(Drafter, draft).of(target)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    if hasattr(draft, "propose"):
-        return cast(Drafter, draft).of(target)
     return GeneratorDrafter(cast(CandidateGenerator, draft))
 
 

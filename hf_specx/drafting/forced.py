@@ -107,7 +107,8 @@ class ForcedDrafter(Drafter):
 
     def __init__(self, inner: Drafter):
         self.inner = inner
-        self.model, self.needs_hidden, self.max_candidates = inner.model, inner.needs_hidden, inner.max_candidates
+        self.model, self.max_candidates = inner.model, inner.max_candidates
+        self.needs_hidden, self.places = inner.needs_hidden, inner.places
         self.own: Draft | None = None  # of the other drafter, as far as it was taken
 
     def read(self, reading: Reading) -> None:

@@ -155,6 +155,7 @@ def make_call(
         stopping.max_new_tokens,
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
+        places=drafter.places,
         limits=None if queue is None else [entry.limit for entry in queue.entries],
     )
     _check_asked(options, prompt, given, drafter, queue)

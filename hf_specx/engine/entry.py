@@ -126,8 +126,9 @@ def check_draft(draft_model: Any) -> None:
     require(not isinstance(draft_model, str | Path), told)
     told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it, as "
     require(not isinstance(draft_model, type), f"{told}from_pretrained or its constructor makes it.")
-    given, is_model = f"draft_model is {kind(draft_model)}", isinstance(draft_model, PreTrainedModel)
+    given = f"draft_model is {kind(draft_model)}"
     drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
+    is_model = isinstance(draft_model, PreTrainedModel) and not drafts
     known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
     told = "give a model, a CandidateGenerator, a Drafter of yours (inherit from hf_specx.Drafter), or a draft "
     told += "without a model, as SuffixDraft()."
