@@ -85,7 +85,7 @@ class HeadConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = False
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int = 5
     own_embeddings: bool = False
     own_head: bool = False
     target: str = ""
@@ -133,8 +133,7 @@ class HeadConfig(PreTrainedConfig):
 
     def _proposal(self) -> dict[str, Any]:
         """The part on how to draft, and for whom."""
-        number = self.num_draft_tokens or 5
-        greedy = {"proposal_type": "greedy", "speculative_tokens": number}
+        greedy = {"proposal_type": "greedy", "speculative_tokens": self.num_draft_tokens}
         return {
             "algorithm": self.kind,
             "default_proposal_method": "greedy",
@@ -160,9 +159,9 @@ def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
         "kind": raw["speculators_model_type"],
         "layer_ids": ids,
         "confidence_head": bool(raw.get("enable_confidence_head")),
-        "num_draft_tokens": (chosen or methods)[0].get("speculative_tokens"),
+        "num_draft_tokens": (chosen or methods)[0].get("speculative_tokens", 5),
         "target": verifier.get("name_or_path") or "",
-        "target_architectures": verifier.get("architectures"),
+        "target_architectures": verifier.get("architectures") or None,
         "dtype": raw.get("dtype", raw.get("torch_dtype")),
     }
     names = (*OF_ALL, *OF_BLOCK, *OF_MARKOV, "draft_vocab_size", "target_hidden_size", "mask_token_id")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -58,9 +57,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors in a file; of a pickle nothing else is made."""
     try:
         found = load_state_dict(str(path), weights_only=True)
-    except (UnpicklingError, RuntimeError, OSError, EOFError) as error:
+    except Exception as error:  # of types that only pickle and safetensors have
         told = f"{path} cannot be read as tensors alone ({error}); convert it to safetensors if you trust it."
         raise ValueError(told) from error
-    wrong = [name for name, tensor in found.items() if not isinstance(tensor, torch.Tensor)]
-    require(not wrong, f"{path} has {min(wrong, default='')!r}, which is no tensor; save the weights alone.")
+    tensors = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    require(tensors, f"{path} is no dict of tensors; save the weights alone, as model.safetensors.")
     return found

@@ -240,6 +240,8 @@ def _block(name: str | Path, raw: dict[str, Any], said: dict[str, Any], kind: st
     require(kind == "eagle3" or (is_int(mask) and 0 <= mask < tokens), told)
     anchor = bool(said.get("sample_from_anchor", kind == "dspark"))
     sizes = {"block_size": block, "sample_from_anchor": anchor} if kind in OF_BLOCKS else {}
+    if sizes and "speculators_config" not in raw:
+        sizes["num_draft_tokens"] = block - (not anchor)
     return sizes | {"mask_token_id": mask, "sliding_window_non_causal": bool(said.get("sliding_window_non_causal"))}
 
 

@@ -84,6 +84,10 @@ def _of_layer(config: HeadConfig, name: str, read: int) -> Shapes:
 def check_tensors(name: str | Path, config: HeadConfig, weights: Mapping[str, torch.Tensor]) -> None:
     """Whether the tensors of a head are those of its config."""
     wanted = shapes_of(config)
+    width, states = config.hidden_size, config.target_hidden_size
+    for part, own in (("embed_tokens", config.own_embeddings), ("lm_head", config.own_head)):
+        told = f"{name} has states of {width} numbers and no {part} of its own, and the target's are of {states}; "
+        require(own or width == states, f"{told}get it again, or choose another head.")
     missing, left = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     told = f"{name} lacks {len(missing)} tensors of a head of kind {config.kind}: {', '.join(missing[:5])}; get it "
     require(not missing, f"{told}again, or choose another head.")
