@@ -25,7 +25,7 @@ from .reading import read_head
 from .tensors import check_tensors
 
 
-OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t", "t2d")  # names beside those of the body
+OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t")  # names beside those of the body
 
 
 class DraftHead(PreTrainedModel):
@@ -48,11 +48,10 @@ class DraftHead(PreTrainedModel):
         self.body: Any = kinds.get(config.kind, Medusa)(config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.own_head:
+        if config.own_head and config.kind != "medusa":
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, target: PreTrainedModel, **loading: Any) -> "DraftHead":  # type: ignore[override]
@@ -81,6 +80,8 @@ class DraftHead(PreTrainedModel):
     def save_pretrained(self, save_directory: str | Path, **saving: Any) -> None:  # type: ignore[override]
         """Write the head in the form of the *speculators* library, which vLLM serves."""
         tensors = {name.removeprefix("body."): tensor for name, tensor in self.state_dict().items()}
+        if self.ids is not None:
+            tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
         super().save_pretrained(save_directory, state_dict=tensors, **saving)
 
     def of(self, target: PreTrainedModel) -> HeadDrafter:
@@ -89,11 +90,15 @@ class DraftHead(PreTrainedModel):
         told = "the head is in training mode; call its eval()."
         require(not self.training, told)
         embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if hasattr(self, "d2t") else None
-        feed = Feed(self.body, cast(nn.Module, embed), output or target.get_output_embeddings(), ids)
+        feed = Feed(self.body, cast(nn.Module, embed), output or target.get_output_embeddings(), self.ids)
         most = {"medusa": config.medusa_num_heads, "peagle": None, "eagle3": None}
         number = most.get(config.kind, (config.block_size or 0) - (not config.sample_from_anchor))
         return HeadDrafter(feed, self.places(target), number, config.kind == "eagle3", self.step_size())
+
+    @property
+    def ids(self) -> torch.Tensor | None:
+        """[V_d], the target's ids of the head's tokens; None if they are the same."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if hasattr(self, "d2t") else None
 
     def places(self, target: PreTrainedModel) -> list[Place]:
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
