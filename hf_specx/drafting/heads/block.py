@@ -24,7 +24,9 @@ class Block(nn.Module):
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.target_hidden_size * len(config.layer_ids or ()), config.hidden_size, config.fc_bias)
+        self.fc = nn.Linear(
+            config.target_hidden_size * len(config.layer_ids or ()), config.hidden_size, config.fc_bias
+        )
         self.hidden_norm, self.norm = norm(config), norm(config)
         self.layers = nn.ModuleList(HeadLayer(config, number) for number in range(config.num_hidden_layers))
         if config.markov_rank:

@@ -22,6 +22,7 @@ from .eagle import Eagle
 from .feed import Feed
 from .medusa import Medusa
 from .reading import read_head
+from .tensors import check_tensors
 
 
 OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t")  # names beside those of the body
@@ -69,6 +70,8 @@ class DraftHead(PreTrainedModel):
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
+        wanted = {key.removeprefix("body."): tensor for key, tensor in head.state_dict().items()}
+        check_tensors(name, config.kind, wanted, tensors)
         head.load_state_dict({named(key): tensor for key, tensor in tensors.items()}, assign=True)
         head.name_or_path = str(name)
         head.requires_grad_(False).eval()

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from hf_specx.common.architectures import vocabulary
@@ -12,10 +11,9 @@ from hf_specx.common.errors import brief, is_int, require, similar
 
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig, fields_of, layer_fields
 from .files import HUB, read_files
-from .tensors import check_tensors, check_vocabulary, linear_layers
+from .tensors import Weights, check_vocabulary, linear_layers
 
 
-Weights = dict[str, torch.Tensor]
 NAMES = (  # how the name of a tensor begins in some form, and how it begins here
     (r"^(model|medusa_head)\.", ""),
     (r"^midlayer\.", "layers.0."),
@@ -79,7 +77,6 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     if config.kind != "medusa":
         _read_ids(name, raw, config, weights, target, layer_ids)
         check_vocabulary(name, config, weights)
-    check_tensors(name, config, weights)
     return config, weights
 
 
@@ -138,7 +135,7 @@ def _config(
     if medusa:
         width = text.hidden_size
         fields = {"kind": "medusa", "hidden_size": width, "target_hidden_size": width, "vocab_size": tokens}
-        fields |= {"layer_ids": [text.num_hidden_layers], "draft_vocab_size": tokens, "own_head": True}
+        fields |= {"layer_ids": [text.num_hidden_layers], "draft_vocab_size": tokens}
         fields |= {"medusa_num_heads": medusa, "medusa_num_layers": layers, "num_draft_tokens": medusa}
         return HeadConfig(**fields, target=raw.get("base_model_name_or_path") or "")
     kind = _kind(name, raw, weights)

@@ -9,6 +9,7 @@ from head_files import EPS, FORMS, random_head, write
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
+from hf_specx import DraftHead
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.reading import describes_head, read_head
 
@@ -56,9 +57,8 @@ def test_every_form_is_read_and_kept(target, tmp_path: Path, name: str):
     """All tensors as they are, all settings; and again from what the config writes, in the form of speculators."""
     head = random_head(**HEADS[name])
     config, weights = read_head(write(head, tmp_path / "published", form_of(name)), target)
-    wanted = {tensor: value for tensor, value in head.weights.items() if tensor != "t2d"}
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[tensor], value) for tensor, value in wanted.items())
+    assert weights.keys() == head.weights.keys()
+    assert all(torch.equal(weights[tensor], value) for tensor, value in head.weights.items())
     assert config.kind == head.kind
     assert config.draft_vocab_size == head.draft_vocab
     if head.kind == "medusa":
@@ -74,11 +74,10 @@ def test_every_form_is_read_and_kept(target, tmp_path: Path, name: str):
     if head.kind in ("dflash", "dspark"):
         assert (config.block_size, config.mask_token_id) == (head.block, head.mask_token)
         assert (config.sample_from_anchor, config.markov_head_type) == (head.from_anchor, head.markov or "vanilla")
-    config.save_pretrained(tmp_path / "kept")
-    save_file(weights, tmp_path / "kept" / "model.safetensors")
+    DraftHead.from_pretrained(tmp_path / "published", target=target).save_pretrained(tmp_path / "kept")
     again, same = read_head(tmp_path / "kept", target)
-    assert vars(again) == vars(config) | {"architectures": again.architectures, "_name_or_path": ""}
-    assert same.keys() == weights.keys()
+    assert vars(again) == vars(config)
+    assert all(torch.equal(same[tensor], value) for tensor, value in weights.items())
 
 
 def test_forms_of_one_head_agree(target, tmp_path: Path):
@@ -88,7 +87,7 @@ def test_forms_of_one_head_agree(target, tmp_path: Path):
     for form in ("speculators", "safeailab", "specforge", "angelslim"):
         config, weights = read_head(write(head, tmp_path / form, form), target)
         found[form] = vars(config) | {"target": "", "target_architectures": [], "num_draft_tokens": 0}
-        assert weights.keys() == head.weights.keys() - {"t2d"}
+        assert weights.keys() == head.weights.keys()
     assert all(config == found["speculators"] for config in found.values())
 
 

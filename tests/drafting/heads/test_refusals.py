@@ -8,7 +8,7 @@ import torch
 from head_files import TinyHead, random_head, write
 from tiny import tiny
 
-from hf_specx.drafting.heads.reading import read_head
+from hf_specx import DraftHead
 
 
 LAYERS = 8
@@ -44,10 +44,7 @@ def more(kind: str = "eagle3", **extra) -> TinyHead:
     return random_head(kind, extra=extra)
 
 
-TWICE = {
-    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
-}
+IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
 CASES = {
     "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
     "states": (lambda: more(target_hidden_size=64), r"64 numbers in a state, and LlamaForCausalLM has 32"),
@@ -103,7 +100,7 @@ def flipped() -> TinyHead:
 def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
     make, told = CASES[case]
     with pytest.raises(ValueError, match=told):
-        read_head(write(make(), tmp_path), target)
+        DraftHead.from_pretrained(write(make(), tmp_path), target=target)
 
 
 class Runs:
@@ -116,34 +113,34 @@ def test_no_code_of_a_pickle_runs(target, tmp_path: Path, capsys):
     folder = write(head, tmp_path, "safeailab")
     torch.save(head.weights | {"more": Runs()}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
     with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
     torch.save([1, 2], folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"save the weights alone"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
     assert "ran" not in capsys.readouterr().out
 
 
 def test_files_that_are_missing_or_cut(target, tmp_path: Path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        read_head(tmp_path, target)
+        DraftHead.from_pretrained(tmp_path, target=target)
     folder = write(random_head(), tmp_path)
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match=r"cannot be read as tensors"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no weights; a draft head has one of model\.safetensors"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
     (folder / "config.json").write_text("[")
     with pytest.raises(ValueError, match=r"is no JSON"):
-        read_head(folder, target)
+        DraftHead.from_pretrained(folder, target=target)
 
 
 def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
     with pytest.raises(ValueError, match=r"unknown option 'revison'.*did you mean 'revision'"):
-        read_head(folder, target, revison="main")
+        DraftHead.from_pretrained(folder, target=target, revison="main")
     with pytest.raises(ValueError, match=r"layer_ids='last'"):
-        read_head(folder, target, layer_ids="last")
+        DraftHead.from_pretrained(folder, target=target, layer_ids="last")
