@@ -166,6 +166,10 @@ def make_call(
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
+    if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
+        layout = replace(
+            layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache"
+        )
     drafting = choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model)
     verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
     asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later

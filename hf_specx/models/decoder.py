@@ -39,7 +39,7 @@ class Forward(NamedTuple):
 
 
 class HiddenStates:
-    """What modules give, or are given, in forwards of this thread: read by hooks, which are there in this context alone.
+    """What modules give, or are given, in forwards of this thread: read by hooks, which are there in a context alone.
 
     With `output_hidden_states=True` a forward would keep the states of all layers.
     """

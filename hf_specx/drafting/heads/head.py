@@ -101,7 +101,8 @@ class DraftHead(PreTrainedModel):
     @property
     def ids(self) -> torch.Tensor | None:
         """[V_d], the target's ids of the head's tokens; None if they are the same."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if hasattr(self, "d2t") else None
+        offsets = getattr(self, "d2t", None)
+        return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
     def places(self, target: PreTrainedModel) -> list[Place]:
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
@@ -109,7 +110,7 @@ class DraftHead(PreTrainedModel):
             return []
         layers = find_layers(target, "a draft head for")[1]
         ids = self.config.layer_ids
-        told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)} layers; "
+        told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; "
         require(max(ids) <= len(layers), f"{told}give a head that was made for this target.")
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
 
