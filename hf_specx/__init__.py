@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.drafting.costs import Costs
     from hf_specx.drafting.drafter import Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft
+    from hf_specx.drafting.heads.head import DraftHead
     from hf_specx.drafting.suffix import SuffixDraft
     from hf_specx.drafting.suffix_pool import SuffixPool
     from hf_specx.engine.outputs import BatchStreamer
@@ -33,6 +34,7 @@ __all__ = [
     "Completion",
     "Costs",
     "Draft",
+    "DraftHead",
     "DraftTargetPair",
     "Drafter",
     "EarlyExitDraft",
@@ -52,6 +54,7 @@ _MODULES = {
     "drafting.costs": ("Costs",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
+    "drafting.heads.head": ("DraftHead",),
     "drafting.suffix": ("SuffixDraft",),
     "drafting.suffix_pool": ("SuffixPool",),
     "engine.outputs": ("BatchStreamer",),

@@ -30,10 +30,10 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
     if isinstance(draft, list | tuple):
         parts = [make_drafter(part, target) for part in draft]
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
+    if hasattr(draft, "propose"):  # which a head is, and a model as well
+        return cast(Drafter, draft).of(target)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    if hasattr(draft, "propose"):
-        return cast(Drafter, draft).of(target)
     return GeneratorDrafter(cast(CandidateGenerator, draft))
 
 
@@ -53,6 +53,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     has_probs = True
     source = "model"  # of its drafts
+    known: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
         """
         limits, kept, steps = list(lengths), [0] * len(lengths), 0
-        growth = Growth(self.processors, batch, self.pace) if self.forces and self.processors.mask_size else None
+        masked = self.forces and self.processors.mask_size
+        growth = Growth(self.processors, batch, self.pace, self.known) if masked else None
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round

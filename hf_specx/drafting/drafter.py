@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import Place, Prompt
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import RejectionRule, Rule
 
@@ -80,7 +80,8 @@ class Drafter(Protocol):
         decoder: a `Decoder` of that model once a call has begun, or what acts as one.
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
-        needs_hidden: whether it reads `Round.forward.hidden`.
+        needs_hidden: whether it reads `Round.forward.hidden`, and where: at `places` in the target, by default behind
+            its final norm.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
         own_text: whether its model reads a text of its own, in other tokens than the target's; `matching` says how.
         parts: of a draft that chooses among several; empty for any other.
@@ -90,6 +91,7 @@ class Drafter(Protocol):
     decoder: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
+    places: Sequence[Place] = ()
     max_candidates: int | None = None
     own_text: bool = False
     matching: TokenizerMatch | None = None

@@ -169,13 +169,13 @@ def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str
     return path
 
 
-def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
+def find_layers(model: PreTrainedModel, what: str = "early exit from") -> tuple[list[str], nn.ModuleList]:
     """The one list of a model's decoder layers that is nearest to the top, and the names of the modules down to it.
 
     Raises ValueError if there is none with as many modules as the config has hidden layers, or the model has an
     encoder.
     """
-    given = f"early exit from {type(model).__name__}"
+    given = f"{what} {type(model).__name__}"
     require(not model.config.is_encoder_decoder, f"{given}, an encoder-decoder, is not supported; {NO_LAYERS}.")
     decoder = model.get_decoder()
     decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # a head may have that name

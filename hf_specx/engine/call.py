@@ -133,6 +133,7 @@ def make_call(
         stopping.max_new_tokens,
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
+        places=drafter.places,
         limits=None if queue is None else [entry.limit for entry in queue.entries],
     )
     _check_asked(options, prompt, given, drafter, queue)
@@ -143,6 +144,8 @@ def make_call(
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
+    if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
+        layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.config, drafter.model)
     verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
     asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later

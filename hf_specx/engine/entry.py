@@ -143,8 +143,8 @@ def check_draft(draft_model: Any) -> None:
     told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it."
     require(not isinstance(draft_model, type), told)
     given = "draft_model is None" if draft_model is None else f"draft_model is {kind(draft_model)}"
-    is_model = isinstance(draft_model, PreTrainedModel)
     drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
+    is_model = isinstance(draft_model, PreTrainedModel) and not drafts
     told = "give a model, a CandidateGenerator, a Drafter of yours (inherit from hf_specx.Drafter), or a draft "
     known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
     require(known, f"{given}; {told}without a model, as SuffixDraft().")

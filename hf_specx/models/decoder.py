@@ -4,6 +4,8 @@ import contextlib
 import inspect
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, last_device, synchronize
 from hf_specx.common.round import Draft, Round
 
-from .prompts import UNLIMITED, Prompt, has_rows, position_table, select
+from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
 from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
 
 
@@ -28,7 +30,8 @@ class Forward(NamedTuple):
 
     Attributes:
         logits: [R, K + 1, V], after the last emitted token and after each candidate.
-        hidden: [R, K + 1, H], the last layer's states at the same positions; None unless the drafter reads them.
+        hidden: [R, K + 1, H], the last layer's states at the same positions, or joined those of the places that the
+            drafter asks for; None unless it reads them.
     """
 
     logits: torch.Tensor
@@ -36,26 +39,38 @@ class Forward(NamedTuple):
 
 
 class HiddenStates:
-    """What a module gives in forwards of this thread: read by a hook, which is there inside of this context alone.
+    """What modules give, or are given, in forwards of this thread: read by hooks, which are there in a context alone.
 
     With `output_hidden_states=True` a forward would keep the states of all layers.
     """
 
-    states: torch.Tensor  # of the last forward: [R, q, H]
-
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, places: Sequence[Place]):
+        self.places = places
 
     def __enter__(self) -> None:
         self.thread = threading.get_ident()
-        self.hook = self.module.register_forward_hook(self._note)
+        self.found: list[list[torch.Tensor]] = [[] for _ in self.places]
+        noted = zip(self.places, self.found, strict=True)
+        self.hooks = [x.register_forward_hook(partial(self._note, read, found)) for (x, read), found in noted]
 
     def __exit__(self, *error: object) -> None:
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note(self, reads: bool, found: list[torch.Tensor], module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self.thread:
-            self.states = output if isinstance(output, torch.Tensor) else output[0]
+            states = args if reads else output
+            found.append(states if isinstance(states, torch.Tensor) else states[0])
+
+    def last(self, keep: int) -> torch.Tensor:
+        """[R, keep, H], of the last positions of the forward in the context, those of all places joined."""
+        states = [found[-1][:, -keep:] for found in self.found]
+        return torch.cat([x.to(states[-1].device) for x in states], -1) if len(states) > 1 else states[0]
+
+    def all(self) -> torch.Tensor:
+        """[R, q, H], of all positions of the forwards in the context."""
+        states = [torch.cat(found, 1) for found in self.found]
+        return torch.cat([x.to(states[-1].device) for x in states], -1)
 
 
 class Decoder:
@@ -64,7 +79,8 @@ class Decoder:
     Attributes:
         width: slots that the prompts take in the cache, pads among them; known once they are read.
         after_prompt: logits [B, 1, V] after the last tokens of the prompts; `opening` says whether all rows are those
-            that these were read with.
+            that these were read with. `prompt_hidden` [B, L, H] are the states of all columns that were fed, or those
+            of the rows that were admitted last, right-aligned; None unless they are read.
         held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
             of these, from the first on, may still be its text.
         left: the columns of rows that have left, where the call wants its cache.
@@ -81,8 +97,8 @@ class Decoder:
         self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
         last_layer = self.model.get_decoder() or self.model.base_model  # after the final norm
-        self.hidden = HiddenStates(last_layer) if prompt.gives_hidden else None
-        self.hidden_after_prompt: torch.Tensor | None = None
+        self.hidden = HiddenStates(prompt.places or [(last_layer, False)]) if prompt.gives_hidden else None
+        self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
@@ -111,7 +127,7 @@ class Decoder:
         if self.cache is None:  # the model makes one of its own
             self.cache = getattr(output, self.cache_name)
         self.after_prompt = output.logits[:, -1:].to(home)
-        self.hidden_after_prompt = self._last_hidden(1)
+        self.prompt_hidden = self._prompt_hidden()
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
         if mask is not None:
             self.width = mask.shape[1]
@@ -148,14 +164,18 @@ class Decoder:
         """
         most = draft.tokens.shape[1]
         if self.opening and not most and not any(batch.counts):
-            return Forward(self.after_prompt, self.hidden_after_prompt)
+            return Forward(self.after_prompt, None if self.prompt_hidden is None else self.prompt_hidden[:, -1:])
         with self.hidden or contextlib.nullcontext():
             logits = self.feed(batch, 1 + most, most, 1 + most)
         return Forward(logits, self._last_hidden(1 + most))
 
     def _last_hidden(self, keep: int) -> torch.Tensor | None:
         """[R, keep, H], states at the positions of the last `keep` logits; None unless they are read."""
-        return None if self.hidden is None else self.hidden.states[:, -keep:]
+        return None if self.hidden is None else self.hidden.last(keep)
+
+    def _prompt_hidden(self) -> torch.Tensor | None:
+        """[R, L, H], states at the last L columns of the prompts, of all that were fed; None unless they are read."""
+        return None if self.hidden is None else self.hidden.all()
 
     def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.

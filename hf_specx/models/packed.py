@@ -74,7 +74,10 @@ class PackedDecoder(Decoder):
         self.first_position = positions[:, -1:].to(home) + 1
         with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
-        self.hidden_after_prompt = self._last_hidden(1)
+        if self.hidden is not None:
+            states = self.hidden.all()[0]  # [N, H], column by column
+            self.prompt_hidden = states.new_zeros(rows, self.width, states.shape[1])
+            self.prompt_hidden[self.row, column] = states
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from .slots import CACHE
 
 
 UNLIMITED = sys.maxsize
+Place = tuple[torch.nn.Module, bool]  # a module, and whether what it is given is read in place of what it gives
 NOT_SHARED = """
     attention_mask position_ids cache past_key_values cache_params use_cache logits_to_keep encoder_outputs input_ids
     decoder_attention_mask decoder_position_ids decoder_input_ids output_attentions output_hidden_states
@@ -40,7 +42,7 @@ class Prompt:
         keeps_past: whether the cache is wanted at the end.
         max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
         limits: [B], the most new tokens of each row where rows have limits of their own; changed as prompts come.
-        gives_hidden: whether forwards hand over their last hidden states.
+        gives_hidden: whether forwards hand over hidden states: those of `places`, or without any the last ones.
     """
 
     model: PreTrainedModel
@@ -50,6 +52,7 @@ class Prompt:
     max_new_tokens: int
     keeps_past: bool = False
     gives_hidden: bool = False
+    places: Sequence[Place] = ()
     limits: list[int] | None = None
 
     @property

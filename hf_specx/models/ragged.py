@@ -86,8 +86,11 @@ class RaggedDecoder(Decoder):
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
         given = {"input_ids": ids, "attention_mask": mask.long()}
-        fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
+        prompt = prepare(self.model, self.prompt.max_new_tokens, given)
+        prompt.gives_hidden, prompt.places = self.prompt.gives_hidden, self.prompt.places
+        fresh = RaggedDecoder(prompt, self.known_ids)
         fresh.read()
+        self.prompt_hidden = fresh.prompt_hidden
         self.opening = False
         self.cache.slots.limit = self.width + max(batch.limits) + MARGIN
         self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)

@@ -66,12 +66,13 @@ def test_states_of_a_layer():
     """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
     target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
     layer = target.model.layers[2]
-    hidden = HiddenStates(layer)
+    hidden = HiddenStates([(layer, False), (layer, True)])
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
         before = dict(layer._forward_hooks)  # transformers leaves some of its own
         with ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), hidden:
             target(ids)
             raise KeyError(pool.submit(target, ids[:1, :2]).result())
-    assert torch.equal(hidden.states, expected[3])
+    assert torch.equal(hidden.all(), torch.cat([expected[3], expected[2]], -1))
+    assert torch.equal(hidden.last(2), hidden.all()[:, -2:])
     assert dict(layer._forward_hooks) == before

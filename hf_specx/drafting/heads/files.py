@@ -1,0 +1,65 @@
+"""The files of a draft head, from a folder or the Hub: what its config says, and tensors; nothing in them is run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+from hf_specx.common.errors import require
+
+
+HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "medusa_lm_head.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "medusa_lm_head.pt",
+)
+
+
+def read_files(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What is in the config and in the weights of a repository or folder."""
+    path = _file(name, "config.json", hub)
+    told = f"{name} has no config.json, so it is no draft head; give a folder or a repository of one."
+    require(path is not None, told)
+    try:
+        raw = json.loads(Path(str(path)).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; get it again.") from error
+    require(isinstance(raw, dict), f"{path} is not a JSON object; get it again.")
+    found = next((file for file in WEIGHTS if _file(name, file, hub) is not None), None)
+    require(found is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
+    files = [str(found)]
+    if str(found).endswith(".index.json"):
+        index = json.loads(Path(str(_file(name, str(found), hub))).read_bytes())
+        files = sorted(set(index["weight_map"].values()))
+        for file in files:
+            plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin"))
+            require(plain, f"{name}: {found} names {file!r}, which is no file of weights beside it; get it again.")
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights |= _tensors(Path(str(_file(name, file, hub))))
+    return raw, weights
+
+
+def _file(name: str | Path, file: str, hub: dict[str, Any]) -> Path | None:
+    """The path of a file on this machine, got from the Hub if need be; None if there is no such file."""
+    found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if found is None else Path(found)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a file; of a pickle nothing else is made."""
+    try:
+        found = load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # of types that only pickle and safetensors have
+        told = f"{path} cannot be read as tensors alone ({error}); convert it to safetensors if you trust it."
+        raise ValueError(told) from error
+    tensors = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
+    require(tensors, f"{path} is no dict of tensors; save the weights alone, as model.safetensors.")
+    return found

@@ -1,0 +1,95 @@
+"""Whether a head proposes what it must: each candidate of each round beside the reference, over the whole text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from head_files import TinyHead, write
+from head_reference import confidences, head_logits, target_states
+from tiny import tiny
+from transformers import PreTrainedModel
+
+from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx.common.round import Round
+
+
+LAYERS = 8
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+def target_of(**changes: Any) -> PreTrainedModel:
+    """A target of 8 layers, whose states are worth reading."""
+    return tiny(num_hidden_layers=LAYERS, **changes)
+
+
+class Aligned:
+    """A listener that compares each candidate, and the law it was drawn from, with those of the reference.
+
+    Attributes:
+        compared: candidates so far; `wrong`: rounds and rows where one is not what it must be.
+        lengths: candidates of each round and row.
+    """
+
+    def __init__(self, head: TinyHead, target: PreTrainedModel, cut: float = 0.0, prefix: int = 0):
+        self.head, self.target, self.cut = head, target, cut
+        self.compared, self.wrong = 0, list[str]()
+        self.lengths: list[list[int]] = []
+        self.prefix = prefix  # tokens of each row of whose states nothing is known
+
+    def observe(self, done: Round) -> None:
+        self.lengths.append(list(done.draft.lengths))
+        for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
+            if length:
+                text = done.batch.row(row)
+                text = text[: done.batch.prompt_lengths[row] + done.before[index]]
+                self._compare(done, index, text.tolist(), length)
+
+    def _compare(self, done: Round, index: int, text: list[int], length: int) -> None:
+        drafted, states = done.draft.tokens[index, :length].tolist(), self.states(text)
+        for place in range(length):
+            logits = self.logits(text, states, drafted[:place])
+            self.compared += 1
+            if done.draft.probs is None:
+                right = int(logits.argmax()) == drafted[place]
+            else:
+                found = done.draft.probs[index, place].double()
+                right = torch.allclose(found, logits.softmax(-1), atol=2e-4)
+            if not right:
+                self.wrong.append(f"round {len(self.lengths)}, row {done.rows[index]}, candidate {place}")
+        if self.cut:
+            sure = confidences(self.head, self.target.get_input_embeddings().weight, text, states, drafted)
+            assert (sure >= self.cut).all()
+
+    def states(self, text: Sequence[int]) -> list[torch.Tensor]:
+        ids = self.head.layer_ids or [None]
+        states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
+        return [one[0, self.prefix :] for one in states]
+
+    def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
+        embeddings = self.target.get_input_embeddings().weight
+        output = self.target.get_output_embeddings().weight
+        return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
+
+
+def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, form: str = "speculators", **loading: Any):
+    """The head, written in one of the published forms and read again."""
+    return DraftHead.from_pretrained(write(head, folder, form), target=target, **loading)
+
+
+def followed(
+    head: TinyHead,
+    draft: Any,
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> Aligned:
+    """A call with a head, watched."""
+    strategy = SpeculativeDecoding(draft, **{"num_draft_tokens": 3} | options)
+    watch = Aligned(head, target)
+    strategy.listeners = (watch,)
+    torch.manual_seed(1)
+    target.generate(**inputs, **settings or GREEDY, custom_generate=strategy)
+    return watch

@@ -1,0 +1,146 @@
+"""What is wrong in the files of a draft head, or in its choice for a target, is named before any forward."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from head_files import TinyHead, random_head, write
+from tiny import tiny
+
+from hf_specx import DraftHead
+
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(num_hidden_layers=LAYERS)
+
+
+def with_ids(table: str) -> TinyHead:
+    """A head whose table of offsets holds the ids themselves; with or without the mask of what is kept."""
+    head = random_head(draft_vocab=24)
+    head.weights["d2t"] = head.weights["t2d"].nonzero().flatten()
+    if table == "alone":
+        del head.weights["t2d"]
+    return head
+
+
+def without(name: str, **settings) -> TinyHead:
+    head = random_head(**settings)
+    del head.weights[name]
+    return head
+
+
+def plus(name: str, *shape: int, **settings) -> TinyHead:
+    head = random_head(**settings)
+    head.weights[name] = torch.zeros(shape)
+    return head
+
+
+def more(kind: str = "eagle3", **extra) -> TinyHead:
+    return random_head(kind, extra=extra)
+
+
+IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+CASES = {
+    "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
+    "states": (lambda: more(target_hidden_size=64), r"64 numbers in a state, and LlamaForCausalLM has 32"),
+    "vocabulary": (lambda: random_head(vocab=64), r"target with 64 tokens, and LlamaForCausalLM has 48"),
+    "layers": (lambda: more(num_target_layers=36), r"target with 36 layers, and LlamaForCausalLM has 8"),
+    "deeper": (lambda: random_head(layer_ids=(2, 4, 20)), r"output of layer 20, and LlamaForCausalLM has 8"),
+    "ids in d2t": (lambda: with_ids("mask"), r"d2t holds ids instead of offsets; subtract torch\.arange"),
+    "ids in d2t alone": (lambda: with_ids("alone"), r"d2t (holds ids|leads to ids)"),
+    "no d2t": (lambda: without("d2t", draft_vocab=24), r"scores 24 of the target's 48 tokens and has no d2t"),
+    "other t2d": (lambda: flipped(), r"d2t and t2d do not name the same tokens"),
+    "few ids": (lambda: more(eagle_aux_hidden_state_layer_ids=[2, 4]), r"2 layer ids.*reads 3 states.*layer_ids="),
+    "no ids": (lambda: more(eagle_aux_hidden_state_layer_ids=["x"]), r"no list of numbers"),
+    "ids twice": (lambda: more(**IDS, eagle_config=IDS), r"two places, which mean different states.*layer_ids="),
+    "last state": (lambda: random_head(layer_ids=(2, 4, LAYERS)), r"the last state \(layer id 8\).*layer_ids="),
+    "missing": (lambda: without("norm.weight"), r"lacks norm\.weight"),
+    "missing part": (lambda: without("layers.0.mlp.up_proj.weight"), r"lacks 1 tensors.*up_proj"),
+    "no fc": (lambda: without("fc.weight"), r"lacks fc\.weight.*joins states of several layers"),
+    "left over": (
+        lambda: plus("layers.0.extra.weight", 3),
+        r"1 tensors that a head of kind eagle3.*extra",
+    ),
+    "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
+    "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
+    "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
+    "convolutions": (
+        lambda: plus("layers.0.attention_conv.base_kernel", 2, kind="dflash"),
+        r"of DFlash2",
+    ),
+    "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
+    "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
+    "other kind": (
+        lambda: more(speculators_model_type="dflash"),
+        r"'dflash' in.* and tensors of eagle3",
+    ),
+    "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
+    "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
+    "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
+    "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), r"hidden_act='gelu'"),
+    "block": (lambda: random_head("dflash", block=0), r"block_size=0"),
+    "mask": (lambda: random_head("dflash", mask_token=48), r"mask_token_id=48"),
+    "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
+    "own head": (lambda: random_head(width=16, own_head=False), r"no lm_head of its own"),
+}
+
+
+def flipped() -> TinyHead:
+    head = random_head(draft_vocab=24)
+    head.weights["t2d"] = ~head.weights["t2d"]
+    return head
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
+    make, told = CASES[case]
+    with pytest.raises(ValueError, match=told):
+        DraftHead.from_pretrained(write(make(), tmp_path), target=target)
+
+
+class Runs:
+    def __reduce__(self):
+        return (print, ("code of a pickle ran",))
+
+
+def test_no_code_of_a_pickle_runs(target, tmp_path: Path, capsys):
+    head = random_head(theta=10000.0)
+    folder = write(head, tmp_path, "safeailab")
+    torch.save(head.weights | {"more": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"save the weights alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_files_that_are_missing_or_cut(target, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        DraftHead.from_pretrained(tmp_path, target=target)
+    folder = write(random_head(), tmp_path)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no weights; a draft head has one of model\.safetensors"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"is no JSON"):
+        DraftHead.from_pretrained(folder, target=target)
+
+
+def test_options_of_loading_are_checked(target, tmp_path: Path):
+    folder = write(random_head(), tmp_path)
+    with pytest.raises(ValueError, match=r"unknown option 'revison'.*did you mean 'revision'"):
+        DraftHead.from_pretrained(folder, target=target, revison="main")
+    with pytest.raises(ValueError, match=r"layer_ids='last'"):
+        DraftHead.from_pretrained(folder, target=target, layer_ids="last")

@@ -1,0 +1,237 @@
+"""What a draft head must propose: the whole text in, without a cache, logits of one candidate out, in float64.
+
+Written from the papers' and engines' descriptions of each head alone; it shares nothing with the package. Positions
+count from the first token of a row, without pads. x_0 .. x_n is the text so far, of which the target has read all but
+x_n; candidates are x_{n+1} and on.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from head_files import EPS, GROUPS, HEAD_DIM, HEADS, TinyHead
+from torch import Tensor, nn
+
+
+def head_logits(
+    head: TinyHead, embeddings: Tensor, output: Tensor, tokens: Sequence[int], states: Sequence[Tensor], drafted=()
+) -> Tensor:
+    """[V] the logits of the candidate behind those that are `drafted`, -inf at tokens that the head does not know.
+
+    Args:
+        head: with the fields of its paper.
+        embeddings, output: [V, H] the target's own, for heads without.
+        tokens: [n + 1] the text so far.
+        states: for each of the head's layer ids [n, H]; for Medusa one alone, behind the final norm.
+        drafted: candidates of this round before the one that is asked for.
+    """
+    weights = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in head.weights.items()
+    }
+    embeddings = weights.get("embed_tokens.weight", embeddings.double())
+    output = weights.get("lm_head.weight", output.double())
+    states = [state.double() for state in states]
+    scores = PROPOSALS[head.kind](head, weights, embeddings, output, list(tokens), states, list(drafted))
+    if "d2t" not in weights:
+        return scores
+    full = torch.full((head.vocab,), -torch.inf, dtype=torch.float64)
+    full[torch.arange(len(scores)) + weights["d2t"]] = scores
+    return full
+
+
+def confidences(head: TinyHead, embeddings: Tensor, tokens, states, drafted) -> Tensor:
+    """[K] of DSpark: how sure the head is of each candidate, of which it has seen those before."""
+    weights = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in head.weights.items()
+    }
+    embeddings = weights.get("embed_tokens.weight", embeddings.double())
+    slots = _block(head, weights, embeddings, list(tokens), [state.double() for state in states])
+    before = weights["markov_head.markov_w1.weight"][torch.tensor([tokens[-1], *drafted[:-1]])]
+    features = torch.cat([slots[: len(drafted)], before], -1)
+    return torch.sigmoid(features @ weights["confidence_head.proj.weight"][0] + weights["confidence_head.proj.bias"])
+
+
+def _doubles(head: TinyHead) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in head.weights.items()}
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def _rotate(x: Tensor, positions: Tensor, head: TinyHead) -> Tensor:
+    """x is [heads, m, HEAD_DIM]: the first channels are turned, in pairs of one from each half of them."""
+    turned = int(HEAD_DIM * head.rotary_factor)
+    speed = head.theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    angle = positions.double()[:, None] * speed
+    first, second, rest = x[..., : turned // 2], x[..., turned // 2 : turned], x[..., turned:]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _project(weights: dict, name: str, x: Tensor) -> Tensor:
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+
+def _heads(weights: dict, layer: str, part: str, x: Tensor, positions: Tensor, head: TinyHead) -> Tensor:
+    """[heads, m, HEAD_DIM] the queries, keys or values of a layer."""
+    count = HEADS if part == "q" else GROUPS
+    y = _project(weights, f"{layer}self_attn.{part}_proj", x).view(-1, count, HEAD_DIM).transpose(0, 1)
+    norm = weights.get(f"{layer}self_attn.{part}_norm.weight")
+    y = y if norm is None else _rms(y, norm)
+    return y if part == "v" else _rotate(y, positions, head)
+
+
+def _attend(weights: dict, layer: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """`seen` [queries, keys]."""
+    k, v = (each.repeat_interleave(HEADS // GROUPS, 0) for each in (k, v))
+    scores = (q @ k.transpose(1, 2) / HEAD_DIM**0.5).masked_fill(~seen, -torch.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(q.shape[1], -1)
+    return _project(weights, f"{layer}self_attn.o_proj", mixed)
+
+
+def _mlp(weights: dict, layer: str, x: Tensor) -> Tensor:
+    gate = nn.functional.silu(_project(weights, f"{layer}mlp.gate_proj", x))
+    return _project(weights, f"{layer}mlp.down_proj", gate * _project(weights, f"{layer}mlp.up_proj", x))
+
+
+def _fuse(weights: dict, joined: Tensor) -> Tensor:
+    """What EAGLE-3 makes of the joined states [m, n_aux * H]."""
+    if "fc_norm.0.weight" in weights:
+        parts = joined.split(len(weights["fc_norm.0.weight"]), -1)
+        joined = torch.cat([_rms(part, weights[f"fc_norm.{index}.weight"]) for index, part in enumerate(parts)], -1)
+    if "input_norm.weight" in weights:
+        joined = _rms(joined, weights["input_norm.weight"])
+    return _project(weights, "fc", joined)
+
+
+def _eagle_layers(head: TinyHead, weights: dict, embedded: Tensor, states: Tensor) -> Tensor:
+    """[m, H] the states behind the last layer; entry i stands at position i and sees those up to itself."""
+    positions = torch.arange(len(embedded))
+    causal = positions[:, None] >= positions
+    first = _rms(embedded, weights["layers.0.input_layernorm.weight"])
+    normed = _rms(states, weights["layers.0.hidden_norm.weight"])
+    x, read = normed if head.norm_before_residual else states, torch.cat([first, normed], -1)
+    for number in range(head.layers):
+        layer = f"layers.{number}."
+        read = _rms(x, weights[f"{layer}input_layernorm.weight"]) if number else read
+        q, k, v = (_heads(weights, layer, part, read, positions, head) for part in "qkv")
+        seen = causal
+        if head.layer_types and head.layer_types[number] == "sliding_attention":
+            seen = causal & (positions[:, None] - positions < head.window)
+        x = x + _attend(weights, layer, q, k, v, seen)
+        x = x + _mlp(weights, layer, _rms(x, weights[f"{layer}post_attention_layernorm.weight"]))
+    return x
+
+
+def _eagle3(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """Entry i pairs the state of position i with the token at i + 1; candidates go on with the head's own states."""
+    fused = _fuse(weights, torch.cat(states, -1))
+    text = [*tokens[1:], *drafted]
+    while True:
+        embedded = embeddings[torch.tensor(text[: len(fused)])]
+        behind = _eagle_layers(head, weights, embedded, fused)
+        normed = _rms(behind, weights["norm.weight"])
+        if len(fused) == len(text):
+            return normed[-1] @ output.T
+        fused = torch.cat([fused, (normed if head.norm_output else behind)[-1:]])
+
+
+def _peagle(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """All candidates at once: behind the true entries stand masks, which do not know what was drafted."""
+    masks = weights["mask_hidden"][0].expand(len(drafted), -1)
+    fused = _fuse(weights, torch.cat([torch.cat(states, -1), masks]))
+    text = torch.tensor([*tokens[1:], *[head.mask_token] * len(drafted)])
+    behind = _eagle_layers(head, weights, embeddings[text], fused)
+    return _rms(behind[-1], weights["norm.weight"]) @ output.T
+
+
+def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int], states: list[Tensor]) -> Tensor:
+    """[block, H] the normed states of a block: the newest token, and masks behind it."""
+    context = _rms(_project(weights, "fc", torch.cat(states, -1)), weights["hidden_norm.weight"])
+    n = len(context)
+    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])]
+    before, here = torch.arange(n), torch.arange(n, n + head.block)
+    keys = torch.cat([before, here])
+    for number in range(head.layers):
+        layer = f"layers.{number}."
+        u = _rms(x, weights[f"{layer}input_layernorm.weight"])
+        q = _heads(weights, layer, "q", u, here, head)
+        k, v = (
+            torch.cat(
+                [_heads(weights, layer, part, context, before, head), _heads(weights, layer, part, u, here, head)], 1
+            )
+            for part in "kv"
+        )
+        seen = torch.ones(head.block, n + head.block, dtype=torch.bool)
+        if head.layer_types and head.layer_types[number] == "sliding_attention":
+            seen = (here[:, None] - keys < head.window) | (keys >= n)
+            if not head.window_non_causal:
+                seen &= keys <= here[:, None]
+        x = x + _attend(weights, layer, q, k, v, seen)
+        x = x + _mlp(weights, layer, _rms(x, weights[f"{layer}post_attention_layernorm.weight"]))
+    return _rms(x, weights["norm.weight"])
+
+
+def _dflash(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """A slot proposes the token of its own position, or, from the anchor, the one behind it."""
+    slot = len(drafted) + (not head.from_anchor)
+    return _block(head, weights, embeddings, tokens, states)[slot] @ output.T
+
+
+def _dspark(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """A block, and on top what each token says of the next one."""
+    slots = _block(head, weights, embeddings, tokens, states)
+    first = 0 if head.from_anchor else 1
+    rank = weights["markov_head.markov_w1.weight"].shape[1]
+    memory, added = torch.zeros(rank, dtype=torch.float64), None
+    for number, before in enumerate([tokens[-1], *drafted]):
+        z, w = slots[number + first], weights["markov_head.markov_w1.weight"][before]
+        if head.markov == "gated":
+            w = torch.sigmoid(_project(weights, "markov_head.gate_proj", torch.cat([z, w]))) * w
+        elif head.markov == "rnn":
+            gate, candidate, out = _project(weights, "markov_head.joint_proj", torch.cat([memory, w, z])).chunk(3)
+            memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            w = torch.tanh(out)
+        added = weights["markov_head.markov_w2.weight"] @ w
+    return slots[len(drafted) + first] @ output.T + added
+
+
+def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """Each head reads the newest state alone, and proposes for its own distance."""
+    number, z = len(drafted), states[0][-1]
+    for layer in range(head.layers):
+        z = z + nn.functional.silu(_project(weights, f"{number}.{layer}.linear", z))
+    return weights[f"{number}.{head.layers}.weight"] @ z
+
+
+PROPOSALS: dict[str, Callable[..., Tensor]] = {
+    "eagle3": _eagle3,
+    "peagle": _peagle,
+    "dflash": _dflash,
+    "dspark": _dspark,
+    "medusa": _medusa,
+}
+
+
+def target_states(model: nn.Module, layer_ids: Sequence[int], input_ids: Tensor, **inputs) -> list[Tensor]:
+    """The target's states [B, L, H] at these layer ids, taken at its modules, of a forward over the whole text.
+
+    The number of layers means the output of the last one, before the final norm; None means behind that norm.
+    """
+    base = model.get_decoder()
+    taken: dict[int | None, Tensor] = {}
+    hooks = [
+        base.get_input_embeddings().register_forward_hook(lambda _, args, out: taken.update({0: out})),
+        base.norm.register_forward_hook(lambda _, args, out: taken.update({None: out})),
+    ]
+    for number, layer in enumerate(base.layers, 1):
+
+        def take(_, args, out, number=number):
+            taken[number] = out[0] if isinstance(out, tuple) else out
+
+        hooks.append(layer.register_forward_hook(take))
+    with torch.no_grad():
+        model(input_ids, **inputs)
+    for hook in hooks:
+        hook.remove()
+    return [taken[number] for number in layer_ids]
