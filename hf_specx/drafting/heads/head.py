@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
