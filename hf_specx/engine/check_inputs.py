@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import is_int, kind, require
+from hf_specx.common.errors import is_int, require
 from hf_specx.models.prompts import Prompt, position_table
 
 
@@ -51,7 +51,7 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     told = f"past_key_values is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
     require(not isinstance(past, StaticCache), told)
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
-    told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
+    told = f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
     require(streamer is None or rows == 1 or tags_rows, told)
 
 
