@@ -117,7 +117,7 @@ class ResultsFile:
         with self._writing() as file:
             is_ours = os.path.samestat(os.stat(self.told_by.name), os.fstat(self.told_by.fileno()))
             told = f"another call has begun {self.path} anew, with other arguments; name another file."
-            require(is_ours and arguments_file(self.path).read_bytes() == self.arguments, told)
+            require(is_ours and self._read_arguments() == self.arguments, told)
             if not self.is_done(result.prompt):
                 file.truncate(self.end)  # a process that is killed may leave half a line
                 file.write(result.line())
@@ -171,13 +171,18 @@ class ResultsFile:
             told = f"the same call goes on from the {self.count} results that are in {self.path.name}"
             raise OSError(error.errno, f"{error.strerror}; {told}", error.filename or str(self.path)) from error
 
+    def _read_arguments(self) -> bytes:
+        """By the file that is open: the system ends all locks of a process on a file that it closes once."""
+        self.told_by.seek(0)
+        return self.told_by.read()
+
     def _agree(self, is_new: bool) -> None:
         """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
         if is_new:
             self.told_by.truncate(0)
             self.told_by.write(self.arguments)
             return
-        made_with, ours = arguments_file(self.path).read_bytes(), json.loads(self.arguments)
+        made_with, ours = self._read_arguments(), json.loads(self.arguments)
         earlier: Any = None
         with suppress(ValueError):
             earlier = json.loads(made_with)
