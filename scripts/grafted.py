@@ -123,9 +123,9 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 def main() -> None:
     """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
-    from hf_specx.bench.cells import Cell
     from hf_specx.bench.store import Store
     from hf_specx.bench.turns import measure_cell
+    from hf_specx.bench.ways import Cell
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", choices=list(RECIPES))

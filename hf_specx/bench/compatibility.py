@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.tokenizers import same_tokens
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.other_tokenizer import matched
@@ -17,7 +17,6 @@ from hf_specx.models.choose import layouts_of
 
 
 OK, NOTE, ERROR = "ok", "note", "error"
-ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBE_TEXTS = (  # where tokenizers with the same tokens may still part: merges, normalisation, digits, spaces
     "  Hello,   world! It's a test; don't stop.  ",
     "line\n\n\tdef f(x):\r\n        return x ** 2  # 3.14159e-10 1_000_000 12345678901234567890\n",
@@ -54,17 +53,11 @@ def find_fit(
         texts: to encode with both, besides `PROBE_TEXTS`.
     """
     both: Any = target, draft, tokenizer, draft_tokenizer
-    types = _text_config(target).model_type, _text_config(draft).model_type
-    found = [
-        _compared("model type", *types, "families may differ"),
-        _or_error("layout", _layouts, target, draft),
-        _or_error("tokens", _tokens, *both),
-    ]
+    found = [_or_error("layout", _layouts, target, draft), _or_error("tokens", _tokens, *both)]
     known = tokenizer is not None and draft_tokenizer is not None
     other_tokens = known and not same_tokens(tokenizer, draft_tokenizer)
     if known and not other_tokens:
         found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
-        found.append(_special_tokens(tokenizer, draft_tokenizer))
     if not other_tokens:
         found.append(_logit_rows(target, draft, tokenizer))
     found.append(_compared("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
@@ -137,18 +130,6 @@ def _encodings(tokenizer: Any, draft_tokenizer: Any, texts: list[str]) -> Findin
         return Finding("encoding", f"{len(texts)} texts", "the same")
     follows = f"the draft learned other splits, as of {apart[0][:40]!r}; it agrees less"
     return Finding("encoding", f"{len(texts)} texts", f"{len(texts) - len(apart)} of them alike", NOTE, follows)
-
-
-def _special_tokens(tokenizer: Any, draft_tokenizer: Any) -> Finding:
-    differ = [role for role in ROLES if getattr(tokenizer, role) != getattr(draft_tokenizer, role)]
-    if not differ:
-        named = sum(getattr(tokenizer, role) is not None for role in ROLES)
-        return Finding("special tokens", f"{named} of {len(ROLES)} set", "the same")
-    target, draft = (
-        ", ".join(f"{role.removesuffix('_token')} {getattr(each, role)}" for role in differ)
-        for each in (tokenizer, draft_tokenizer)
-    )
-    return Finding("special tokens", target, draft, NOTE, "the target's count")
 
 
 def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:

@@ -19,7 +19,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .contenders import Contender
 from .inputs import Inputs, emitted
-from .ways import PLAIN_NAME
+from .ways import PLAIN_NAME, STOCK_NAME
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
@@ -154,6 +154,7 @@ class Comparison:
 
     plain: Timing
     ours: Timing
+    stock: Timing | None = None  # transformers' assisted decoding, where that was asked for
 
     @property
     def ratios(self) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
         numbers = [report.num_draft_tokens for report in self.ours.reports]
-        times = {"plain": self.plain.to_dict(), "ours": self.ours.to_dict()}
+        times = {name: timing.to_dict() for name, timing in vars(self).items() if timing is not None}
         return times | {"num_draft_tokens": numbers} | self.ratios
 
     def __str__(self) -> str:
@@ -191,6 +192,7 @@ def compare(
     repeats: int = 5,
     seed: int = 0,
     advance: Advance = lambda: None,
+    draft: PreTrainedModel | None = None,
 ) -> Comparison:
     """Time plain `generate` of the target and ours in turns.
 
@@ -199,9 +201,12 @@ def compare(
         batches: input_ids and attention_mask [B, L] each, all of B rows; each turn takes the next.
         options: of `generate`, `max_new_tokens` among them.
         repeats, seed: of the timed runs of each; number i starts from `torch.manual_seed(seed + i)`.
-        advance: called after each run, `2 * (repeats + 1)` times.
+        advance: called after each run, `repeats + 1` times for each.
+        draft: of transformers' assisted decoding, which then has its turns too; None leaves it out.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
+    if draft is not None:
+        contenders["stock"] = Contender(STOCK_NAME, target, draft)
     contenders["ours"].prepare(batches[0])
     timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)
     return Comparison(**timer.time(tuple(contenders)))

@@ -12,9 +12,10 @@ from hf_specx.sampling.rules import distribution
 
 
 class Recorder:
-    """Listens to the rounds of a call for one row; `rounds` are as `trace` gives them."""
+    """Listens to the rounds of a call for one row, after a token; `rounds` are as `trace` gives them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, last: list[int]):
+        self.tokenizer, self.last = tokenizer, last
         self.rounds: list[dict[str, Any]] = []
 
     def observe(self, done: Round) -> None:
@@ -25,13 +26,15 @@ class Recorder:
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]
 
-        def chances(position: int, token: int) -> dict[str, Any]:
+        def entry(position: int, run: list[int]) -> dict[str, Any]:
+            token, before = run[position], run[position - 1 : position] or self.last
             known = None if q is None or position >= len(proposed) else float(q[position, token])
-            return {"token": token, "p": float(p[position, token]), "q": known}
+            text = text_added(self.tokenizer, before, token)
+            return {"token": token, "text": text, "p": float(p[position, token]), "q": known}
 
         candidates = []
-        for position, token in enumerate(proposed[: min(drafted, len(p))]):
-            known = chances(position, token)
+        for position in range(min(drafted, len(p))):
+            known = entry(position, proposed)
             overlap = done.overlap[0][position] if position < len(done.overlap[0]) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
             acceptance = overlap if known["q"] is None else min(1.0, known["p"] / known["q"])
@@ -39,9 +42,10 @@ class Recorder:
             candidates.append(known | kept)
         follower = "bonus" if accepted == drafted else "recovered"
         tokens = [
-            chances(position, token) | {"origin": "accepted" if position < accepted else follower}
-            for position, token in enumerate(emitted)
+            entry(position, emitted) | {"origin": "accepted" if position < accepted else follower}
+            for position in range(len(emitted))
         ]
+        self.last = emitted[-1:] or self.last
         rejected = None if accepted == drafted else accepted
         self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
 
@@ -63,29 +67,16 @@ def trace(
         coupled verification where the two models agree. "rejected" is the position of the first that was not kept, or
         None. "tokens" entered the text; their "origin" is "accepted", "recovered" or "bonus".
     """
-    recorder, listened = Recorder(), copy.copy(strategy)
+    prompt = inputs["input_ids"][0].tolist()
+    recorder, listened = Recorder(tokenizer, prompt[-1:]), copy.copy(strategy)
     listened.listeners = (*strategy.listeners, recorder)
     target.generate(**inputs, **options, custom_generate=listened)  # type: ignore[operator]
     strategy.report = report = listened.report
     assert report is not None
-    prompt = inputs["input_ids"][0].tolist()
-    add_texts(tokenizer, prompt, recorder.rounds)
     return {"verification": report.verification, "prompt": prompt, "rounds": recorder.rounds}
 
 
-def add_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], rounds: list[dict[str, Any]]) -> None:
-    """Give each candidate and token the "text" that it adds to what is before it."""
-    before = prompt[-1:]
-    for each in rounds:
-        for entries in (each["candidates"], each["tokens"]):
-            left = before
-            for entry in entries:
-                entry["text"] = added(tokenizer, left, entry["token"])
-                left = [entry["token"]]
-        before = left
-
-
-def added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
+def text_added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
     """The text of a token after another one, since some tokenizers strip the space at the start of a text."""
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
     first, both, alone = map(str, texts)

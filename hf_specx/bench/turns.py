@@ -11,12 +11,11 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .cells import Cell
 from .contenders import Contender
 from .inputs import prompts_of_length
 from .store import provenance
 from .timer import Advance, Timer, Timing, speedups, spread
-from .ways import PLAIN_NAME
+from .ways import PLAIN_NAME, Cell
 
 
 FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_speedup", "expected_speedup")

@@ -1,4 +1,4 @@
-"""Names of contenders and of drafts without weights, and what they say.
+"""What `specx bench` measures: a cell is a batch of one pair on which contenders take turns; their names.
 
 A contender's name is a kind, then how many candidates a round, then whether forwards are compiled:
 
@@ -10,18 +10,73 @@ A contender's name is a kind, then how many candidates a round, then whether for
 """
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hf_specx.common.errors import require
+
+from .checks import check_runs, check_sampling
 
 
 PLAIN_NAME, STOCK_NAME, LOOKUP_NAME, EXIT_NAME = "plain", "stock", "lookup", "exit"
 VERIFIERS = ("token", "block", "coupled")
+KINDS = {
+    PLAIN_NAME: "generate without a draft",
+    STOCK_NAME: "transformers' assisted decoding",
+    LOOKUP_NAME: "transformers' prompt lookup",
+    **{kind: f"ours with {kind} verification" for kind in VERIFIERS},
+    "suffix": "ours without a draft model, by what followed the same tokens before",
+    "several": "ours with the better of that and the draft model",
+    EXIT_NAME: "ours with the target's first layers as the draft",
+}
+AFTER_KINDS = "stock:2, exit:2: with its first 2 layers; -5: 5 candidates in each round; -auto: chosen as it goes"
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
 SUFFIX, EXIT, SEVERAL_EXITS = "suffix", "exit:", "exits"  # drafts; the last stands for several numbers of layers
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
 SHAPES = {f"{kind}-{number}{end}" for kind in OURS_WITH for number in ("5", "auto") for end in ("", "-compiled")}
 SHAPES |= {"plain", "plain-compiled", "stock", "stock-5", "stock:5", "stock:5-5", "lookup-5"}  # names, any number as 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; raises a ValueError if there would be nothing to time."""
+
+    pair: str  # its name
+    contenders: tuple[str, ...] = ()  # as `way` reads them; () stands for `turns.usual_contenders`
+    batch: int = 1
+    prompt_tokens: int = 64  # of each row
+    new_tokens: int = 64
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    repeats: int = 3  # timed runs of each contender, after one that warms up
+    dtype: str = "auto"  # of the models; "auto" is as saved
+    seed: int = 0  # turn i of every contender starts from `torch.manual_seed(seed + i)`
+
+    def __post_init__(self) -> None:
+        check_runs((self.batch,), self.repeats)
+        check_sampling(self.temperature or 1.0, self.top_p)
+        told = f"prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} leave no round to time; give 1 "
+        require(self.prompt_tokens >= 1 and self.new_tokens >= 2, f"{told}or more, and 2 or more.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `generate`."""
+        if self.temperature == 0:
+            return {"do_sample": False, "max_new_tokens": self.new_tokens}
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return drawn | {"max_new_tokens": self.new_tokens}
+
+    @property
+    def runs(self) -> int:
+        """Calls of each contender."""
+        return 1 + self.repeats
+
+    def __str__(self) -> str:
+        warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"
+        warped += "" if self.top_p == 1 else f", top-p {self.top_p:g}"
+        precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
+        sizes = f"batch {self.batch}, {self.prompt_tokens} prompt and {self.new_tokens} new tokens"
+        return f"{self.pair} {precision}, {sizes}{warped}"
 
 
 class Way(NamedTuple):
@@ -45,24 +100,6 @@ def way(name: str) -> Way:
     kind, _, layer = drafts.partition(":")
     candidates = int(number) if number.isdecimal() else number or None
     return Way(kind, candidates, name.endswith("-compiled"), int(layer) if layer else None)
-
-
-def in_words(name: str) -> str:
-    """What a contender does."""
-    kind, number, compiled, layer = way(name)
-    layers = f"the target's first {layer} layers as the draft"
-    said = {
-        PLAIN_NAME: "generate without a draft",
-        STOCK_NAME: f"transformers' assisted decoding{'' if layer is None else f', with {layers}'}",
-        LOOKUP_NAME: "transformers' prompt lookup",
-        "suffix": "ours without a draft model, by what followed the same tokens before",
-        "several": "ours with the better of that and the draft model",
-        EXIT_NAME: f"ours with {layers}",
-    }.get(kind, f"ours with {kind} verification")
-    named = {"None": "by its defaults", "auto": "chosen as it goes"}
-    numbers = named.get(str(number), f"{number} in each round")
-    said += "" if kind == PLAIN_NAME else f", candidates: {numbers}"
-    return f"{said}; forwards compiled" if compiled else said
 
 
 def exit_layer_of(name: str) -> int | None:

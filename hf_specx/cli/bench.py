@@ -5,13 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.cells import Cell
 from hf_specx.bench.checks import check_out, check_runs
-from hf_specx.bench.ways import in_words, way
+from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
 
 from .console import Output, figure, imports, steps
 from .options import Batches, Chat, Named, PromptFile, Seed, command, typed
-from .prompts import Prompts, prompts_of_file
+from .prompts import prompts_of_file
 
 
 COLUMNS = {  # with what is in them
@@ -57,33 +56,26 @@ def bench(
     how: dict[str, Any] = sizes | {"temperature": temperature, "top_p": top_p, "dtype": named.dtype, "seed": seed}
     cells = [Cell(named.name, contenders, size, **how) for size in batches]
     check_out(out)
-    made = measure(cells, named, prompts_of_file(file, chat), chat, out)
-    console, names = Output(), dict.fromkeys(name for measured in made for name in measured["contenders"])
-    for cell, measured in zip(cells, made, strict=True):
+    prompts = prompts_of_file(file, chat)
+    with imports():
+        from hf_specx.bench.store import Store
+        from hf_specx.bench.turns import measure_cell, usual_contenders
+
+        from .loading import PromptTexts, load_named
+    store, pair, console = Store(out, "schema", {}), load_named(named, needs_tokenizer=True), Output()
+    pair.config.prompts = list(PromptTexts(prompts, pair.tokenizer, chat, named.name)) or pair.prompts
+    names = contenders or usual_contenders(pair)
+    with steps("contenders in turns", sum(cell.runs for cell in cells) * len(names)) as bar:
+        for cell in cells:
+            store.add(measure_cell(cell, pair, typed(), bar.update))
+    for cell, measured in zip(cells, store.cells[-len(cells) :], strict=True):
         console.text(f"\n{cell}", "bold")
         console.figures(list(COLUMNS), rows_of(measured["contenders"]))
         for name, noted in measured["contenders"].items():
             if "unavailable" in noted:
                 console.text(f"{name} did not run: {noted['unavailable']}", "yellow")
-    meanings = {name: in_words(name) for name in names} | {head: said for head, said in COLUMNS.items() if said}
-    console.text("\n" + "\n".join(f"{name}: {said}" for name, said in meanings.items()), "dim")
-
-
-def measure(cells: list[Cell], named: Named, prompts: Prompts, chat: bool, out: Path | None) -> list[dict[str, Any]]:
-    """Measure cells of the models that are named; `prompts` are in place of theirs, `out` is the file of results."""
-    with imports():
-        from hf_specx.bench.store import Store
-        from hf_specx.bench.turns import measure_cell, usual_contenders
-
-        from .loading import load_named, texts_of
-    store, pair = Store(out, "schema", {}), load_named(named, needs_tokenizer=True)
-    pair.config.prompts = texts_of(prompts, pair.tokenizer, chat, named.name) or pair.prompts
-    made, contenders = [], cells[0].contenders or usual_contenders(pair)
-    with steps("contenders in turns", sum(cell.runs for cell in cells) * len(contenders)) as advance:
-        for cell in cells:
-            made.append(measure_cell(cell, pair, typed(), advance))
-            store.add(made[-1])
-    return made
+    meanings = {kind: KINDS[kind] for kind in KINDS if kind in {way(name).kind for name in names}} | COLUMNS
+    console.text("\n".join(["", *(f"{name}: {said}" for name, said in meanings.items() if said), AFTER_KINDS]), "dim")
 
 
 def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:

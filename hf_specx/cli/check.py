@@ -16,15 +16,15 @@ from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import Output, going_on_with, imports, steps
 from .options import Batches, Chat, Named, PromptFile, Seed, Warping, command, typed
-from .prompts import Prompts, prompts_of_file
+from .prompts import prompts_of_file
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
+HELP_SAMPLES = "PromptTexts for each sampled verification and batch size; else 8 batches, "
 HELP_SAMPLES += "at the largest size at least 16 texts and one for each prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
-HELP_REPORT = "Page (.html) for people, which has all of it; measures speed too."
+HELP_REPORT = "Page (.html) for people, which has all of it."
 
 
 @command
@@ -51,13 +51,23 @@ def check(
     """
     check_packages()
     check_out(out)
-    check_out(resume)
     check_can_write(report)
     how = warping.temperature, warping.top_p, warping.top_k, tuple(verification or CHECKED)
     settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
+    prompts = prompts_of_file(file, chat)
     with going_on_with(resume):
-        prompts = prompts_of_file(file, chat)
-        result = run_named(named, settings, prompts, chat, resume, timed=report is not None)
+        with imports():
+            from hf_specx.bench.store import read_cells
+            from hf_specx.metrics.check import run_check, subject_of
+
+            from .loading import PromptTexts, load_named
+        read_cells(resume, "check")  # raises for another file
+        pair = load_named(named)
+        texts = list(PromptTexts(prompts, pair.tokenizer, chat, named.name))
+        subject = subject_of(pair, texts or pair.prompts, settings)
+        with steps("plain and speculative, and both compared", settings.steps) as bar:
+            result = run_check(subject, bar.update, resume)
+    result.pair, result.command = named.name, typed()
     show_result(result)
     try:
         for path, write in ((out, result.save), (report, partial(write_report, result))):
@@ -68,25 +78,6 @@ def check(
         raise
     if not result.passed:
         raise typer.Exit(1)
-
-
-def run_named(
-    named: Named, settings: Settings, given: Prompts, chat: bool, resume: Path | None, timed: bool
-) -> CheckResult:
-    """Load the models and check them, on `given` prompts or their own; `timed` adds the speed for a report."""
-    with imports():
-        from hf_specx.bench.store import read_cells
-        from hf_specx.metrics.check import run_check, subject_of
-
-        from .loading import load_named, texts_of
-    read_cells(resume, "check")  # raises for another file
-    pair = load_named(named)
-    prompts = texts_of(given, pair.tokenizer, chat, named.name)
-    subject = subject_of(pair, prompts or pair.prompts, settings)
-    with steps("plain and speculative, and both compared", settings.steps(timed)) as advance:
-        result = run_check(subject, advance, resume, timed=timed)
-    result.pair, result.command = named.name, typed()
-    return result
 
 
 def show_result(result: CheckResult) -> None:

@@ -1,26 +1,24 @@
 """What all commands print: tables, progress, and errors in one line; nothing that takes time is imported for it."""
 
-import itertools
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
 
 OPTIONS = "overwrite trust_remote_code temperature top_p top_k batch_size lora max_new_tokens".split()  # noqa: SIM905
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
-SECONDS = 10.0  # between lines of progress
+BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 
 
 class Output(Console):
@@ -78,50 +76,24 @@ def imports() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def progress(doing: str, total: int = 0) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress on stderr until the work ends: a bar on a terminal, else a line every ten seconds.
+def waiting_for(doing: str) -> AbstractContextManager[object]:
+    """Say on a terminal what is waited for, as long as it is."""
+    return Output(stderr=True).status(doing)
 
-    The function that it gives is told what is being done, how much is, and of how much: 0 for news, which are printed
-    at once. The bar is drawn in its calls alone, since a thread that draws would slow down what is timed.
+
+def steps(doing: str, total: int) -> tqdm:
+    """Progress on stderr, one step an `update`: a bar on a terminal, elsewhere a line now and then.
+
+    It is drawn in these calls alone, since a thread that draws would slow down what is timed.
     """
-    console, ended, started = Output(stderr=True), threading.Event(), time.monotonic()
-    bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
-    task = bar.add_task(doing, total=total or None)
-
-    def tell(doing: str, done: int, total: int) -> None:
-        with suppress(OSError):  # nobody reads it
-            if total:
-                bar.update(task, description=doing, completed=done, total=total, refresh=True)
-            else:
-                console.text(doing)
-
-    def lines() -> None:
-        while not ended.wait(SECONDS):
-            now = bar.tasks[0]
-            counted = f": {now.completed:.0f} of {now.total:.0f}" if now.total else ""
-            with suppress(OSError):
-                console.text(f"{now.description}{counted}, {time.monotonic() - started:.0f} s")
-
-    thread = threading.Thread(target=lines, daemon=True)
-    if not console.is_terminal:
-        thread.start()
-    try:
-        with bar:
-            bar.refresh()
-            yield tell
-    finally:
-        ended.set()
-        if thread.ident is not None:
-            thread.join()
-
-
-@contextmanager
-def steps(doing: str, total: int) -> Iterator[Callable[[], None]]:
-    """As `progress`, for work that only says when a step is done."""
-    done = itertools.count(1)
-    with progress(doing, total) as tell:
-        yield lambda: tell(doing, next(done), total)
+    in_terminal, shown = sys.stderr.isatty(), f"{doing}: {{n_fmt}} of {{total_fmt}} in {{elapsed}}"
+    return tqdm(
+        total=total,
+        leave=not in_terminal,
+        delay=BAR_AFTER if in_terminal else NEXT_LINE_AFTER,
+        mininterval=0.1 if in_terminal else NEXT_LINE_AFTER,
+        bar_format=f"{{bar:20}} {shown}" if in_terminal else f"{shown}\n",
+    )
 
 
 def error_line(error: object) -> str:

@@ -2,17 +2,17 @@
 
 import inspect
 import json
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.hub.folders import INSIDE, check_folder, check_writable
+from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
-from .console import Output, going_on_with, imports, progress
+from .console import Output, going_on_with, imports, waiting_for
 from .options import AsJson, Chat, Loading, Overwrite, PromptFile, Sampling, Seed, command, typed
 from .prompts import Prompts, read_prompts
 
@@ -26,7 +26,7 @@ INSIDE_TOO = "Learn what the target says inside the prompts too."
 HELP_DRAFT = "Id or folder of a draft, or layers:N, the target's first N layers."
 HELP_LOSS = f"{', '.join(LOSS_NAMES)}; see hf_specx/training/README.md."
 HELP_HELD_OUT = "Share of the prompts that is not trained on, 256 at most; half of them decide when to stop."
-HELP_PASSES = "Texts trained on in a phase, for each new one; the others are earlier ones."
+HELP_PASSES = "PromptTexts trained on in a phase, for each new one; the others are earlier ones."
 HELP_PATIENCE = "Stop after so many phases without a new best α (acceptance on held-out prompts)."
 HELP_FOLDER = "Of texts and checkpoints, from which the same command goes on; else OUT.training."
 HELP_RATE = "The largest; else by the draft's width and what it starts from."
@@ -42,7 +42,7 @@ class Recipe(Sampling):
     passes: Annotated[int, typer.Option(help=HELP_PASSES)] = DEFAULTS.passes
     patience: Annotated[int, typer.Option(help=HELP_PATIENCE)] = DEFAULTS.patience
     learn_from_prompts: Annotated[bool, typer.Option("--learn-from-prompts", help=INSIDE_TOO)] = False
-    batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size
+    batch_size: Annotated[int, typer.Option(help="PromptTexts in a step, on each device.")] = DEFAULTS.batch_size
     learning_rate: Annotated[float | None, typer.Option(help=HELP_RATE)] = None
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None
     seed: Seed = 0
@@ -83,15 +83,18 @@ def distill(
     options = {"held_out": held_out, "folder": folder, **recipe.options}
     with going_on_with(folder):
         result = train((target, loading.revision), (draft, draft_revision), loading, prompts, chat, options)
-        if result is not None:
-            console = Output(stderr=as_json)
-            console.text(result)
-            if not no_measure:
-                measure_pair(result, console)
-            save_trained(result, out, inside, overwrite)
-            console.text(f"saved in {out}; texts and checkpoints in {folder} are no longer needed")
-            if as_json:
-                typer.echo(json.dumps(result.to_dict()))
+        if result is None:
+            return
+        console = Output(stderr=as_json)
+        console.text(result)
+        if not no_measure:
+            measure_pair(result, console)
+        from .loading import saved_as
+
+        result.pair.save_pretrained(out, target=saved_as(result.pair.sources["target"], inside), overwrite=overwrite)
+        console.text(f"saved in {out}; texts and checkpoints in {folder} are no longer needed")
+        if as_json:
+            typer.echo(json.dumps(result.to_dict()))
 
 
 def train(
@@ -109,44 +112,34 @@ def train(
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
 
-        from .loading import study_of, texts_of
+        from .loading import PromptTexts, study_of
     study, own = study_of(loading), None
-    with progress(f"loading {target[0]} and {draft[0]}"):
+    with waiting_for(f"loading {target[0]} and {draft[0]}"):
         loaded = load(*target, study, study.device_map)
         if first_layers_wanted(draft[0]) is None:
             own = load(*draft, study, {"": last_device(loaded.model)})
-    first = processes().is_main_process
-    with progress("preparing") if first else nullcontext(lambda *_: None) as tell:
-        result = train_draft(
-            loaded.model,
-            draft[0] if own is None else own.model,
-            texts_of(prompts, loaded.tokenizer, chat, target[0]),
-            tokenizer=loaded.tokenizer,
-            draft_tokenizer=None if own is None else own.tokenizer,
-            progress=tell,
-            command=typed(),
-            **options,
-        )
+    result = train_draft(
+        loaded.model,
+        draft[0] if own is None else own.model,
+        list(PromptTexts(prompts, loaded.tokenizer, chat, target[0])),
+        tokenizer=loaded.tokenizer,
+        draft_tokenizer=None if own is None else own.tokenizer,
+        command=typed(),
+        **options,
+    )
     result.pair.sources["target"] = loaded.facts
-    return result if first else None
+    return result if processes().is_main_process else None
 
 
 def measure_pair(result: "Distilled", console: Output) -> None:
     """Time the pair and print its speed; without enough memory for that it is saved all the same."""
+    from hf_specx.training.trainer import Bar
+
     try:
-        with progress("timing") as tell:
-            result.measure((1, 8), typed(), tell)
+        with closing(Bar()) as bar:
+            result.measure((1, 8), typed(), bar)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         console.text(f"the pair is saved without all figures, as timing failed: {first}", "yellow")
     for m in result.pair.config.measurements:
         console.text(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate")
-
-
-def save_trained(result: "Distilled", out: Path, inside: bool, overwrite: bool) -> None:
-    """Save the pair, the draft inside."""
-    from .loading import saved_as
-
-    source = result.pair.sources["target"]
-    assert source is not None
-    result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)

@@ -1,7 +1,7 @@
 """Loading and saving what a command names: a pair, or a target and a draft; once torch is imported."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .console import progress
+from .console import waiting_for
 from .options import Loading, Named, is_kind
-from .prompts import Messages
+from .prompts import FilePrompts, Messages, Prompts
 
 
 def device_map(device: str | None) -> str | None:
@@ -49,29 +49,21 @@ def study_of(loading: Loading, **how: Any) -> Study:
 
 def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
     """Load what a command names."""
-    with progress(f"loading {named.name}"):
-        pair = load_one(named) if named.target is None else load_two(named, named.target)
+    with waiting_for(f"loading {named.name}"):
+        if named.target is not None:
+            (trial,) = tune(named.target, [str(named.draft)], study_of(named), named.revision)
+            require(trial.error is None, f"{named.draft} is no draft for {named.target}: {trial.error}")
+            assert trial.pair is not None
+            pair = trial.pair
+        elif named.draft is None or is_kind(named.draft):
+            pair = with_draft(load_given_pair(named.shown_pair, named), named.draft)
+        else:
+            with looking_for(named.draft):  # what is not found is not the pair
+                get_files(named.draft, None, SMALL_FILES, **{} if named.token is None else {"token": named.token})
+            pair = load_given_pair(named.shown_pair, named, draft=named.draft)
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
     require(pair.tokenizer is not None or not needs_tokenizer, told)
     return pair
-
-
-def load_one(named: Named) -> DraftTargetPair:
-    """Load a pair by its name, with the draft that is named for it."""
-    if named.draft is None or is_kind(named.draft):
-        return with_draft(load_given_pair(named.shown_pair, named), named.draft)
-    with looking_for(named.draft):  # what is not found is not the pair
-        get_files(named.draft, None, SMALL_FILES, **{} if named.token is None else {"token": named.token})
-    return load_given_pair(named.shown_pair, named, draft=named.draft)
-
-
-def load_two(named: Named, target: str) -> DraftTargetPair:
-    """Load a target by its name, and the draft for it."""
-    assert named.draft is not None
-    (trial,) = tune(target, [named.draft], study_of(named), named.revision)
-    require(trial.error is None, f"{named.draft} is no draft for {target}: {trial.error}")
-    assert trial.pair is not None
-    return trial.pair
 
 
 def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair:
@@ -105,27 +97,36 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
     return made
 
 
-def texts_of(
-    prompts: Sequence[str | Messages], tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
-) -> list[str]:
-    """The prompts as texts; with --chat, also those that are messages, in the tokenizer's chat template."""
-    if not chat:
-        return [prompt for prompt in prompts if isinstance(prompt, str)]
-    template = None if tokenizer is None else tokenizer.chat_template
-    require(bool(template), f"--chat: the tokenizer of {name!r} has no chat template; leave --chat out.")
-    assert tokenizer is not None
-    texts = []
-    for prompt in prompts:
+class PromptTexts:
+    """Prompts of any number as texts, one by one; with --chat in the tokenizer's chat template, messages too."""
+
+    def __init__(
+        self, prompts: Prompts | FilePrompts, tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
+    ):
+        self.prompts, self.chat = prompts, chat
+        self.tokenizer: Any = tokenizer
+        told = f"--chat: the tokenizer of {name!r} has no chat template; leave --chat out."
+        require(not chat or bool(getattr(tokenizer, "chat_template", None)), told)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._text_of, self.prompts)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def _text_of(self, prompt: str | Messages) -> str:
+        if not self.chat:
+            return str(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
-    begins, first = tokenizer("")["input_ids"][:1], tokenizer.bos_token
-    twice = first is not None and begins == [tokenizer.bos_token_id]  # by the template, and by the tokenizer
-    return [text.removeprefix(first) if twice else text for text in texts]
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        begins, first = self.tokenizer("")["input_ids"][:1], self.tokenizer.bos_token
+        twice = first is not None and begins == [self.tokenizer.bos_token_id]  # by the template, and by the tokenizer
+        return text.removeprefix(first) if twice else text
 
 
-def saved_as(source: ModelSource, inside: bool) -> str:
+def saved_as(source: ModelSource | None, inside: bool) -> str:
     """Whether to save a model inside the pair or by reference."""
-    return INSIDE if inside or source.name is None else REFERENCE
+    return INSIDE if inside or source is None or source.name is None else REFERENCE
 
 
 def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str:

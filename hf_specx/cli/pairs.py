@@ -12,7 +12,7 @@ from hf_specx.common.errors import require
 from hf_specx.hub.folders import INSIDE, REFERENCE, check_folder, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
 
-from .console import imports, progress
+from .console import imports, waiting_for
 from .options import (
     DRAFTS,
     HELP_KINDS,
@@ -103,7 +103,7 @@ def publish(
         from hf_specx.hub.publish import write_repository
 
         from .loading import load_given_pair, saved_as, with_draft
-    with progress(f"publishing {pair}"):
+    with waiting_for(f"publishing {pair}"):
         given = with_draft(load_given_pair(pair, Loading(**source.hub)), draft)
         where = {}
         for role, named in (("target", reference_target), ("draft", reference_draft)):

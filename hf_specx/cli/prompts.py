@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from hf_specx.common.errors import require
 
 
 Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
-Prompts = list[str | Messages]
+Prompts = Sequence[str | Messages]
 PROMPT_KEYS = ("prompt", "text", "messages")
 JSON_LINES = (".jsonl", ".ndjson")
 

@@ -4,7 +4,7 @@ import copy
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,32 +13,25 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.bench.store import provenance
-from hf_specx.bench.timer import Timer, Timing, compare
-from hf_specx.bench.ways import PLAIN_NAME, STOCK_NAME
-from hf_specx.common.architectures import vocabulary
+from hf_specx.bench.timer import Comparison, compare
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.hub.known_pairs import is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
-from .console import Output, progress, steps
-from .loading import load_named, texts_of
+from .console import Output, steps, waiting_for
+from .loading import PromptTexts, load_named
 from .options import Named
-from .prompts import FilePrompts, Messages
+from .prompts import FilePrompts, Prompts
 
 
 DEMO_BATCHES = (1, 8)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
-SPECULATIVE = "speculative"
-WORDS = {
-    PLAIN_NAME: "plain generate",
-    STOCK_NAME: "transformers' assisted decoding",
-    SPECULATIVE: "speculative sampling",
-}
+SIDE_BY_SIDE = {"plain": "plain generate", "stock": "transformers' assisted decoding", "ours": "speculative sampling"}
 NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
 
 
@@ -90,17 +83,24 @@ class Session:
         self.options = call if schema is None else call | {"logits_processor": json_grammar(schema, self.pair)}
         self.facts = {"pair": named.name, "seed": seed, "options": call, **provenance(self.pair.target)}
 
-    def answer(self, prompts: Sequence[str | Messages], chat: bool) -> dict[str, Any]:
+    def answer(self, prompts: Prompts | FilePrompts, chat: bool) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
         self.console.text(LEGEND)
-        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer, chat, self.name))
+        run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat, self.name)))
         if not self.repeats:
             return run
-        with steps("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
-            how = self.options, self.repeats, self.seed, advance
-            comparison = compare(self.pair.target, self.pair.strategy, [inputs], *how)
+        comparison = self.compare(inputs)
         self.console.text(f"\n{comparison}")
         return run | {"comparison": comparison.to_dict()}
+
+    def compare(self, inputs: Inputs, with_stock: bool = False) -> Comparison:
+        """Time plain `generate` and ours in turns; with transformers' assisted decoding, if it can be."""
+        pair, draft = self.pair, next(iter(self.pair.models[1:]), None)
+        if not with_stock or not same_tokens(pair.tokenizer, pair.draft_tokenizer):
+            draft = None
+        with steps("all ways in turns", (2 + (draft is not None)) * (self.repeats + 1)) as bar:
+            how = self.options, self.repeats, self.seed, bar.update
+            return compare(pair.target, pair.strategy, [inputs], *how, draft)
 
     def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
         """What `generate` is given for a batch, and what it makes of it from the seed; `how` are more arguments."""
@@ -120,7 +120,7 @@ class Session:
             console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
         try:
-            with nullcontext() if streams else progress(f"generating, batch {len(prompts)}"):
+            with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
                 inputs, output = self.generate(prompts, custom_generate=strategy)
         finally:
             strategy.streamer, strategy.stream_by = None, "token"
@@ -136,25 +136,11 @@ class Session:
         return values | {"comparison": None}, inputs
 
 
-class PromptTexts:
-    """Prompts of any number as texts, one by one; see `texts_of`."""
-
-    def __init__(self, prompts: Sequence[str | Messages] | FilePrompts, session: Session, chat: bool):
-        self.prompts, self.session, self.chat = prompts, session, chat
-
-    def __iter__(self) -> Iterator[str]:
-        for prompt in self.prompts:
-            yield from texts_of([prompt], self.session.pair.tokenizer, self.chat, self.session.name)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-
 def write_texts(
-    session: Session, prompts: Sequence[str | Messages] | FilePrompts, chat: bool, out: Path, batch_size: int
+    session: Session, prompts: Prompts | FilePrompts, chat: bool, out: Path, batch_size: int
 ) -> dict[str, Any]:
     """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
-    texts = PromptTexts(prompts, session, chat)
+    texts = PromptTexts(prompts, session.pair.tokenizer, chat, session.name)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.options)
@@ -170,22 +156,30 @@ def show_demo(session: Session) -> list[dict[str, Any]]:
     require(bool(own), f"--demo: {session.name!r} has no prompts of its own; give some as arguments.")
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0
     console.text(LEGEND)
-    runs, timings = [], []
+    runs, found = [], []
     for size in DEMO_BATCHES:
         batch = list(itertools.islice(itertools.cycle(own), first, first + size))
         run, inputs = session.run(batch, show=size == 1)
         if size == 1:
             console.text(f"\n{same_text(session, batch)}\n")
-        timings.append(time_ways(session, inputs))
-        runs.append(run | {"comparison": {way: timing.to_dict() for way, timing in timings[-1].items()}})
-    rows = [(words, *(speed_of(timing, way) for timing in timings)) for way, words in WORDS.items()]
+        found.append(session.compare(inputs, with_stock=size == 1))  # which takes one row alone
+        runs.append(run | {"comparison": found[-1].to_dict()})
+    rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in SIDE_BY_SIDE.items()]
     console.table(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
-    gains = [timing[SPECULATIVE].times(timing[PLAIN_NAME]) for timing in timings]
+    gains = [comparison.ours.times(comparison.plain) for comparison in found]
     said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
     medians = f"(medians of {session.repeats} turns), with the same distribution of texts"
     console.text(f"\nHere speculative sampling was {said} as fast as plain generate {medians}.", "bold")
     console.text(NEXT)
     return runs
+
+
+def speed_of(comparison: Comparison, way: str) -> str:
+    """Tokens per second, and the speed compared with plain `generate`."""
+    timing = getattr(comparison, way)
+    if timing is None:
+        return "does not take it"
+    return f"{timing.tokens_per_second:.0f} tokens/s, {timing.times(comparison.plain):.2f} times"
 
 
 def same_text(session: Session, prompts: list[str]) -> str:
@@ -198,26 +192,3 @@ def same_text(session: Session, prompts: list[str]) -> str:
     same = plain.tolist() == ours.tolist()
     verdict = "the same text, token by token" if same else "different texts (which rounding can do in half precision)"
     return f"{how} and plain generate gave {verdict}."
-
-
-def time_ways(session: Session, inputs: Inputs) -> dict[str, Timing]:
-    """The runs of all ways that take a batch of this size."""
-    pair, rows = session.pair, len(inputs["input_ids"])
-    target, draft = pair.target, next(iter(pair.models[1:]), None)
-    ways = {
-        PLAIN_NAME: Contender(PLAIN_NAME, target),
-        SPECULATIVE: Contender(SPECULATIVE, target, strategy=pair.strategy),
-    }
-    if rows == 1 and draft is not None and same_tokens(pair.tokenizer, pair.draft_tokenizer):
-        ways[STOCK_NAME] = Contender(STOCK_NAME, target, draft)
-    with steps(f"batch {rows}, all ways in turns", len(ways) * (1 + session.repeats)) as advance:
-        seeds = range(session.seed, session.seed + session.repeats)
-        return Timer(ways.__getitem__, [inputs], session.options, seeds, advance).time(tuple(ways))
-
-
-def speed_of(timings: dict[str, Timing], way: str) -> str:
-    """Tokens per second, and the speed compared with plain `generate`."""
-    if way not in timings:
-        return "does not take it"
-    times = timings[way].times(timings[PLAIN_NAME])
-    return f"{timings[way].tokens_per_second:.0f} tokens/s, {times:.2f} times"

@@ -76,29 +76,20 @@ def tune(
     how: dict[str, Any] = {"batches": batches, "repeats": repeats, "seed": seed, "options": sampling.call}
     how |= {"verification": verification, "command": typed(), "keep_prompts": save_prompts}
     how["prompts"] = [] if no_measure else read_texts(file)
-    found = try_all(target, drafts, loading, draft_revision or [], how)
+    with imports():
+        from hf_specx.bench import tune as tuning
+
+        from .loading import save_best, study_of
+    study = study_of(loading, **how)
+    names = tuning.drafts_to_try(target, drafts, study, loading.revision)
+    with steps("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as bar:
+        found = tuning.tune(target, names, study, loading.revision, draft_revision or [], bar.update)
     show_drafts(target, found, Output(quiet=as_json))
     if as_json:
         typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
     require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
     if out is not None:
-        from .loading import save_best
-
         Output(stderr=as_json).text(save_best(found[0], out, inside, overwrite))
-
-
-def try_all(
-    target: str, drafts: list[str], loading: Loading, draft_revisions: list[str], how: dict[str, Any]
-) -> "list[DraftTrial]":
-    """Try drafts for a target, each at its revision, as a `Study` says with the options `how`."""
-    with imports():
-        from hf_specx.bench import tune as tuning
-
-        from .loading import study_of
-    study = study_of(loading, **how)
-    names = tuning.drafts_to_try(target, drafts, study, loading.revision)
-    with steps("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
-        return tuning.tune(target, names, study, loading.revision, draft_revisions, advance)
 
 
 def read_texts(file: Path | None) -> list[str]:

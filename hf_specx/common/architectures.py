@@ -4,10 +4,6 @@ Types of vision-language models were run with and without images, by tests/model
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
 """
 
-import torch
-from transformers import PreTrainedModel
-
-
 GROUPS = {
     "ragged padded packed lockstep": """
         afmoe apertus arcee aria_text audioflamingo3 axk1 beam bert bert-generation big_bird biogpt bitnet camembert
@@ -90,11 +86,3 @@ REFUSED = {
     "kyutai_speech_to_text": "it reads codes of sound besides the text, which are not candidates",
     "blt": "its patches depend on the bytes that follow, candidates among them",
 } | dict.fromkeys(WHOLE, "it is exact without a cache only")
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids a model scores."""
-    head = model.get_output_embeddings()
-    if isinstance(head, torch.nn.Linear):
-        return head.out_features
-    return int(model.config.get_text_config(decoder=True).vocab_size)

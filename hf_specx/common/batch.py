@@ -4,9 +4,8 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 """
 
 import copy
-import itertools
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,28 +13,14 @@ from .devices import sent
 from .round import Draft, Judgement, Round
 
 
-class Stops(Protocol):
-    """What ends rows; see `sampling/stopping.py`."""
-
-    def cut(self, batch: "Batch", tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
-        """How many of its first `num_new` [R] tokens each row emits, and whether the last of these ends it."""
-
-    def update(self, batch: "Batch", new: list[int], ended: list[bool]) -> list[int]:
-        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that are over."""
-
-
 class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
-        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
-        writes: how often tokens were put into them.
-        width: L, the columns of the left-padded prompts.
-        starts: [B] int64, the first column of each row that holds a token.
+        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads. `writes` counts changes.
+        starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
         counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
-        rows: [R], the numbers of the rows that still decode, in ascending order.
-        index: [R] int64, the same as a tensor.
-        pad_token_id: what stands after the end of a row.
+        rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -85,15 +70,7 @@ class Batch:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
         self.writes += 1
-        if self.together is not None:
-            first = self.width + self.together + ahead
-            self.ids[:, first : first + tokens.shape[1]] = tokens
-            return
-        columns = self._columns(ahead, tokens.shape[1])
-        if len(self.rows) == len(self.ids):
-            self.ids.scatter_(1, columns, tokens)
-        else:
-            self.ids[self.index[:, None], columns] = tokens
+        self.ids[self.index[:, None], self._columns(ahead, tokens.shape[1])] = tokens
 
     def take(self, draft: Draft) -> Draft:
         """Write candidates after each row's end, where the target reads them."""
@@ -120,8 +97,6 @@ class Batch:
         columns = self._columns(ahead - count, count)
         if count - ahead > self.shortest():
             columns = columns.maximum(self.starts[self.index, None])
-        if len(self.rows) == len(self.ids):
-            return self.ids.gather(1, columns)
         return self.ids[self.index[:, None], columns]
 
     def shortest(self) -> int:
@@ -136,28 +111,28 @@ class Batch:
         self,
         draft: Draft,
         judgement: Judgement,
-        stopping: Stops,
+        stopping: Any,
         forward: Any = None,
         scores: torch.Tensor | None = None,
     ) -> Round:
         """Emit the accepted candidates and the token after them, up to a stop; `forward`, `scores` are for the record.
 
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
-        models are fed by the ends of the rows.
+        models are fed by the ends of the rows. `stopping` is a `Stopping`.
         """
-        rows, before = self.rows, [self.counts[row] for row in self.rows]
+        rows, lengths, before = self.rows, draft.lengths, [self.counts[row] for row in self.rows]
         accepted, next_token, *figures = judgement
         tokens = next_token[:, None]
         if draft.tokens.shape[1]:
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
-        new, accepts, (survival, overlap, undefined) = _as_lists(tokens, accepted, figures)
+        stops = stopping.ahead(self, tokens, accepted)
+        new, kept, survival, overlap, undefined, over = _as_lists(tokens, accepted[:, None], *figures, stops)
+        accepts = [number for (number,) in kept]
         gained = [number + 1 for number in accepts]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
-        kept, ended = stopping.cut(self, new, gained)
-        self.emit(tokens, kept)
-        over = stopping.update(self, kept, ended)
-        lengths = draft.lengths
+        self.emit(tokens, stopping.cut(self, new, gained, over))
+        ended = stopping.leaving(self)
         emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
@@ -172,7 +147,7 @@ class Batch:
             survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
-            ended=over,
+            ended=ended,
             forward=forward,
             scores=scores,
         )
@@ -272,22 +247,15 @@ class Batch:
         return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
 
 
-def _as_lists(
-    tokens: torch.Tensor, accepted: torch.Tensor, figures: list[torch.Tensor]
-) -> tuple[list[list[int]], list[int], list[list[list[float]]]]:
-    """Tokens [R, n], accepted [R], and figures [R, ...] row by row; the round waits for the device only here.
+def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:
+    """Tensors [R, ...] as lists; the round waits for the device only here, since all go in one transfer.
 
-    All go in one transfer; ids are exact also as float32, which has 24 bits.
+    Ids are exact also as float32, which has 24 bits; scores may have half precision.
     """
-    parts = [accepted[:, None], tokens]
-    for figure in figures:  # scores may have half precision
-        parts.append(figure if figure.dtype == torch.float64 else figure.float())
-    columns = list(itertools.accumulate(part.shape[1] for part in parts))
-    new, accepts = [], []
-    found: list[list[list[float]]] = [[] for _ in figures]
-    for row in torch.cat(parts, 1).tolist():
-        accepts.append(int(row[0]))
-        new.append(list(map(int, row[1 : columns[1]])))
-        for numbers, first, end in zip(found, columns[1:], columns[2:], strict=False):
-            numbers.append(row[first:end])
-    return new, accepts, found
+    every = torch.cat([part if part.dtype == torch.float64 else part.float() for part in parts], 1).tolist()
+    found, first = [], 0
+    for part in parts:
+        kind = float if part.is_floating_point() else int
+        found.append([list(map(kind, row[first : first + part.shape[1]])) for row in every])
+        first += part.shape[1]
+    return found

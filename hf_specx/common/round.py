@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .devices import sent
+
 
 class Draft(NamedTuple):
     """Candidates of the R decoding rows, each row with its own number of them.
@@ -59,8 +61,7 @@ class Draft(NamedTuple):
         if sum(self.lengths) == rows * most:
             return None
         device = self.tokens.device
-        lengths = torch.tensor(self.lengths).to(device, non_blocking=True)  # else it would wait for the forward
-        return torch.arange(most, device=device) < lengths[:, None]
+        return torch.arange(most, device=device) < sent(self.lengths, device)[:, None]
 
 
 class Judgement(NamedTuple):
@@ -85,11 +86,7 @@ class RoundRecord(NamedTuple):
     """One row's part in one round, in numbers alone.
 
     Attributes:
-        drafted: candidates of the row.
-        accepted: candidates that the verifier kept, before any cut at a stop.
-        emitted: tokens that entered the text, after such a cut.
-        judged: candidates whose predecessors were all kept, as far as the round went.
-        gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
+        accepted, emitted, judged, gained: as in `Round`; `drafted`: candidates of the row.
         width: candidates that the forwards of the round were made for: those of the row that had most of them.
         forced: positions of candidates that were the only token allowed.
         draft_steps: steps of a draft model in the round.
@@ -107,19 +104,15 @@ class RoundRecord(NamedTuple):
 
 @dataclass
 class Round:
-    """What a round did; every listener gets it once the text has grown.
+    """What a round did; every listener gets it once the text has grown. Lists are of the R rows that took part.
 
     Attributes:
-        batch: the text after the round.
-        rows: the R rows of the batch that took part.
-        draft: what was judged.
-        before: [R], tokens that each row had emitted before.
-        emitted: [R], how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
-        accepted: [R], candidates that the rule kept, before a cut.
-        judged: [R], candidates whose predecessors were all kept.
-        gained: [R], tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
+        before: tokens that each row had emitted before.
+        emitted: how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
+        accepted: candidates that the rule kept, before a cut; `judged`: those whose predecessors were all kept.
+        gained: tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
         survival, overlap: of `Judgement`, for the candidates of each row.
-        undefined: [R], the first position of each row without a distribution; K + 1 if there is none.
+        undefined: the first position of each row without a distribution; K + 1 if there is none.
         ended: rows that have ended.
         forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
         stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
@@ -149,20 +142,20 @@ class Round:
         """`survival` of a draft model's candidates, without forced ones, which are kept if those before them are."""
         drafted, forced = self.draft.drafted, self.draft.forced
         found = [chances[:number] for chances, number in zip(self.survival, drafted, strict=True)]
-        if forced is None:
-            return found
-        pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
-        return [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+        if forced is not None:
+            pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
+            found = [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+        return found
 
     @property
     def records(self) -> list[RoundRecord]:
         """[R], the part of each row."""
-        lengths, flags, steps = self.draft.lengths, self.draft.forced, self.draft.steps
-        found = []
+        lengths, steps, found = self.draft.lengths, self.draft.steps, []
         for index, counts in enumerate(
             zip(lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
         ):
-            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
+            flags = () if self.draft.forced is None else self.draft.forced[index]
+            forced = tuple(i for i, is_forced in enumerate(flags) if is_forced)
             found.append(RoundRecord(*counts, max(lengths), forced, steps))
         return found
 

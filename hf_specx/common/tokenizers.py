@@ -12,12 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Vocabulary(NamedTuple):
-    """All tokens of a tokenizer.
-
-    Attributes:
-        size: how many tokens there were when this was found.
-        digest: SHA-256 of all tokens and their ids; the same for tokenizers that have the same.
-        largest: the largest id, -1 if there are no tokens.
+    """All tokens of a tokenizer: their number when this was found, SHA-256 of tokens and ids, and the largest id or
+    -1.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""Wrappers around a model, `torch.compile` and PEFT; how a model is named; and what is none."""
+"""Models inside the wrappers of `torch.compile` and PEFT, their vocabulary and their names; and what is no model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,14 @@ def unwrapped(model: Any, adapters: bool = False) -> Any:
 def unwrapped_draft(draft: Any) -> Any:
     """The same for what drafts, a model or anything else; of a list each item."""
     return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids a model scores."""
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear):
+        return head.out_features
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def label_of(part: Any) -> str:

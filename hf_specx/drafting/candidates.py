@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of, make_decoder
 from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
@@ -53,6 +53,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     has_probs = True
     source = "model"  # of its drafts
+    known: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
         """
         limits, kept, steps = list(lengths), [0] * len(lengths), 0
-        growth = Growth(self.processors, batch, self.pace) if self.forces and self.processors.mask_size else None
+        masked = self.forces and self.processors.mask_size
+        growth = Growth(self.processors, batch, self.pace, self.known) if masked else None
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round

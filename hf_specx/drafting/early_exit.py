@@ -4,7 +4,6 @@ import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -12,6 +11,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
 from hf_specx.models.altered import shallow
+from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 
 from .candidates import SampledCandidateGenerator
@@ -99,7 +99,11 @@ class EarlyExitDraft(Drafter):
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):
-    """Samples candidates from the first layers of a target; see `EarlyExitDraft`."""
+    """Samples candidates from the first layers of a target; see `EarlyExitDraft`.
+
+    Over the target's own cache there is nothing to read, keep or drop. A step writes keys and values where the target's
+    forward of the round writes them again, from the same inputs; the target was fed all emitted tokens but the last.
+    """
 
     source = "early exit"
 
@@ -111,42 +115,17 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         size = super().size()
         return size and size._replace(layers=self.layers)  # the config tells all layers
 
-    def _decoder(self, reading: Reading) -> Any:
-        target = reading.target
-        return SharedDecoder(target, self.model) if type(target) is RaggedDecoder else super()._decoder(reading)
+    def _decoder(self, reading: Reading) -> Decoder | None:
+        self.target = reading.target if type(reading.target) is RaggedDecoder else None
+        return super()._decoder(reading) if self.target is None else None
 
-
-class SharedDecoder:
-    """The target's first layers, as a `Decoder`, over the target's own cache: there is nothing to read, keep or drop.
-
-    A step writes keys and values where the target's forward of the round writes them again, from the same inputs. The
-    target has always fed all emitted tokens but the last.
-    """
-
-    def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
-        self.target, self.model = target, model
-        self.width = target.width
-
-    def _lent(self) -> RaggedDecoder:
-        """The target's decoder as it is now, with its cache, around the first layers."""
-        lent = copy.copy(self.target)
-        lent.model = self.model
+    def _ready(self, batch: Batch) -> Decoder:
+        if self.target is None:
+            return super()._ready(batch)
+        lent = copy.copy(self.target)  # as it is now, around the first layers
+        lent.model, lent.opening = self.model, False
         lent.held, lent.valid = list(lent.held), list(lent.valid)
         return lent
-
-    def read(self) -> None: ...
-
-    def admit(self, batch: Batch, rows: list[int]) -> None: ...
-
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        return self._lent().feed(batch, 1 + skipped, ahead, keep=1)
-
-    def keep(self, row: int, count: int) -> None: ...
-
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None: ...
-
-    def rehearse(self, batch: Batch, count: int) -> None:
-        self._lent().rehearse(batch, count)
 
 
 def check_exit_number(name: str, value: Any) -> None:

@@ -26,11 +26,12 @@ class Growth:
     """The candidates of a round under processors with masks, while they are found position by position.
 
     A row goes on while a draft has a candidate for it, or the next one is forced: `tokens` [R] has these, None
-    elsewhere. `lengths` [R] counts the candidates so far, and `flags` [R] say which of them are forced.
+    elsewhere. `lengths` [R] counts the candidates so far, and `flags` [R] say which of them are forced. A draft that
+    has the tokens `known` [V] bool alone has none where a mask excludes all of these.
     """
 
-    def __init__(self, processors: Processors, batch: Batch, pace: Pace | None):
-        self.processors, self.batch = processors, batch
+    def __init__(self, processors: Processors, batch: Batch, pace: Pace | None, known: torch.Tensor | None = None):
+        self.processors, self.batch, self.known = processors, batch, known
         self.price = 0.0 if pace is None else pace.position(len(batch.rows))  # of a position, in tokens of plain steps
         self.lengths, self.flags = [0] * len(batch.rows), [list[bool]() for _ in batch.rows]
         self.tokens: list[int | None] = []
@@ -54,6 +55,8 @@ class Growth:
         for index, mask in enumerate(masks):
             ends = found is not None and asked[index] and counts[index] < 2  # or its next token is forced
             allowed = given is None or mask is None or bool(mask[given[index]])
+            if wanted[index] and mask is not None and self.known is not None:
+                allowed = bool((mask & self.known).any())
             draws.append(going[index] and not ends and wanted[index] and allowed)
         forced = [token is not None for token in self.tokens]
         if not any(draws) and sum(forced) < self.price * len(forced):

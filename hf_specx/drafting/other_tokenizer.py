@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import UNLIMITED, prepare

@@ -9,16 +9,16 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
-from hf_specx.models.slots import has_columns
+from hf_specx.models.slots import CACHE, has_columns
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
@@ -47,24 +47,6 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-
-@dataclass(frozen=True)
-class Withheld:
-    """What `hf_specx.generate` knows of a call, and transformers does not pass on to a strategy.
-
-    Attributes:
-        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
-        synced_gpus: as it was given.
-        adds_reports: whether the report goes on from that of the last call, as Whisper calls once for each window.
-    """
-
-    drafting: dict[str, Any] | None = None
-    synced_gpus: bool | None = None
-    adds_reports: bool = False
-
-
-NONE_WITHHELD = Withheld()
 
 
 @dataclass(frozen=True)
@@ -97,13 +79,10 @@ class Call:
         options: a copy of the `SpeculativeDecoding`.
         prompt: the target's, made of what `generate` has given.
         processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
-        drafter: who proposes; `drafting`: how many candidates in a round.
-        verification: "greedy", "token", "block" or "coupled".
-        layout: how rows share the batch.
+        drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
         plain: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
-        synced: whether other ranks have to run the same forwards, each for rows of its own.
-        shared: whether other ranks decode the same rows, with other parts of the models.
+        synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
     """
 
@@ -127,23 +106,22 @@ def make_call(
     options: Any,
     given: Prepared,
     drafter: Drafter,
-    withheld: Withheld = NONE_WITHHELD,
     seeds: Any = None,
     queue: RequestQueue | None = None,
+    drafting: dict[str, Any] | None = None,
+    synced_gpus: bool | None = None,
 ) -> Call:
-    """What one call asks for, and how it is decoded.
+    """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         options, given, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
-        withheld: what else is known of the call.
-
-    Raises:
-        ValueError: if what was asked for cannot be done exactly.
+        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
+        synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
     synced = shared = False
     if world_size() > 1:
-        synced = synced_by_default(*models) if withheld.synced_gpus is None else withheld.synced_gpus
+        synced = synced_by_default(*models) if synced_gpus is None else synced_gpus
         shared = shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
@@ -166,10 +144,12 @@ def make_call(
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
-    drafting = choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model)
+    if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
+        layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
+    numbers = choose_drafting(options.num_draft_tokens, drafting, given.config, drafter.model)
     verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
     asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later
-    call = Call(*asked, drafter, drafting, verification, layout, plain, seeds, synced, shared, queue)
+    call = Call(*asked, drafter, numbers, verification, layout, plain, seeds, synced, shared, queue)
     _check_together(call)
     return call
 
@@ -227,12 +207,12 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
-    past: Any = prompt.kwargs.get("past_key_values")
+    past: Any = prompt.kwargs.get(CACHE)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        told = f"layout={options.layout!r} needs the keys of all tokens, and past_key_values= does not have them (a "
-        told += "window drops some); use layout='auto' or leave past_key_values out."
+        told = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
+        told += f"window drops some); use layout='auto' or leave {CACHE} out."
         require(options.layout == "auto", told)
-        chosen, reason = "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
+        chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     if drafter.model is None:
         return Layout(chosen, chosen, reason, able[0] == "lockstep")
     of_draft = layouts_of(drafter.model, drafts=True)

@@ -8,6 +8,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from hf_specx.common.errors import is_int, kind, require
 from hf_specx.models.prompts import Prompt, position_table
+from hf_specx.models.slots import CACHE
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
@@ -32,33 +33,33 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     config, rows = prompt.generation_config, len(prompt.input_ids)
     for name in ("num_beams", "num_beam_groups"):
         value = getattr(config, name, None)
-        told = f"{name}={value} is beam search, which is not supported; set {name}=1 for greedy text or sampling."
-        require(value in (None, 1), told)
+        require(value in (None, 1), f"{name}={value} is beam search, which is not supported; set {name}=1.")
     for name, mode in OTHER_MODES.items():
-        value, remedy = getattr(config, name, None), "leave it out, also of model.generation_config."
-        told = f"{name}={value!r} selects {mode}, which is not supported; for greedy decoding or sampling {remedy}"
+        value = getattr(config, name, None)
+        instead = "for greedy decoding or sampling"
         if name in DRAFTS_INSTEAD:
-            ours = f"SpeculativeDecoding({DRAFTS_INSTEAD[name]}({value}))"
-            told = f"{name}={value!r} selects {mode}, a draft here: use {ours} and {remedy}"
+            instead = f"a draft here: use SpeculativeDecoding({DRAFTS_INSTEAD[name]}({value})) and"
+        told = f"{name}={value!r} selects {mode}; {instead} leave it out, also of model.generation_config."
         require(value is None or value is False, told)
-    told = "use_cache=False cannot be honoured: judging candidates needs a cache; pass use_cache=True."
-    require(prompt.kwargs.get("use_cache") is not False, told)
-    cache, past = config.cache_implementation, prompt.kwargs.get("past_key_values")
-    told = f"cache_implementation={cache!r} cannot be honoured: speculative decoding keeps a cache of its own; pass "
-    require(cache in (None, "dynamic"), f"{told}cache_implementation='dynamic'.")
-    told = f"past_key_values is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
+    used, cache, past = prompt.kwargs.get("use_cache"), config.cache_implementation, prompt.kwargs.get(CACHE)
+    require(used is not False, "use_cache=False cannot be honoured: candidates need a cache; pass use_cache=True.")
+    told = f"cache_implementation={cache!r} cannot be honoured, nor can any but 'dynamic'; leave it out."
+    require(cache in (None, "dynamic"), told)
+    told = f"{CACHE} is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
     require(not isinstance(past, StaticCache), told)
-    told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave the "
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
-    require(streamer is None or rows == 1 or tags_rows, f"{told}streamer out.")
+    told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
+    require(streamer is None or rows == 1 or tags_rows, told)
 
 
 def check_noise(device: torch.device, verification: str) -> None:
     """Check that the random numbers of a call can be drawn where its text is; "greedy" draws none."""
     told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
     require(verification == "greedy" or device.type != "mps", told)
-    told = f"verification='coupled' cannot redraw the noise of plain sampling on device type {device.type!r}; pass "
-    require(verification != "coupled" or device.type in NOISE_DEVICES, f"{told}verification='token' or 'block' there.")
+    told = (
+        f"'coupled' cannot redraw the noise of plain sampling on {device.type!r}; use verification='token' or 'block'."
+    )
+    require(verification != "coupled" or device.type in NOISE_DEVICES, told)
 
 
 def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
@@ -66,15 +67,13 @@ def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool
     config, embedding = model.config, _embedding(model, encoded)
     if embedding is None or not input_ids.numel():
         return
-    size = embedding.num_embeddings
-    if not encoded:
-        if config.get_text_config(decoder=True) is not config:
-            return  # higher ids may be something other than text
-        size = max(size, getattr(config, "vocab_size", 0))  # a table may be spread over devices
+    if not encoded and config.get_text_config(decoder=True) is not config:
+        return  # higher ids may be something other than text
+    # a table may be spread over devices
+    size = max(embedding.num_embeddings, 0 if encoded else getattr(config, "vocab_size", 0))
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
     told = f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
-    told += f"{size - 1}; use the model's own tokenizer, or model.resize_token_embeddings for tokens added to it."
-    require(lowest >= 0 and highest < size, told)
+    require(lowest >= 0 and highest < size, f"{told}{size - 1}; use its own tokenizer, or resize_token_embeddings.")
 
 
 def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:
@@ -95,15 +94,13 @@ def check_inputs(prompt: Prompt) -> None:
     require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
     is_integer = not (dtype.is_floating_point or dtype == torch.bool)
     require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
-    told = (
-        f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row, for example the bos token."
-    )
+    told = f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row."
     require(bool(input_ids.numel()) or embeds is not None, told)
     if embeds is None:
         unknown_token(model, input_ids)
     elif (embedding := _embedding(model)) is not None:
-        told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which "
-        told += f"embeds in {embedding.embedding_dim}; make them with model.get_input_embeddings()."
+        told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
+        told += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
         require(embeds.shape[-1] == embedding.embedding_dim, told)
     _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
 
@@ -111,25 +108,20 @@ def check_inputs(prompt: Prompt) -> None:
 def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
     """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    past, decodes = kwargs.get("past_key_values"), name != "attention_mask"
+    past, decodes = kwargs.get(CACHE), name != "attention_mask"
     held = 0 if past is None else past.get_seq_length()
     widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
     mask = kwargs.get(name)
     known = getattr(prompt.generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # if all ones
     if held and embeds is None and not decodes and known == width:  # `generate` then takes it for the whole text
-        told = f"past_key_values holds {held} tokens, and the whole text has {known}; pass the text with at least one "
+        told = f"{CACHE} holds {held} tokens, and the whole text has {known}; pass the text with at least one "
         require(held < known, f"{told}token more than the cache holds, or the new tokens alone with a mask for all.")
-    if mask is not None:
-        told = (
-            f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
-        )
-        require(mask.ndim == 2, told)
-        told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
-        require(len(mask) == rows, told)
-    fits = known is None or known in widths or known - held in widths
+    fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
+    told = f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
+    require(fits, f"{told}that came with input_ids, 1 for a token and 0 for a pad.")
     told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
-    told += f"came with input_ids, with columns before them for the {held} tokens of past_key_values."
-    require(fits, told)
+    told += f"came with input_ids, with columns before them for the {held} tokens of {CACHE}."
+    require(known is None or known in widths or known - held in widths, told)
     if mask is not None:
         _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once
     positions = None if decodes else kwargs.get("position_ids")
@@ -145,17 +137,14 @@ def _check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> None:
     seen = mask.bool()
     strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
     require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
-    filled, ends = seen.any(-1).tolist(), seen[:, -1].tolist()
     unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
-    if not all(filled):
-        told = f"the prompt of row {filled.index(False)} is empty ({name} is all 0); pass at least one token a row."
-        raise ValueError(f"{told} {unset}")
-    if not all(ends):
-        told = f"row {ends.index(False)} of {name} ends in 0: prompts must be padded on the left; set "
-        raise ValueError(f"{told}tokenizer.padding_side='left'. {unset}")
-    told = f"{name} has zeros between tokens of a row, which {type(model).__name__} ignores; pad its rows on the left "
+    for row, (filled, last) in enumerate(zip(seen.any(-1).tolist(), seen[:, -1].tolist(), strict=True)):
+        require(filled, f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. {unset}")
+        told = f"row {row} of {name} ends in 0: pad prompts on the left, set tokenizer.padding_side='left'. {unset}"
+        require(last, told)
     no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
-    require(bool(no_holes), f"{told}only.")
+    told = f"{name} has zeros between tokens of a row, which {type(model).__name__} ignores; pad on the left only."
+    require(bool(no_holes), told)
 
 
 def width_of(prompt: Prompt) -> int:
@@ -184,10 +173,9 @@ def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int)
     if table is None or prompt_tokens + new_tokens - 1 <= table:
         return
     room = table + 1 - prompt_tokens
-    remedy = f"set max_new_tokens={room} or less, or shorten the prompt"
+    remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
     told = f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has "
-    told += f"a table of {table} positions, beyond which plain generate fails; "
-    raise ValueError(f"{told}{remedy if room > 0 else f'shorten the prompt to {table} tokens or fewer'}.")
+    raise ValueError(f"{told}a table of {table} positions, beyond which plain generate fails; {remedy}.")
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
@@ -211,13 +199,13 @@ def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_req
     require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
     told = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
     require(len(seeds) == rows, told)
-    wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
-    told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
-    require(wrong is None, told)
+    for seed in seeds:
+        require(
+            0 <= seed < MAX_SEED, f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."
+        )
     told = "requests have seeds of their own, which cannot" if of_requests else "seeds= cannot"
     told += f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
-    told += "by as many tokens as the one that accepted the fewest; use verification='coupled', or another layout if "
-    told += "the model takes one."
+    told += "as far as the slowest; use verification='coupled', or another layout if the model takes one."
     require(rows == 1 or not lockstep or verification not in ("token", "block"), told)
 
 
@@ -225,8 +213,8 @@ def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
     """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
-    told = f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has "
-    require(not model.config.is_encoder_decoder, f"{told}an encoder; leave it out.")
+    told = f"guidance_scale= works for decoder-only models, and {type(model).__name__} has an encoder; leave it out."
+    require(not model.config.is_encoder_decoder, told)
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
@@ -236,6 +224,6 @@ def check_guidance(
     if mask is not None:
         told = f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of "
         require(mask.shape == ids.shape, f"{told}shape {tuple(ids.shape)}; pass both as the tokenizer gives them.")
-        ends = mask[:, -1].bool().tolist()
-        told = f"row {ends.index(False) if False in ends else 0} of negative_prompt_attention_mask ends in 0: "
-        require(all(ends), f"{told}pad it on the left; set tokenizer.padding_side='left'.")
+        for row, last in enumerate(mask[:, -1].tolist()):
+            told = f"row {row} of negative_prompt_attention_mask ends in 0: set tokenizer.padding_side='left'."
+            require(bool(last), told)

@@ -3,31 +3,29 @@
 import inspect
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import try_to_load_from_cache
 
-from hf_specx.common.architectures import ENCODERS, WHOLE, vocabulary
+from hf_specx.common.architectures import ENCODERS, WHOLE
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of
 
 
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
 TOKENIZER_FILE = "tokenizer.json"
-GIVE_BOTH = (
-    "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which then compares and matches their tokens."
-)
-GIVE_ITS_OWN = (
-    "pass the draft's own tokenizer as draft_tokenizer=, or, if the draft was trained for the target's tokens, save "
-    "the target's tokenizer in its folder."
-)
+GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
+GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
 TokenizerOrNone = PreTrainedTokenizerBase | None
 
@@ -37,9 +35,8 @@ def check_target(model: PreTrainedModel, max_length: int) -> None:
     check_adapter(model)
     _check_ready("target", model)
     config = model.config.get_text_config(decoder=True)
-    told = f"{type(model).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
-    told += "change the distribution of the tokens before it; set is_decoder=True in its config."
-    require(config.model_type not in ENCODERS or config.is_decoder, told)
+    told = f"{type(model).__name__} attends in both directions, so that candidates would change what stands before "
+    require(config.model_type not in ENCODERS or config.is_decoder, f"{told}them; set is_decoder=True in its config.")
     frequencies_that_change(model, max_length)
 
 
@@ -59,8 +56,8 @@ def frequencies_that_change(target: PreTrainedModel, max_length: int) -> None:
         limit = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings", limit)
-        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates would reach too "
-        told += f"early; keep prompt and new tokens within {limit} (they may be {max_length})."
+        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
+        told += f"keep prompt and new tokens within {limit} (they may be {max_length})."
         require(limit is None or max_length <= limit, told)
 
 
@@ -74,36 +71,29 @@ def check_adapter(inner: PreTrainedModel) -> None:
 
 def _check_ready(role: str, model: PreTrainedModel) -> None:
     """Check that a model has its weights, and that nothing in it is random or without a cache."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
-            told += "weights first, for example with from_pretrained(..., device_map='auto')."
-            require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
-            break
-    for module in model.modules():
-        if module.training:
-            _check_training(role, model)
-            break
+    if any(map(attrgetter("is_meta"), model.parameters())):
+        told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
+        told += "weights first, for example with from_pretrained(..., device_map='auto')."
+        require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
+    if any(map(attrgetter("training"), model.modules())):
+        _check_training(role, model)
 
 
 def _check_training(role: str, model: PreTrainedModel) -> None:
     """Check a model that is in training mode, or has a module that is."""
-    names = list(_active_dropout(model))
+    training = {name: module for name, module in model.named_modules() if module.training}
+    names = list(_active_dropout(training))
     shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
     told = f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
     require(not names, f"{told}{role}.eval(), or set these probabilities to 0.")
     told = f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval()"
-    checkpoints = any(
-        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in training.values())
     require(not checkpoints, f"{told} or gradient_checkpointing_disable() while it generates.")
 
 
-def _active_dropout(model: PreTrainedModel) -> Iterator[str]:
-    """The modules of a model that draw random numbers or change in a forward, and what they are set to."""
-    for name, module in model.named_modules():
-        if not module.training:
-            continue
+def _active_dropout(training: dict[str, nn.Module]) -> Iterator[str]:
+    """Of modules in training mode those that draw random numbers or change in a forward, and what they are set to."""
+    for name, module in training.items():
         if isinstance(module, _BatchNorm):
             yield name
         of_config = {} if (config := getattr(module, "config", None)) is None else vars(config)
@@ -126,9 +116,7 @@ def check_pair(
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
         told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
-        raise ValueError(
-            f"{told}target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that is a model."
-        )
+        raise ValueError(f"{told}target's tokenizer, or a model, whose tokens SpeculativeDecoding can match.")
     known = COMPARED.setdefault(draft, WeakSet())
     if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
@@ -138,27 +126,21 @@ def check_pair(
 def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Check that both score equally many tokens."""
     size, draft_size = vocabulary(target), vocabulary(draft)
-    told = f"the target scores {size} tokens and the draft {draft_size}; pass tokenizer= and draft_tokenizer= to "
-    told += "SpeculativeDecoding, which then compares them, and matches their tokens where they differ."
-    require(size == draft_size, told)
+    require(size == draft_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
 
 
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Check that a draft can read what the target's encoder reads, or gives."""
-    name, encodes, draft_encodes = (
-        type(draft).__name__,
-        target.config.is_encoder_decoder,
-        draft.config.is_encoder_decoder,
-    )
-    told = f"the draft {name} is an encoder-decoder, the target {type(target).__name__} is decoder-only; choose a "
-    require(encodes or not draft_encodes, f"{told}decoder-only draft with the target's tokenizer.")
+    name, encodes, draft_encodes = type(draft).__name__, *(x.config.is_encoder_decoder for x in (target, draft))
+    told = f"the draft {name} is an encoder-decoder, the target is decoder-only; choose a decoder-only draft."
+    require(encodes or not draft_encodes, told)
     if draft_encodes and draft.get_encoder() is not target.get_encoder():
         reads, draft_reads = target.main_input_name, draft.main_input_name
-        told = f"the target {type(target).__name__} reads {reads} and the draft {name} {draft_reads}; choose a draft "
-        require(reads != "input_ids" or draft_reads == "input_ids", f"{told}that reads what the target reads.")
+        told = f"the target reads {reads} and the draft {name} {draft_reads}; choose a draft that reads the same."
+        require(reads != "input_ids" or draft_reads == "input_ids", told)
         bins, draft_bins = (getattr(model.config, "num_mel_bins", None) for model in (target, draft))
-        told = f"the target hears {bins} mel bins and the draft {draft_bins}, so they cannot read the same features; "
-        require(None in (bins, draft_bins) or bins == draft_bins, f"{told}choose a draft with num_mel_bins={bins}.")
+        told = f"the target hears {bins} mel bins and the draft {draft_bins}; choose one with num_mel_bins={bins}."
+        require(None in (bins, draft_bins) or bins == draft_bins, told)
     elif encodes and not draft_encodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
         width, draft_width = (getattr(model.config, "d_model", None) for model in (target, draft))
         told = f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
@@ -167,24 +149,19 @@ def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 def check_own_text(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: TokenizerOrNone,
-    draft_tokenizer: TokenizerOrNone,
-    width: int,
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, other: TokenizerOrNone, width: int
 ) -> None:
     """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
-    told = f"the draft {type(draft).__name__} has"
-    why = "an encoder and another tokenizer than the target, so it cannot read what the target's encoder reads; "
-    encodes = draft.config.is_encoder_decoder
-    require(not encodes, f"{told} {why}choose a decoder-only draft, or one with the target's tokenizer.")
+    told, encodes = f"the draft {type(draft).__name__} has", draft.config.is_encoder_decoder
+    why = "an encoder and another tokenizer than the target, so it cannot read what that reads; choose a decoder-only "
+    require(not encodes, f"{told} {why}draft, or one with the target's tokenizer.")
     told = f"{told} another tokenizer than the target"
-    why = "so that rows of its text grow by unequal numbers of tokens, which it can only take one row at a time; "
+    why = "so that its rows grow by unequal numbers of tokens, which it can only take one row at a time; choose a "
     able = not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS)
-    require(able, f"{told}, {why}choose a draft with attention alone, or one with the target's tokenizer.")
+    require(able, f"{told}, {why}draft with attention alone, or one with the target's tokenizer.")
     require(width > 0, f"{told} and cannot read inputs_embeds; pass input_ids= as well.")
     _check_ready("draft", draft)
-    for role, model, own in (("target", target, tokenizer), ("draft", draft, draft_tokenizer)):
+    for role, model, own in (("target", target, tokenizer), ("draft", draft, other)):
         if own is not None:
             _check_tokenizer(role, model, own)
 
@@ -208,14 +185,11 @@ def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTok
 def compare_vocabularies(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> None:
-    """Compare what is known of two tokenizers of equally many tokens, and warn where that is too little.
+    """Compare two tokenizers of equally many tokens; raise if most ids differ, and warn where too little is known.
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
-    Hub, without the network. Where one is not found, two models count as alike if they are of one type and their
-    texts begin and end with the same ids. The same object given twice is said to be of both.
-
-    Raises:
-        ValueError: if most ids stand for other tokens; a few do no harm, as candidates are judged.
+    Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
+    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of both.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)
@@ -226,36 +200,27 @@ def compare_vocabularies(
         why = "" if shared else _differ((target, draft), (tokenizer, draft_tokenizer))
         if why:
             told = "target and draft score equally many tokens, and whether these are the same tokens is not known, "
-            told += (
-                f"since {why}. If they are not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
-            )
+            told += f"since {why}. If not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
             warnings.warn(told, UserWarning, stacklevel=2)
         return
     both = tokens.keys() & draft_tokens.keys()
-    apart = [number for number in both if tokens[number] != draft_tokens[number]]
-    number = max(apart, default=0)
-    told = (
-        f"target and draft score equally many tokens and have different tokenizers: {len(apart)} of {len(both)} ids "
-    )
-    told += (
-        f"stand for other tokens, for instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
-    )
-    require(2 * len(apart) <= len(both), f"{told}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
+    differ = [number for number in both if tokens[number] != draft_tokens[number]]
+    number = max(differ, default=0)
+    told = f"target and draft have different tokenizers: {len(differ)} of {len(both)} ids stand for other tokens, for "
+    told += f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
+    require(2 * len(differ) <= len(both), f"{told}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
 
 
 def _file_of(model: PreTrainedModel) -> Path | None:
     """The tokenizer's file beside the files that a model was loaded from, if it is on this disk."""
     name = str(getattr(model, "name_or_path", None) or "")
-    if not name:
-        return None
-    if Path(name).is_dir():
-        path = Path(name) / TOKENIZER_FILE
-        return path if path.is_file() else None
-    try:
-        found = try_to_load_from_cache(name, TOKENIZER_FILE, revision=getattr(model.config, "_commit_hash", None))
-    except ValueError:  # a name that is no id on the Hub
-        return None
-    return Path(found) if isinstance(found, str) else None
+    path: Any = Path(name) / TOKENIZER_FILE
+    if name and not Path(name).is_dir():
+        try:
+            path = try_to_load_from_cache(name, TOKENIZER_FILE, revision=getattr(model.config, "_commit_hash", None))
+        except ValueError:  # a name that is no id on the Hub
+            return None
+    return Path(path) if name and isinstance(path, str | Path) and Path(path).is_file() else None
 
 
 def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | None:

@@ -19,11 +19,7 @@ NEEDED = {  # option: (attributes that it must have, remedy)
 
 
 def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> None:
-    """Check what a config may recommend, and a command takes; messages begin with `where`.
-
-    Raises:
-        ValueError: one of them is not as `SpeculativeDecoding` takes it.
-    """
+    """Check what a config may recommend, and a command takes; messages begin with `where`."""
     number, given = num_draft_tokens, f"{where}num_draft_tokens={brief(num_draft_tokens)}"
     automatic = number == "auto"
     require(automatic or is_int(number), f"{given} is not a number; give an int of 1 or more, or 'auto'.")
@@ -35,13 +31,10 @@ def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> 
 def check_options(
     options: dict[str, Any], unknown: dict[str, Any], misplaced: int, choices: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Check the options of a strategy.
+    """Check all options of a strategy, by name; `choices` says what some may be.
 
-    Args:
-        options: all that a strategy has, by name.
-        unknown: other keyword arguments that were given.
-        misplaced: arguments that were given after the draft without a name, as `generate` gives them to a class.
-        choices: what some options may be.
+    `unknown` are other keyword arguments, `misplaced` counts arguments after the draft without a name, as `generate`
+    gives them to a class.
     """
     told = "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
     told += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from hf_specx.common.errors import is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
+from hf_specx.models.slots import cache_name
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -29,23 +30,20 @@ WITHHELD = {  # what transformers takes from a call and does not pass on to a st
     "tokenizer": "use SpeculativeDecoding(tokenizer=...) or, for stop strings, hf_specx.generate(tokenizer=...)",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
+NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 OF_ONE_REQUEST = """
-    inputs input_ids attention_mask inputs_embeds position_ids past_key_values seeds streamer num_return_sequences
-    return_dict_in_generate custom_generate synced_gpus assistant_model negative_prompt_ids
+    inputs input_ids attention_mask inputs_embeds position_ids cache past_key_values seeds streamer
+    num_return_sequences return_dict_in_generate custom_generate synced_gpus assistant_model negative_prompt_ids
 """.split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `generate` has prepared for a call.
+    """What `generate` has prepared for a call: for an encoder-decoder [B, L] ids are what its decoder starts with.
 
-    Attributes:
-        model: the target.
-        input_ids: [B, L] int64, for an encoder-decoder what its decoder starts with.
-        processors, criteria, config: as they are given to a decoding method.
-        kwargs: inputs of the model's forward, the cache among them.
-        inputs_tensor: what an encoder reads, before rows were repeated; None without one.
+    `kwargs` are inputs of the model's forward, the cache among them, and `inputs_tensor` is what an encoder reads,
+    before rows were repeated. Processors, criteria and config are as they are given to a decoding method.
     """
 
     model: PreTrainedModel
@@ -63,35 +61,53 @@ class Prepared:
 
     @property
     def past(self) -> Any:
-        """The cache, which Mamba calls by another name."""
-        return self.kwargs.get("past_key_values", self.kwargs.get("cache_params"))
+        """The cache."""
+        return self.kwargs.get(cache_name(self.kwargs))
+
+
+def prepared(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    inputs_tensor: torch.Tensor | None = None,
+    seeds: Any = None,
+    **inputs: Any,
+) -> tuple[Prepared, Any]:
+    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row."""
+    given = model, input_ids, logits_processor, stopping_criteria, generation_config
+    return Prepared(*given, inputs, inputs_tensor), seeds
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:
     """Whether a target can be called at all, and by the method that was given with it, if one was."""
     given = f"model is {kind(model)}"
     require(hasattr(model, "can_generate"), f"{given}; give the target itself, as from_pretrained loads it.")
-    remedy = "load it with AutoModelForCausalLM or another class that can generate."
-    require(model.can_generate(), f"{given}, which scores no next token; {remedy}")
-    told = "custom_generate is a class; make a strategy of it first, as in custom_generate="
-    require(not isinstance(custom_generate, type), f"{told}SpeculativeDecoding(draft_model).")
+    require(model.can_generate(), f"{given}, {NO_HEAD}")
+    told = "custom_generate is a class; make a strategy of it first: SpeculativeDecoding(draft_model)."
+    require(not isinstance(custom_generate, type), told)
     told = f"custom_generate={custom_generate!r} is a Path, which transformers ignores; pass it as a str."
     require(not isinstance(custom_generate, Path), told)
 
 
 def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Collection[str]) -> None:
     """Check the arguments of `generate`; `options` are names of those that we know and transformers does not."""
-    remedy = "pass a tensor of token ids, as in generate(**tokenizer(texts, return_tensors='pt', padding=True), ...)."
-    for name, value in {"inputs": inputs, "input_ids": kwargs.get("input_ids")}.items():
-        require(value is None or isinstance(value, torch.Tensor), f"{name} is {kind(value)}; {remedy}")
-    check_values({"inputs": inputs} | kwargs)
-    config = kwargs.get("generation_config")
-    told = f"generation_config is {kind(config)}; pass GenerationConfig(...), or its fields as arguments."
-    require(config is None or isinstance(config, GenerationConfig), told)
-    for name in ("logits_processor", "stopping_criteria"):
-        value = kwargs.get(name)
-        told = f"{name} is {kind(value)}; pass a list of such objects, [{type(value).__name__}(...)]."
-        require(value is None or isinstance(value, list | tuple), told)
+    kinds: dict[str, tuple[Any, str]] = {
+        "inputs": (
+            torch.Tensor,
+            "a tensor of token ids, as tokenizer(texts, return_tensors='pt', padding=True) gives",
+        ),
+        "input_ids": (torch.Tensor, "a tensor of token ids, as tokenizer(texts, return_tensors='pt') gives"),
+        "generation_config": (GenerationConfig, "GenerationConfig(...), or its fields as arguments"),
+        "logits_processor": (list | tuple, "a list of such objects"),
+        "stopping_criteria": (list | tuple, "a list of such objects"),
+    }
+    given = {"inputs": inputs} | kwargs
+    for name, (expected, what) in kinds.items():
+        value = given.get(name)
+        require(value is None or isinstance(value, expected), f"{name} is {kind(value)}; pass {what}.")
+    check_values(given)
     told = "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; "
     paged = kwargs.get("cache_implementation") == "paged"
     require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
@@ -124,17 +140,15 @@ def check_draft(draft_model: Any) -> None:
     told = f"draft_model={str(draft_model)!r} is a name; load it first with AutoModelForCausalLM.from_pretrained, or "
     told += "a target with its draft by DraftTargetPair.from_pretrained."
     require(not isinstance(draft_model, str | Path), told)
-    told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it, as "
-    require(not isinstance(draft_model, type), f"{told}from_pretrained or its constructor makes it.")
-    given = f"draft_model is {kind(draft_model)}"
+    told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it."
+    require(not isinstance(draft_model, type), told)
+    given = "draft_model is None" if draft_model is None else f"draft_model is {kind(draft_model)}"
     drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
     is_model = isinstance(draft_model, PreTrainedModel) and not drafts
-    known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
     told = "give a model, a CandidateGenerator, a Drafter of yours (inherit from hf_specx.Drafter), or a draft "
-    told += "without a model, as SuffixDraft()."
-    require(known, f"{'draft_model is None' if draft_model is None else given}; {told}")
-    remedy = "load it with AutoModelForCausalLM or another class that can generate."
-    require(not is_model or draft_model.can_generate(), f"{given}, which scores no next token; {remedy}")
+    known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
+    require(known, f"{given}; {told}without a model, as SuffixDraft().")
+    require(not is_model or draft_model.can_generate(), f"{given}, {NO_HEAD}")
     of_one_text = isinstance(draft_model, AssistedCandidateGenerator | SampledCandidateGenerator)
     require(not of_one_text, f"{given}, made for one text; give its model instead.")
     told = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
@@ -144,21 +158,19 @@ def check_draft(draft_model: Any) -> None:
 def _check_drafts(drafts: Sequence[Any]) -> None:
     """Whether drafts can take turns."""
     require(len(drafts) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
-    for draft in drafts:
+    for number, draft in enumerate(drafts):
         is_list = isinstance(draft, list | tuple)
         require(not is_list, "draft_model has a list inside its list; give all drafts in one.")
         check_draft(draft)
-    kinds = [type(draft).__name__ for draft in drafts]
-    twice = [kind for n, kind in enumerate(kinds) if any(drafts[n] is other for other in drafts[:n])]
-    require(not twice, f"draft_model has the same {min(twice, default='')} twice; give each draft once.")
-    costly = [isinstance(draft, PreTrainedModel) or has_forwards(draft) for draft in drafts]
-    models = [kind for kind, is_costly in zip(kinds, costly, strict=True) if is_costly]
+        is_new = not any(draft is other for other in drafts[:number])
+        require(is_new, f"draft_model has the same {type(draft).__name__} twice; give each draft once.")
+    models = [type(draft).__name__ for draft in drafts if isinstance(draft, PreTrainedModel) or has_forwards(draft)]
     told = f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
     require(len(models) <= 1, told)
 
 
 def check_pair_call(kwargs: dict[str, Any]) -> None:
-    """Check that a call of a pair does not ask for something that the pair brings itself, and can be read."""
+    """Check that a call of a pair does not ask for what the pair brings itself, and can be read."""
     for name in ("custom_generate", "draft_model", "assistant_model", "model"):
         told = f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that."
         require(kwargs.get(name) is None, told)
@@ -167,9 +179,8 @@ def check_pair_call(kwargs: dict[str, Any]) -> None:
 
 def check_lifted(model: PreTrainedModel) -> None:
     """Refuse a call by string in which Whisper's own `generate` has seen a draft, and so changes the distribution."""
-    told = f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=, so that the text "
-    told += "would not be the same; pass the draft as draft_model=."
-    require(model.config.model_type != "whisper", told)
+    told = f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=; pass the draft as "
+    require(model.config.model_type != "whisper", f"{told}draft_model=.")
 
 
 def check_many(
@@ -183,8 +194,7 @@ def check_many(
     single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
     dimensions = getattr(requests, "ndim", None)
     require(not single and dimensions != 1, f"requests is a single prompt; {told}")
-    padded = f"requests is {kind(requests)} of {dimensions} dimensions, whose rows may hold pads; {told}"
-    require(dimensions is None, padded)
+    require(dimensions is None, f"requests is {kind(requests)}, whose rows may hold pads; {told}")
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
     told = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
     require(most is None or (is_int(most) and most >= 1), told)
@@ -193,30 +203,9 @@ def check_many(
         require(kwargs.get(name) is None, told)
     known = _known_arguments(model) | {"tokenizer"}
     name = min(kwargs.keys() - known, default="")
-    told = f"unknown argument {name!r}; {similar(name, known)}generate_many takes those of generate, and"
-    require(not name, f"{told} SpeculativeDecoding(...) the options of the strategy.")
+    told = f"unknown argument {name!r}; {similar(name, known)}pass arguments of generate here, and options of the "
+    require(not name, f"{told}strategy to SpeculativeDecoding(...).")
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
-
-
-def check_withheld(frame: FrameType | None) -> None:
-    """Refuse what transformers drops on its way to a callable, read from the frame of `GenerationMixin.generate`.
-
-    That frame is below the given one, whatever wraps the call. A streamer was given the prompt already by then; it is
-    ended, so that nobody waits for it.
-    """
-    while frame is not None and frame.f_code is not GENERATE:
-        frame = frame.f_back
-    if frame is None:
-        return
-    outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None  # generate pops it from its own
-    outer = outer if isinstance(outer, dict) else {}
-    for name, remedy in WITHHELD.items():
-        value = outer.get(name) if "tokenizer" in name else frame.f_locals.get(name)
-        if value is None or value is False:
-            continue
-        if frame.f_locals.get("streamer") is not None:
-            frame.f_locals["streamer"].end()
-        raise ValueError(f"transformers does not pass {name}= on to a strategy object; {remedy}.")
 
 
 class AskedSignature:
@@ -228,36 +217,46 @@ class AskedSignature:
     def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
         if strategy is None:
             raise AttributeError("__signature__")  # of the class it is that of its constructor
-        check_unprepared(sys._getframe(1))
-        return inspect.signature(strategy.__call__)
+        check_withheld(sys._getframe(1), strategy.streamer)
+        return inspect.signature(prepared)
 
 
-def check_unprepared(frame: FrameType | None) -> None:
-    """Refuse what transformers fails on in puzzling words, when it asks for the signature of a strategy object.
+def check_withheld(frame: FrameType | None, own_streamer: Any = None) -> None:
+    """Refuse what transformers drops on its way to a callable, or fails on in puzzling words.
 
-    Tensors without values it cannot prepare. Of stop strings it has dropped the tokenizer by then, and would say next
-    that the tokenizer is missing, even where it was given.
-    Below the given frame is that of `GenerationMixin._extract_generation_mode_kwargs`, which has what was given.
+    It cannot prepare tensors without values. Of stop strings it drops the tokenizer, and would say next that this is
+    missing. All is read from the frame of `GenerationMixin.generate`, which is below the given one, whatever wraps the
+    call. A streamer, or that of the strategy, is ended, so that nobody waits for it.
     """
-    while frame is not None and frame.f_code.co_name != "_extract_generation_mode_kwargs":
+    while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
-    if frame is None or frame.f_back is None:
+    if frame is None:
         return
-    model, kwargs, call = frame.f_locals.get("self"), frame.f_locals.get("kwargs", {}), frame.f_back.f_locals
-    check_values({"inputs": call.get("inputs")} | kwargs)
-    strings = setting("stop_strings", model, kwargs | {"generation_config": call.get("generation_config")})
+    given, around = frame.f_locals, frame.f_back
+    kwargs: dict[str, Any] = given.get("kwargs", {})
+    check_values({"inputs": given.get("inputs")} | kwargs)
+    strings = setting(
+        "stop_strings", given.get("self"), kwargs | {"generation_config": given.get("generation_config")}
+    )
     told = f"stop_strings={strings!r} do not work with a strategy object, since transformers drops the tokenizer; use "
     told += "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
     told += "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them."
     require(strings is None, told)
+    outer = around.f_locals.get("kwargs") if around is not None else None  # generate pops it from its own
+    outer = outer if isinstance(outer, dict) else {}
+    for name, remedy in WITHHELD.items():
+        value = outer.get(name) if "tokenizer" in name else given.get(name)
+        if value is not None and value is not False:
+            for streamer in (given.get("streamer"), own_streamer):
+                if streamer is not None:
+                    streamer.end()
+            raise ValueError(f"transformers does not pass {name}= on to a strategy object; {remedy}.")
 
 
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
     """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
-    if name in kwargs:
-        return kwargs[name]
-    value = getattr(kwargs.get("generation_config"), name, None)
-    return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
+    found = [getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config)]
+    return kwargs.get(name, found[1] if found[0] is None else found[0])
 
 
 def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -274,17 +273,11 @@ def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def bind_stop_strings(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    kwargs: dict[str, Any],
-    make: Callable[[Any, Any], StopStringCriteria] = StopStringCriteria,
+    model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, Any], make: Callable[..., Any] = StopStringCriteria
 ) -> None:
     """Turn stop strings among the arguments of `generate`, which are changed, into a criterion.
 
     `generate` does not pass a tokenizer on to a strategy; `make` has it and a string, or a tuple of strings.
-
-    Raises:
-        ValueError: if there are strings and no tokenizer, or they are no strings.
     """
     strings = setting("stop_strings", model, kwargs)
     if strings is None:

@@ -1,7 +1,6 @@
-"""What a call hands out: scores and logits, streams of text, and the error of a row that has no next token."""
+"""What a call hands out besides its text: scores and logits, and streams."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from queue import Queue
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.sampling.processors import Processors
+from hf_specx.models.slots import CACHE
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -22,33 +21,21 @@ class Outputs:
 
     Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it
     feeds to the row; here are zeros of the same shape.
-    Without `return_dict_in_generate` nothing is kept.
     """
 
     def __init__(self, config: GenerationConfig, rows: int):
-        self.rows, self.entries = rows, dict[str, list[torch.Tensor]]()
-        for name in ("scores", "logits") if config.return_dict_in_generate else ():
-            if getattr(config, f"output_{name}"):
-                self.entries[name] = []
+        self.rows, names = rows, ("scores", "logits")
+        self.entries: dict[str, list[torch.Tensor]] = {x: [] for x in names if getattr(config, f"output_{x}")}
 
     def observe(self, done: Round) -> None:
         """Keep what belongs to the tokens that a round emitted."""
-        cells = [(i, n) for i, number in enumerate(done.emitted) for n in range(number)] if self.entries else []
-        if not cells:
-            return
-        index, position = torch.tensor(cells).unbind(1)  # [N]
-        rows, steps = [done.rows[i] for i, _ in cells], [done.before[i] + n for i, n in cells]
         for name, entries in self.entries.items():
             values = done.scores if name == "scores" else done.forward.logits
-            self._put(entries, rows, steps, values[index, position].float())
-
-    def _put(self, entries: list[torch.Tensor], rows: list[int], steps: list[int], values: torch.Tensor) -> None:
-        """Keep values [N, V] of rows [N]; a step [N] is the number of tokens that a row has emitted before."""
-        while len(entries) <= max(steps):
-            entries.append(values.new_zeros(self.rows, values.shape[1]))
-        for step in set(steps):
-            here = [n for n, other in enumerate(steps) if other == step]
-            entries[step][[rows[n] for n in here]] = values[here]
+            for index, (row, before, number) in enumerate(zip(done.rows, done.before, done.emitted, strict=True)):
+                while len(entries) < before + number:
+                    entries.append(values.new_zeros(self.rows, values.shape[2], dtype=torch.float32))
+                for n in range(number):
+                    entries[before + n][row] = values[index, n]
 
     def finish(
         self, sequences: torch.Tensor, columns: int, past: Cache | None, is_encoder_decoder: bool, report: Any
@@ -59,58 +46,19 @@ class Outputs:
         """
         kind: Any = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
         kept = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
-        output = kind(sequences=sequences, past_key_values=past, **kept)
+        output = kind(sequences=sequences, **{CACHE: past}, **kept)
         output.speculation_report = report
         return output
 
 
-class DeadEnds:
-    """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
-
-    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
-    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
-    """
-
-    def __init__(self, processors: Processors, stopping: Stopping):
-        self.processors, self.stopping = processors, stopping
-        self.found: dict[int, tuple[int, Exception]] = {}  # the first of each row: tokens before it, and the error
-
-    def observe(self, done: Round) -> None:
-        """Look for them among the tokens that a round emitted."""
-        barred = self.processors.barred
-        for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
-            for count in range(first, first + number) if barred else ():
-                if (row, count) in barred:
-                    self.found.setdefault(row, (count, barred[row, count]))
-            count = first + position
-            if position < number and count < self.found.get(row, (count + 1,))[0]:
-                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
-                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
-                self.found[row] = (count, RuntimeError(told))
-        if self.found:
-            settled = self.stopping.settled(done.batch)
-            for row, (count, error) in self.found.items():
-                if count < settled[row]:
-                    raise error
-
-    def admit(self, row: int) -> None:
-        """A new prompt has the place of a row."""
-        self.found.pop(row, None)
-
-
 class Stream:
-    """Hands the text of one call to a streamer, never a token that may be taken back.
+    """Hands the text of one call to a streamer, never a token that may be taken back: `stopping` knows that.
 
     A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
-    and gets what `generate` gives it.
-
-    Args:
-        streamer: None if there is none.
-        by: "token" hands over one token at a time, as `generate` does; "run" all that a round has emitted.
-        stopping: knows how many tokens of each row will surely be in the text.
+    and gets what `generate` gives it. `by` "token" it gets one at a time, by "run" all that a round has emitted.
     """
 
-    def __init__(self, streamer: BaseStreamer | None, by: str, stopping: Stopping):
+    def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping):
         self.stopping, self.by = stopping, by
         self.streamer: Any = streamer
         self.tags_rows = hasattr(streamer, "put_row")
@@ -120,8 +68,6 @@ class Stream:
 
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
-        if self.streamer is None:
-            return
         self.given, self.waiting = [0] * len(batch.counts), [[] for _ in batch.counts]
         if not self.tags_rows:
             self.streamer.put(batch.prefix(0).cpu())
@@ -130,8 +76,6 @@ class Stream:
 
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
-        if self.streamer is None:
-            return
         for row, tokens in zip(done.rows, done.tokens, strict=True):
             self.waiting[row] += tokens
         settled, new = self.stopping.settled(done.batch), []
@@ -157,24 +101,13 @@ class Stream:
             self.streamer.end_row(row)
 
 
-@contextmanager
-def ended(streamer: BaseStreamer | None) -> Iterator[None]:
-    """End a streamer at the end of this context, also after an error."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
-
-
 class BatchStreamer(BaseStreamer):
     """The texts of many rows at once, each part with its row, for a reader in another thread.
 
-    Rows are those of the output, after `num_return_sequences`. The words of a row come as from `TextStreamer`: as soon
-    as they are whole, and the rest when the row ends.
+    Rows are those of the output. The words of a row come as from `TextStreamer`: as soon as they are whole, and the
+    rest when the row ends.
 
     Args:
-        tokenizer: decodes the tokens.
         skip_prompt: whether to leave out the prompts; else each row begins with its own, without pads.
         timeout: seconds that the reader waits for a part before `queue.Empty` is raised; None is for ever.
         **decode_kwargs: for `tokenizer.decode`, as `skip_special_tokens`.

@@ -18,19 +18,16 @@ from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
-    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report.
-
-    Raises:
-        ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
-    """
+    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report."""
     prompt, options, begun = call.prompt, call.options, time.perf_counter()
     ids, config = prompt.input_ids, prompt.generation_config
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
     alone = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
-    stream = Stream(options.streamer, options.stream_by, call.stopping)
+    stream = None if options.streamer is None else Stream(options.streamer, options.stream_by, call.stopping)
     watch = _Watch(call.stopping, stream, ids)
-    stream.prompt(make_batch(prompt))
+    if stream is not None:
+        stream.prompt(make_batch(prompt))
     model: Any = prompt.model
     with _seeded(None if call.seeds is None else call.seeds[0], ids.device):
         output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
@@ -42,13 +39,9 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
 
 
 class _Watch(StoppingCriteriaList):
-    """The criteria of a call, which hand on and count each token of a row that is not finished.
+    """The criteria of a call, which hand on and count each token of a row that is not finished: `emitted` [B]."""
 
-    Attributes:
-        emitted: [B] int64, tokens of each row.
-    """
-
-    def __init__(self, stopping: Stopping, stream: Stream, input_ids: torch.Tensor):
+    def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)
         self.stream, self.pads = stream, stopping.pads_finished_rows
         self.live = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -59,7 +52,7 @@ class _Watch(StoppingCriteriaList):
         shown = self.live if self.pads else self.live.any().expand_as(self.live)
         self.live = self.live & ~stopped
         self.emitted += shown
-        if self.stream.streamer is not None:
+        if self.stream is not None:
             last = zip(input_ids[:, -1].tolist(), shown.tolist(), strict=True)
             ended = (shown & ~self.live).nonzero()[:, 0].tolist() if self.pads else []
             self.stream.hand_on([[token] * is_shown for token, is_shown in last], ended)

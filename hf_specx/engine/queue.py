@@ -26,15 +26,11 @@ LEFT_OVER = 4096  # columns before all prompts that are left over from a longer 
 class RequestQueue:
     """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
 
-    Args:
-        models: the target, and the draft if it is a model.
-        requests: lists of tokens, or `Request`; `options` are arguments of `generate` for all of them.
-        most: slots of a cache, rows times their length; None is no limit.
-        logprobs: whether completions have those of their tokens.
+    `models` are the target, and the draft if it is a model; `options` are arguments of `generate` for all requests;
+    `most` is how many slots a cache may have, rows times their length.
 
     Attributes:
-        entries: the request of each of the B rows of the batch that is decoded.
-        stopping: of these rows.
+        entries: the request of each of the B rows of the batch that is decoded; `stopping`: of these rows.
         failed: an error of the iterable; it is raised once what was taken before is done.
     """
 

@@ -29,16 +29,13 @@ class SpeculationReport:
     """Counters of one call of `generate`; rounds are target forwards that judged candidates.
 
     Attributes:
-        verification: "greedy", "token", "block" or "coupled"; "plain" where transformers' own sampler decoded it.
-        layout: how rows shared the batch, "plain" as well; `layout_reason` says why.
+        verification, layout: "plain" where transformers' own sampler decoded; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for, if anything did.
-        rounds: target forwards with candidates; `plain_steps`: those without, the prompts' own among them.
+        plain_steps: target forwards without candidates, the prompts' own among them.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
-        rounds_per_row, drafted_per_row, accepted_per_row, emitted_per_row: [B]; tokens are emitted after such a cut.
-        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round; candidates,
-            those whose predecessors were all kept, and those kept, before a cut.
+        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
             that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
@@ -47,10 +44,7 @@ class SpeculationReport:
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
-        costs: the strategy's cost table.
-        matching: how the draft's tokens became the target's; None if both have the same tokenizer.
-        history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
-        keeps: how many of the last rounds of each row `history` holds at least; None keeps all.
+        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
     """
 
     verification: str

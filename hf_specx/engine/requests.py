@@ -1,26 +1,26 @@
 """Requests, each prepared by `generate` as in a batch of one, and what becomes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_positions, unknown_token
 from .check_models import check_adapter, frequencies_that_change, why_uncached
-from .entry import Prepared, bind_stop_strings
+from .entry import Prepared, bind_stop_strings, prepared
 
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
@@ -74,10 +74,9 @@ class Entry:
     """A request as `generate` prepared it for a batch of one.
 
     Attributes:
-        index: its number.
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
-        processors, stopping: made for it; `alike` says that it has no processors of its own beside those of the call.
+        alike: whether it has no processors of its own beside those of the call.
         alone: why it needs a batch of its own; empty if it does not.
     """
 
@@ -103,12 +102,7 @@ class Entry:
 
 
 class Preparing:
-    """Has `generate` prepare requests, each for a batch of one, and then batches of them.
-
-    Args:
-        model: the target.
-        options: arguments of `generate` for all requests, and the tokenizer.
-    """
+    """Has `generate` prepare requests, each for a batch of one, and then batches of them, with the same options."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
         self.model, self.options = model, dict(options)
@@ -123,8 +117,7 @@ class Preparing:
     def batch(self, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> Prepared:
         """Prompts [B, L] with pads, and the mask that hides these."""
         options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
-        found = _prepared(self.model, ids, mask, options)
-        return replace(found, inputs_tensor=ids if self.model.config.is_encoder_decoder else None)
+        return _prepared(self.model, ids, mask, options)
 
     def entry(self, index: int, request: Request) -> Entry:
         """A request by itself; raises a ValueError if it cannot be served."""
@@ -207,18 +200,13 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, opt
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
     found: list[Prepared] = []
 
-    def hold(
-        inner: PreTrainedModel,  # of PEFT's wrapper; else the model itself
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **inputs: Any,
-    ) -> torch.Tensor:
-        check_adapter(inner)
-        generation_config.return_dict_in_generate = False
-        found.append(Prepared(inner, input_ids, logits_processor, stopping_criteria, generation_config, inputs))
-        return input_ids
+    @wraps(prepared)
+    def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given, _ = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        check_adapter(given.model)
+        given.config.return_dict_in_generate = False
+        found.append(given)
+        return given.input_ids
 
     model.generate(ids, attention_mask=mask, **options, custom_generate=hold)  # type: ignore[operator]
     return found[0]

@@ -25,9 +25,10 @@ from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors, can_look_ahead
 from hf_specx.sampling.rules import make_rule
+from hf_specx.sampling.stopping import DeadEnds
 
 from .call import Call
-from .outputs import DeadEnds, Outputs, Stream
+from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import Agreed, OneNumber, any_rank
 from .report import SpeculationReport
@@ -37,17 +38,13 @@ NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled ve
 
 
 class Run:
-    """The decoding of one call.
-
-    Args:
-        call: what was asked for.
-        costs: what "auto" goes by.
+    """The decoding of one call; "auto" goes by `costs`.
 
     Attributes:
         batch: the text; `finished` says whether all of its rows have ended.
         target, rule, drafter, schedule: what the loop asks in each round.
         processors: the target's; `draft_processors`, the draft's, are without those that keep state.
-        report, outputs, stream: what the caller gets.
+        report, outputs, stream: what the caller gets; the latter two are None where they are not asked for.
     """
 
     schedule: Schedule
@@ -81,9 +78,12 @@ class Run:
             keeps=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
         )
-        self.outputs = Outputs(prompt.generation_config, rows)
-        self.stream = Stream(options.streamer, options.stream_by, call.stopping)
+        config, streamer = prompt.generation_config, options.streamer
+        self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
+        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
         self.dead_ends = DeadEnds(self.processors, call.stopping)
+        listeners = self.dead_ends, self.report, self.outputs, self.stream, *options.listeners, call.queue
+        self.listeners: list[Listener] = [each for each in listeners if each is not None]
         self.started = self.lapped = time.perf_counter()
 
     def _processors(self) -> tuple[Processors, Processors]:
@@ -97,7 +97,8 @@ class Run:
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
-        self.stream.prompt(self.batch)
+        if self.stream is not None:
+            self.stream.prompt(self.batch)
         self.read()
         self.schedule = self._make_schedule()
         self.lapped = time.perf_counter()
@@ -181,11 +182,8 @@ class Run:
 
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on."""
-        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.options.listeners]
-        for listener in told:
+        for listener in self.listeners:
             listener.observe(done)
-        if self.call.queue is not None:
-            self.call.queue.observe(done)
 
     def admit(self, done: Round) -> None:
         """Let rows that ended leave, or read the prompts of the next requests in their places."""
@@ -234,7 +232,7 @@ class Run:
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
         if getattr(given, "_is_user_defined", False):  # it was read alone before
             past = fill(given, past)
-        if not prompt.generation_config.return_dict_in_generate:
+        if self.outputs is None:
             return text
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)
 

@@ -3,12 +3,12 @@
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -27,11 +27,10 @@ from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.decoder import compilations
 from hf_specx.models.prompts import prepare
 
-from .call import NONE_WITHHELD, Call, Withheld, make_call, warn_once
+from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld
-from .outputs import ended
+from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld, prepared
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -51,12 +50,11 @@ class SpeculativeDecoding(NoModel):
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
             `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
-            forwards: each row and round takes what promises more tokens a second, by what was kept so far.
+            forwards: each row and round takes what promises more.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
-            expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
-            of the models tell, later as measured, which takes up to a twentieth of the time of calls. It is 5 for a
-            `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`. An int wins over
-            `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
+            later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
+            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
             are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds
@@ -69,8 +67,8 @@ class SpeculativeDecoding(NoModel):
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
             and may differ in padding, or altogether; otherwise they must be equally large.
-        tokenizer_match: a draft with another tokenizer proposes by its distribution among the tokens that both have.
-            "auto" refuses one if less than half of the tokens of a sample text are in both, "tokens" if none is.
+        tokenizer_match: "auto" refuses a draft with another tokenizer if less than half of the tokens of a sample text
+            are in both, "tokens" if none is.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
             learn from the calls of either; `costs.apart()` is a copy.
 
@@ -114,7 +112,6 @@ class SpeculativeDecoding(NoModel):
         self.costs = costs if costs is not None else Costs()
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
-        self.withheld: Withheld | None = None  # set by `hf_specx.generate`, which makes a strategy for each call
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
 
@@ -126,32 +123,23 @@ class SpeculativeDecoding(NoModel):
 
     __signature__ = AskedSignature()
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: torch.Tensor | None = None,
-        seeds: Any = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | ModelOutput:
-        """What `GenerationMixin.generate` calls after its preparations; see there for arguments and what is returned.
+    def __call__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
+        """What `generate` calls after its preparations; a ValueError before any forward if it cannot be done exactly.
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
-
-        Raises:
-            ValueError: before any forward, if the call cannot be done exactly.
         """
-        with ended(self.streamer):
-            if self.withheld is None:
-                check_withheld(sys._getframe())
-            withheld = NONE_WITHHELD if self.withheld is None else self.withheld
-            own = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
-            call = make_call(self, Prepared(model, *own), self._drafter(model), withheld, seeds)
-            return self.complete(call, self.report if withheld.adds_reports else None)
+        check_withheld(sys._getframe(), self.streamer)
+        return self.decode(*prepared(model, *args, **kwargs))
+
+    @torch.no_grad()
+    def decode(
+        self, given: Prepared, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
+    ) -> torch.Tensor | ModelOutput:
+        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one."""
+        with ExitStack() as at_end:
+            if self.streamer is not None:
+                at_end.callback(self.streamer.end)
+            return self.complete(self.call(given, seeds, **withheld), earlier)
 
     def generate_many(
         self,
@@ -169,15 +157,12 @@ class SpeculativeDecoding(NoModel):
         Each gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
 
         Args:
-            model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
-                whole batches, and the report says why.
+            model: the target. In the ragged layout rows are filled again; others take whole batches.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
-            batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
                 forwards round up. By default what half of the device's free memory holds.
-            **generate_kwargs: of `generate`, for all requests.
 
         Returns:
             An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
@@ -249,9 +234,9 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
-        """What a call or a batch of a queue asks for, checked."""
-        return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
+    def call(self, given: Prepared, *seeds_and_queue: Any, **withheld: Any) -> Call:
+        """What a call or a batch of a queue asks for, checked; see `make_call`."""
+        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""

@@ -1,5 +1,6 @@
 """What a pair's config records of two loaded models and their tokenizers."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from transformers import (
 )
 from transformers.utils.hub import constants
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .model_files import AGAIN
@@ -58,12 +59,18 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
     )
 
 
+def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
+    """Those of these facts that a pair's config knows and that are others for a loaded model."""
+    found = model_facts(model)
+    return (name for name in names if getattr(recorded, name) not in (None, getattr(found, name)))
+
+
 def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> None:
     """Whether a loaded model is of the kind that its pair was made with, as far as this is known."""
-    said, found = vars(recorded), vars(model_facts(model))
-    for name in KIND:
-        told = f"{where} has {name}={found[name]!r}, and the pair was made with {said[name]!r}; {AGAIN}."
-        require(said[name] is None or found[name] in (None, said[name]), told)
+    for name in differing(recorded, model, KIND):
+        found = getattr(model_facts(model), name)
+        told = f"{where} has {name}={found!r}, and the pair was made with {getattr(recorded, name)!r}; {AGAIN}."
+        require(found is None, told)  # whose config does not say
 
 
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:

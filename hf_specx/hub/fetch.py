@@ -36,14 +36,9 @@ class Files(NamedTuple):
 def get_files(
     name: str | Path, revision: str | None, patterns: Sequence[str], subfolder: str = "", **hub: Any
 ) -> Files:
-    """Download the files in one folder of a repository; a local folder is taken as it is.
+    """Download the files of these patterns in one folder of a repository; a local folder is taken as it is.
 
-    Args:
-        name: a folder, or an id on the Hub.
-        revision: commit, branch or tag on the Hub.
-        patterns: names of the files that are needed.
-        subfolder: the folder in the repository, "" for its root.
-        **hub: `HUB_OPTIONS`.
+    `revision` is a commit, branch or tag; `subfolder` is "" for the root; `hub` are `HUB_OPTIONS`.
     """
     if Path(name).is_dir():
         return Files(str(name), None, Path(name))
@@ -59,11 +54,7 @@ def get_files(
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
-    """Get a pair's config, and with it all its files that are small; arguments as of `get_files`.
-
-    Raises:
-        ValueError: there is no pair, or its config is wrong or unsafe.
-    """
+    """Get a pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
     check_place(str(name), revision)
     files = get_files(name, revision, SMALL_FILES, **hub)
     path = files.root / CONFIG_NAME
@@ -74,14 +65,10 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
 
 
 def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
-    """Get and check all files of a model of a pair.
+    """Get and check all files of a model of a pair, whose own files are `pair`.
 
-    Args:
-        pair: the pair's own files.
-        source: where the model is.
-        trust_remote_code: whether the model may bring code; one in another repository may at a full commit only.
-        use_safetensors: False gets weights of any format, unchecked.
-        **hub: `HUB_OPTIONS`.
+    With `trust_remote_code` the model may bring code, one in another repository at a full commit only. Without
+    `use_safetensors` weights of any format are got, unchecked.
     """
     name, revision = pair.name, pair.revision
     if source.name is not None:
@@ -106,21 +93,15 @@ def is_changed(files: Files, source: ModelSource) -> bool:
         return False
     changed = fingerprint(folder) != source.fingerprint
     if changed:
-        told = (
-            f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx tune."
-        )
-        warnings.warn(told, UserWarning, stacklevel=2)
+        told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
+        warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
     return changed
 
 
 def get_tokenizer(
     files: Files, subfolder: str, facts: TokenizerFacts | DraftTokenizer | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer in a folder; None if there is none, and the pair's config has no `facts` of it.
-
-    Raises:
-        ValueError: it is missing, unsafe, unreadable, or not what `facts` say.
-    """
+    """Load the tokenizer in a folder, which must be what `facts` say; None if there is none, and none is expected."""
     folder = files.root / subfolder
     check_links(files.root, folder)
     check_tokenizer(folder, facts is not None, trust_remote_code)

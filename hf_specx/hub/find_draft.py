@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
 
-from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
+from .facts import COMMIT, KIND, check_kind, commit_of, differing
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .load_model import get_head, load_model, with_head
 from .model_files import check_reference
@@ -41,14 +41,8 @@ LOADING = threading.Lock()
 def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
     """The draft for a target: of the pair that `pair_source` names, else of that which the target was loaded from.
 
-    It is loaded once for each target, on the device of the target's last layers and in its precision.
-
-    Args:
-        target: of the call.
-        given: the arguments of the call; only `HUB_OPTIONS` and `revision` are used.
-
-    Raises:
-        ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
+    It is loaded once for each target, on the device of the target's last layers and in its precision. Of the arguments
+    of the call that are `given` only `HUB_OPTIONS` and `revision` are used.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = find_source(target, given.get("revision"), hub)
@@ -70,10 +64,8 @@ def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, An
     source = name, None if Path(name).is_dir() else revision
     if source not in LOADED.get(target, {}):
         reason = _why_no_pair(target, *source, hub)
-        told = (
-            "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which brings "
-        )
-        told += f"its draft (this one is of no pair: {reason})."
+        told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
+        told += f"brings its draft (this one is of no pair: {reason})."
         gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
         require(reason is None, told + gone)
     return source
@@ -123,15 +115,11 @@ def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, 
 
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
-    recorded, found = vars(config.target), vars(model_facts(target))
-    changed = [name for name in (*KIND, *SIZE) if recorded[name] not in (None, found[name])]
+    changed = list(differing(config.target, target, (*KIND, *SIZE)))
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")
     if changed:
-        warnings.warn(
-            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
-            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
-            UserWarning,
-            stacklevel=2,
-        )
+        told = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+        told += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
+        warnings.warn(told, UserWarning, stacklevel=2)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from hf_specx.common.errors import require
 
+from .schema import HUB_ID
+
 
 INSIDE, REFERENCE = "inside", "reference"
 OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
@@ -24,8 +26,8 @@ def check_folder(folder: Path, overwrite: bool) -> None:
 
 def check_repository(repo_id: str) -> None:
     """Whether a repository on the Hub can have this name."""
-    named = re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", repo_id, re.ASCII)
-    require(bool(named), f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
+    known = "/" in repo_id and HUB_ID.fullmatch(repo_id) is not None
+    require(known, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
 
 
 def check_writable(folder: Path, named: Path) -> None:

@@ -23,11 +23,6 @@ class KnownPair:
     draft: str
     auto_class: str = "AutoModelForCausalLM"
 
-    @property
-    def title(self) -> str:
-        """Both ids."""
-        return f"{self.target} with {self.draft}"
-
     def config(self) -> "PairConfig":
         """A config with nothing but the ids and their class."""
         from .pair_config import ModelSource, PairConfig

@@ -38,15 +38,10 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
 
 
 def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
-    """A model in evaluation mode, with the `generate` of its class; its code runs only if it is trusted.
+    """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
 
-    Args:
-        files, subfolder: where it is; checked by `fetch`.
-        trust_remote_code: whether its code may run.
-        **kwargs: for `from_pretrained`.
-
-    Raises:
-        ValueError: weights are missing, have another shape, or belong to layers that the model does not have.
+    Its code runs only if it is trusted; `kwargs` are for `from_pretrained`. A ValueError says which weights are
+    missing, have another shape, or belong to layers that the model does not have.
     """
     config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
     folder = files.root / subfolder  # not by the repository's name, whose code may have changed since it was checked

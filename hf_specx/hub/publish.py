@@ -1,6 +1,7 @@
 """Write a pair into a folder, all of it or nothing; or publish it, as a repository that runs without this package."""
 
 import copy
+import functools
 import tempfile
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -33,6 +34,7 @@ NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyprojec
 SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # by `save`
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 SUBFOLDERS = {"target": "", "draft": "draft"}
+code_of_pairs = functools.cache(published_code)  # takes a second; the same for each pair
 
 
 def save(
@@ -46,16 +48,8 @@ def save(
 ) -> PairConfig:
     """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
 
-    Args:
-        pair: a `DraftTargetPair`.
-        folder: where; must be empty or not exist.
-        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
-        overwrite: whether to replace the folder of another pair, with all that is in it.
-        with_code: whether to write the card and the code to use it, which holds the path of the folder.
-
-    Raises:
-        ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference and
-            is not from the Hub.
+    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` also writes the card and the code
+    to use the pair, which holds the path of the folder.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -109,13 +103,10 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     found = model_facts(model)
     if source is not None and source.name is not None:
         found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
-    told = (
-        f"the {role} was {f'loaded from {str(model.name_or_path)!r}' if model.name_or_path else 'made here'}, which "
-    )
-    told += (
-        f"is no repository on the Hub or not known at which commit; save it with {role}='inside', or load the pair "
-    )
-    require(found.name is not None, f"{told}with DraftTargetPair.from_pretrained, which notes the commit.")
+    made = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
+    told = f"the {role} was {made}, which is no repository on the Hub or not known at which commit; save it with "
+    told += f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit."
+    require(found.name is not None, told)
     return found
 
 
@@ -161,13 +152,13 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     code = folder / CODE
     code.mkdir()
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
-    for module, text in (published_code() | {SOURCE: source}).items():
+    for module, text in (code_of_pairs() | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
 
 def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
-    """Write all that `publish` would upload into a folder, to be used from there; the rest is as of `save`."""
+    """Write all that `publish` would upload into a folder, to be used from there; options are those of `save`."""
     return save(pair, folder, with_code=True, **options)
 
 
@@ -191,7 +182,6 @@ def publish(
     Of an earlier pair there nothing is left that is of a kind in `SAVED` and at the root or in `draft/`, nor its code.
 
     Args:
-        pair: a `DraftTargetPair`.
         repo_id: "owner/name"; made if it does not exist.
         target, draft: "inside" (the default) or "reference", as for `save`.
         private, token: as in `HfApi.create_repo`.

@@ -44,14 +44,11 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     """The `vllm serve` command of a pair, and its `--speculative-config`.
 
     Args:
-        config: of the pair.
+        config: of the pair. A ValueError says why vLLM cannot load it, or refuses it.
         name: a local folder, else the id of its repository; "embedded" is the pair in the package.
         revision: of that repository; models by reference have theirs in the config.
         num_draft_tokens: None takes the config's; if that is "auto", the number of its fastest measurement, or
             `FIXED_DRAFT_TOKENS` if nothing was measured.
-
-    Raises:
-        ValueError: vLLM cannot load this pair, or refuses it.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
     require(config.weightless_draft() is None, told)
@@ -59,10 +56,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None)
-    told = (
-        f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
-    )
-    require(word is None, told)
+    told = f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move "
+    require(word is None, f"{told}it.")
     sizes, own = (config.target.vocab_size, config.draft.vocab_size), config.draft_tokenizer is not None
     mapped = own or (None not in sizes and sizes[0] != sizes[1])
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "

@@ -3,21 +3,17 @@
 from functools import cache
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
-from hf_specx.bench.timer import compare, speedups, spread
-from hf_specx.bench.trace import trace
 from hf_specx.metrics import path
 
 from .equality import Noise, explain
-from .settings import CHECKED, UNITS, is_greedy, plain_of
+from .settings import UNITS, is_greedy
 from .texts import Subject
 
 
 CONFIDENCE = 0.95  # of intervals
 MEASURES = 4  # of quality
-TURNS = 3  # after one that warms up
 
 
 @cache
@@ -95,32 +91,3 @@ def judge_quality(
         **({} if too_few(pairs, share) else judge),
     )
     return found
-
-
-def trace_one(subject: Subject) -> dict[str, Any]:
-    """`trace` of one text of the first prompt, by token verification if that is checked."""
-    chosen = subject.settings.verifications
-    way = "token" if "token" in chosen else chosen[-1]
-    torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
-    options = subject.settings.generation(way)
-    return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)
-
-
-def measure_speed(subject: Subject) -> dict[str, Any]:
-    """Time speculation in turns with plain `generate`, at the first batch size; for a report, nothing is judged by it.
-
-    Returns:
-        Plain values: "verification", "batch", "num_draft_tokens", "turns"; "plain" and "ours", tokens per second in
-        the median; "times_plain", the median of ours / plain within a turn, with the "least" and the "most".
-    """
-    settings, batch = subject.settings, subject.settings.batch_sizes[0]
-    way = next(name for name in reversed(CHECKED) if name in settings.verifications)
-    inputs = [subject.encoded(indices) for indices in subject.batches(plain_of(way), batch)[:TURNS]]
-    options = settings.generation(way)
-    found = compare(
-        subject.target, subject.strategy(way), inputs, options, TURNS, settings.run_seed("speed", batch, 0)
-    )
-    times = spread(speedups(found.ours.rates, found.plain.rates))
-    known = {"verification": way, "batch": batch, "num_draft_tokens": settings.num_draft_tokens, "turns": TURNS}
-    rates = {"plain": found.plain.tokens_per_second, "ours": found.ours.tokens_per_second}
-    return known | rates | {"times_plain": times["median"], "least": times["min"], "most": times["max"]}

@@ -11,6 +11,7 @@ from accelerate.utils import tqdm
 
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
+from hf_specx.bench.trace import trace
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
@@ -19,7 +20,7 @@ from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .cells import judge_distribution, judge_equality, judge_quality, measure_speed, trace_one
+from .cells import judge_distribution, judge_equality, judge_quality
 from .page import check_can_write, write_report
 from .result import CheckResult, lines_of
 from .settings import CHECKED, Settings, check_packages, plain_of
@@ -58,9 +59,9 @@ def check(
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
         batch_sizes, new_tokens, ..., level: as in `Settings`.
-        advance: called after each of `Settings(...).steps(timed=report is not None)` parts; else there is a bar.
+        advance: called after each of `Settings(...).steps` parts; else there is a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
-        report: of a page (.html) to write; then speed is measured as well.
+        report: of a page (.html) to write.
         **options: what `generate` is given besides, plain and speculative alike; plain values.
 
     Raises:
@@ -74,9 +75,9 @@ def check(
     settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     check_can_write(report)
-    subject, timed = subject_of(pair, texts, settings), report is not None
-    with tqdm(total=settings.steps(timed), delay=3, desc="checking", disable=advance is not None) as bar:
-        result = run_check(subject, advance or bar.update, path, timed)
+    subject = subject_of(pair, texts, settings)
+    with tqdm(total=settings.steps, delay=3, desc="checking", disable=advance is not None) as bar:
+        result = run_check(subject, advance or bar.update, path)
     result.pair = name_of(pair)
     if report is not None:
         write_report(result, report)
@@ -99,8 +100,8 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     return subject
 
 
-def run_check(subject: Subject, advance: Advance, path: str | Path | None = None, timed: bool = False) -> CheckResult:
-    """`check` of what was put together by `subject_of`; for a report speed is `timed`."""
+def run_check(subject: Subject, advance: Advance, path: str | Path | None = None) -> CheckResult:
+    """`check` of what was put together by `subject_of`."""
     made = provenance(subject.target) | described(subject.pair)
     made |= {"code": digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))}
     store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
@@ -119,10 +120,9 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
             for way in subject.settings.ways
         }
         cells = all_cells(subject, part, texts)
-        trace = part("trace", trace_one)
-        speed = part("speed", measure_speed) if timed else {}
+        traced = part("trace", trace_one)
     lines, shown = lines_of(subject.settings, cells), shown_texts(subject, texts)
-    return CheckResult(lines, subject.settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
+    return CheckResult(lines, subject.settings.to_dict(), made, subject.prompts, cells, shown, traced)
 
 
 def asked_of(subject: Subject) -> str:
@@ -154,6 +154,15 @@ def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str,
             indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
             cells[way] = {"quality": part(f"quality, {way}", judge_quality, indices, *pooled)}
     return cells
+
+
+def trace_one(subject: Subject) -> dict[str, Any]:
+    """`trace` of one text of the first prompt, by token verification if that is checked."""
+    chosen = subject.settings.verifications
+    way = "token" if "token" in chosen else chosen[-1]
+    torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
+    options = subject.settings.generation(way)
+    return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)
 
 
 def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:

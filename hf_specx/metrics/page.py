@@ -21,15 +21,6 @@ ORIGINS = {
     "recovered": "the target's own, in place of a candidate that was rejected",
     "bonus": "the target's own, after all candidates of a round were kept, or where there was none",
 }
-HOW_KEPT = {  # by verification, what the chance of a candidate is
-    "token": "A candidate is kept with probability min(1, p / q), its acceptance.",
-    "block": "Acceptance is min(1, p / q), by which token verification keeps a candidate; block verification, which "
-    "made this text, looks at the candidates of a round together and keeps no fewer on average.",
-    "coupled": "A candidate is kept where both models, drawing with the same noise, choose the same token; acceptance "
-    "is min(1, p / q), by which token verification would keep it.",
-    "greedy": "A candidate is kept where it is the target's own choice, so its acceptance is 1 or 0. It is no draw "
-    "from a distribution, so it has no q.",
-}
 
 
 def check_can_write(path: str | Path | None) -> None:
@@ -64,7 +55,6 @@ def page(result: CheckResult) -> str:
         style=Markup(style),  # of this package
         style_hash=f"sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}",
         result=result,
-        speed=result.speed,
         verdict=PASSED if result.passed else FAILED,
         summary=summary(result).partition(": ")[2],
         signs=SIGNS,
@@ -72,7 +62,6 @@ def page(result: CheckResult) -> str:
         facts={"Settings": as_text(result.settings), "Where it was made": as_text(result.provenance)},
         drafts={name: cell["acceptance"] for name, cell in result.cells.items() if "acceptance" in cell},
         tokens=tokens_of(result.trace),
-        how_kept=HOW_KEPT,
         origins=ORIGINS,
         written=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -48,7 +48,6 @@ class CheckResult:
     cells: dict[str, dict[str, Any]]
     texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few of each way, with indices of prompts
     trace: dict[str, Any] = field(default_factory=dict)  # how one text came about; see `hf_specx.bench.trace.trace`
-    speed: dict[str, Any] = field(default_factory=dict)  # beside plain `generate`; {} where no report was asked for
     pair: str = ""  # its name
     command: str = ""  # that made the check
 

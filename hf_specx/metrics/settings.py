@@ -109,10 +109,10 @@ class Settings:
         stream = PLAIN_SAMPLED if way == "coupled" else way
         return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
 
-    def steps(self, timed: bool = False) -> int:
-        """How many parts a check has: texts, what is made of them, the trace, and speed where that is `timed`."""
-        sizes = len(self.batch_sizes)
-        return sizes * (len(self.ways) + len(self.verifications)) + len(self.in_distribution) + 1 + timed
+    @property
+    def steps(self) -> int:
+        """How many parts a check has: texts, what is made of them, and the trace."""
+        return len(self.batch_sizes) * (len(self.ways) + len(self.verifications)) + len(self.in_distribution) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with lists for tuples."""

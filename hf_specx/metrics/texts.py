@@ -1,8 +1,10 @@
 """What a check generates: a pair with prompts, and the texts of each way to generate."""
 
+import operator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from functools import reduce
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.candidates import make_drafter
-from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -104,7 +105,8 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     """All texts of one way to generate.
 
     Returns:
-        "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance".
+        "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance":
+        what the draft was worth, and by position of a candidate how many were judged and accepted there.
     """
     options, reports = subject.call(way), []
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
@@ -116,25 +118,16 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         texts += emitted(subject.target, inputs, output, options)
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
-    return {"texts": texts} | ({"acceptance": acceptance_in(reports)} if reports else {})
-
-
-def acceptance_in(reports: list[SpeculationReport]) -> dict[str, Any]:
-    """What the draft was worth in some calls; by position of a candidate, how many were judged and accepted there."""
-
-    def total(name: str) -> int:
-        return sum(getattr(report, name) for report in reports)
-
-    def by_position(name: str) -> list[int]:
-        return [sum(column) for column in zip_longest(*(getattr(report, name) for report in reports), fillvalue=0)]
-
-    rounds = sum(sum(report.rounds_per_row) for report in reports)
-    return {
-        "acceptance_rate": total("accepted") / max(1, total("drafted")),
-        "tokens_per_round": 1 + total("accepted") / max(1, rounds),
-        "rounds": rounds,
-        "alpha": sum(float(report.overlap) for report in reports) / max(1, total("judged")),
-        "layout": reports[0].layout,
-        "judged_per_position": by_position("judged_per_position"),
-        "accepted_per_position": by_position("accepted_per_position"),
+    if not reports:
+        return {"texts": texts}
+    report = reduce(operator.add, reports)
+    acceptance = {
+        "acceptance_rate": report.acceptance_rate,
+        "tokens_per_round": report.mean_acceptance_length,
+        "rounds": sum(report.rounds_per_row),
+        "alpha": report.alpha,
+        "layout": report.layout,
+        "judged_per_position": report.judged_per_position,
+        "accepted_per_position": report.accepted_per_position,
     }
+    return {"texts": texts, "acceptance": acceptance}

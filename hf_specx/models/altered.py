@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .slots import CACHE
 
+
+COUNT = f"{CACHE}_length"  # the argument of a position table that says how many slots come before
 NO_LIMIT = (0.0, float("inf"))
 
 
@@ -102,7 +105,7 @@ class ColumnTable(nn.Module):
         given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
         vectors = torch.zeros(())
         for column in sorted(self.numbers):
-            given["past_key_values_length"] = column
+            given[COUNT] = column
             found = self.table(**given)  # [R * q or 1, 1, D] or [1, D]
             here = (columns.to(found.device) == column)[:, None]
             vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
@@ -115,5 +118,5 @@ def column_tables(model: PreTrainedModel, told: bool, even: bool) -> dict[nn.Mod
     Where slots are the columns of `generate`, in rows that are `even`, only tables that skip pad ids are replaced.
     """
     modules = () if told else (model.get_decoder() or model).modules()
-    tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
+    tables = [m for m in modules if COUNT in inspect.signature(m.forward).parameters]
     return {t: ColumnTable(t) for t in tables if not even or getattr(t, "padding_idx", None) is not None}

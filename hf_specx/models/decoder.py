@@ -18,7 +18,7 @@ from hf_specx.common.devices import execution_device, last_device, synchronize
 from hf_specx.common.round import Draft, Round
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
-from .slots import Columns, assemble, columns_of, select_rows, self_attention
+from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
 
 
 NOT_FED = {"labels", "output_attentions", "output_hidden_states"}
@@ -39,7 +39,7 @@ class Forward(NamedTuple):
 
 
 class HiddenStates:
-    """What modules give, or are given, in forwards of this thread: read by hooks, which are there in this context alone.
+    """What modules give, or are given, in forwards of this thread: read by hooks, which are there in a context alone.
 
     With `output_hidden_states=True` a forward would keep the states of all layers.
     """
@@ -94,7 +94,7 @@ class Decoder:
         """A draft that knows fewer ids than its target, `known_ids`, is fed the last of them for any beyond."""
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
-        self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
+        self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
         last_layer = self.model.get_decoder() or self.model.base_model  # after the final norm
         self.hidden = HiddenStates(prompt.places or [(last_layer, False)]) if prompt.gives_hidden else None
@@ -125,7 +125,7 @@ class Decoder:
             given = self.kwargs | {self.cache_name: self.cache}
             output = self.model._prefill(self._known(ids), config, given)  # type: ignore[operator]
         if self.cache is None:  # the model makes one of its own
-            self.cache = output.past_key_values
+            self.cache = getattr(output, self.cache_name)
         self.after_prompt = output.logits[:, -1:].to(home)
         self.prompt_hidden = self._prompt_hidden()
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)

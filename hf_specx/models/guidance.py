@@ -18,6 +18,7 @@ from hf_specx.sampling.processors import Processor, RoundProcessor
 from .choose import make_decoder
 from .decoder import Decoder
 from .prompts import Prompt
+from .slots import CACHE
 
 
 # transformers gives the unconditional forward no position_ids. These models then take them from the mask, which is not
@@ -63,7 +64,7 @@ def is_guidance(processor: Processor, prompt: Prompt) -> bool:
     padded = mask is not None and not bool(mask.all())
     plain = config.get_text_config(decoder=True) is config and not config.is_encoder_decoder
     numbered = config.model_type not in NOT_BY_COLUMN and not (padded and config.model_type in FROM_MASK)
-    numbered = numbered and plain and "past_key_values" in prompt.kwargs
+    numbered = numbered and plain and CACHE in prompt.kwargs
     return bool(numbered and context["first_pass"] and context["use_cache"] and prompt.input_ids.shape[1])
 
 
@@ -73,7 +74,7 @@ def guide(processor: Any, prompt: Prompt, layout: str) -> Guidance:
     # without negative prompts the last token of each prompt is one
     ids = prompt.input_ids[:, -1:] if context["input_ids"] is None else context["input_ids"]
     mask = torch.ones_like(ids) if context["attention_mask"] is None else context["attention_mask"]
-    kwargs = {"attention_mask": mask, "use_cache": True, "past_key_values": DynamicCache(config=prompt.model.config)}
+    kwargs = {"attention_mask": mask, "use_cache": True, CACHE: DynamicCache(config=prompt.model.config)}
     if prompt.kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)  # pads count too
     alone = replace(prompt, input_ids=ids, kwargs=kwargs, keeps_past=False, gives_hidden=False)

@@ -129,6 +129,8 @@ def with_pads(cache: Cache) -> Iterator[None]:
     It looks for a mask that can be left out in each step of one token, except where the cache may be compiled.
     """
     layers = getattr(self_attention(cache), "layers", [])
+    # a layer of recurrent states says by itself from 5.24 on whether it may be
+    layers = [layer for layer in layers if not isinstance(getattr(type(layer), "is_compileable", None), property)]
     for layer in layers:
         layer.is_compileable = True
     try:

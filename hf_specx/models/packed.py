@@ -16,10 +16,10 @@ from .attention import grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
 from .ragged import Masks
-from .slots import MARGIN, Columns, SlotCache
+from .slots import CACHE, MARGIN, Columns, SlotCache
 
 
-PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", CACHE}
 
 
 class PackedDecoder(Decoder):
@@ -42,7 +42,7 @@ class PackedDecoder(Decoder):
     def _prompt_inputs(self) -> dict[str, Any]:
         """What `generate` would feed the model first; a `ValueError` if that is more than tokens and positions."""
         given, held = self.kwargs, self.cache.get_seq_length()
-        _take(not held, f"starts empty, and past_key_values holds {held} tokens")
+        _take(not held, f"starts empty, and {CACHE} holds {held} tokens")
         mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
         gaps = bool((mask.cummax(-1).values != mask).any())
         _take(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
@@ -50,7 +50,7 @@ class PackedDecoder(Decoder):
         _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
-            ids, is_first_iteration=True, next_sequence_length=ids.shape[1], past_key_values=self.cache, **given
+            ids, is_first_iteration=True, next_sequence_length=ids.shape[1], **{self.cache_name: self.cache}, **given
         )
         others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
         _take(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
@@ -115,7 +115,7 @@ class PackedDecoder(Decoder):
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row),
-            past_key_values=self.cache,
+            **{self.cache_name: self.cache},
             use_cache=True,
             return_dict=True,
             **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),

@@ -14,11 +14,13 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
 
+from .slots import CACHE
+
 
 UNLIMITED = sys.maxsize
 Place = tuple[torch.nn.Module, bool]  # a module, and whether what it is given is read in place of what it gives
 NOT_SHARED = """
-    attention_mask position_ids past_key_values cache_params use_cache logits_to_keep encoder_outputs input_ids
+    attention_mask position_ids cache past_key_values cache_params use_cache logits_to_keep encoder_outputs input_ids
     decoder_attention_mask decoder_position_ids decoder_input_ids output_attentions output_hidden_states
 """.split()  # noqa: SIM905
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -103,7 +105,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
     prompt.limits = target.limits
     if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
-        prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt
 
 

@@ -54,7 +54,7 @@ class RaggedDecoder(Decoder):
             output = self.model(
                 input_ids=tokens.to(self.device),
                 attention_mask=mask,
-                past_key_values=self.cache,
+                **{self.cache_name: self.cache},
                 use_cache=True,
                 return_dict=True,
                 **given,

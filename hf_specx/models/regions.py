@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from .attention import grouped_queries
 from .prepacked import Prepacked, use_prepacked
 from .ragged import Masks
-from .slots import Columns, SlotLayer, Slots
+from .slots import CACHE, Columns, SlotLayer, Slots
 
 
 EXACT = 9  # query lengths up to this one are not rounded up
@@ -232,7 +232,7 @@ def forward(
         input_ids=tokens,
         attention_mask=masks(slots, pads, capacity, holes),
         position_ids=offsets + torch.minimum(slots, last),
-        past_key_values=Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers]),
+        **{CACHE: Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers])},
         use_cache=True,
         return_dict=True,
         **others,

@@ -5,16 +5,19 @@ What lies after the end of a row is hidden by the mask and overwritten later, so
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from hf_specx.common.errors import require
 
 
+# By which argument a model is given its cache: "cache" from 5.24 on, then Mamba too
+CACHE = ALL_CACHE_NAMES[0]
 MARGIN = 32  # slots for candidates after the last token that can be emitted
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
@@ -184,6 +187,11 @@ def has_columns(cache: Cache) -> bool:
     return lengths <= {None} or lengths == {text.get_seq_length()}
 
 
+def cache_name(kwargs: Collection[str]) -> str:
+    """The name of the cache among inputs that `generate` has prepared."""
+    return "cache_params" if "cache_params" in kwargs else CACHE
+
+
 def self_attention(cache: Cache) -> Cache:
     """The part of a cache that grows with the text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -197,7 +205,7 @@ def with_slots(cache: Cache, max_length: int = 0) -> Cache:
     """
     text, slots = self_attention(cache), SlotCache(max_length + MARGIN)
     if text.layers and text.get_seq_length():
-        told = f"past_key_values is a {type(text).__name__} without the keys of all its tokens"
+        told = f"{CACHE} is a {type(text).__name__} without the keys of all its tokens"
         require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
         for number, (keys, values) in enumerate(columns_of(text)):
             slots.update(keys, values, number)
@@ -236,9 +244,9 @@ def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
     """Fill the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
     if past is None:
         told = (
-            "past_key_values= was not filled with this text: its rows ended at different steps, and its states or "
-            "windows cannot be put together from them, or it is spread over ranks; pass the whole text without it in "
-            "the next turn."
+            f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
+            "cannot be put together from them, or it is spread over ranks; pass the whole text without it in the next "
+            "turn."
         )
         warnings.warn(told, UserWarning, stacklevel=2)
         return None

@@ -24,9 +24,8 @@ MAX_PROMPTS = 2**40  # so many seeds are left after the first
 LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
 OF_ONE_CALL: tuple[str, ...] = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "seeds", "streamer")
 OF_ONE_CALL += ("return_dict_in_generate", "num_return_sequences")
-ELSEWHERE = dict.fromkeys(
-    OF_ONE_CALL, "one call of generate; leave it out, or call pair.generate for each batch yourself"
-)
+ONE_CALL = "one call of generate; leave it out, or call pair.generate for each batch yourself"
+ELSEWHERE = dict.fromkeys(OF_ONE_CALL, ONE_CALL)
 ELSEWHERE |= dict.fromkeys(("ordered", "logprobs"), "strategy.generate_many; leave it out, or call that yourself")
 
 
@@ -201,8 +200,6 @@ def _check(pair: Any, batch_size: Any, seed: Any, options: dict[str, Any]) -> No
         require(name not in ELSEWHERE, f"{name}= belongs to {ELSEWHERE.get(name)}.")
     told = "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
     require(pair.tokenizer is not None, told)
-    told = (
-        "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
-    )
-    told += "copy of the pair on each process, or call pair.generate with as many rows on each."
+    told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
+    told += "load a copy of the pair on each process, or call pair.generate with as many rows on each."
     require(not synced_by_default(*pair.models), told)

@@ -54,8 +54,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 def drafts_of(pair: Any) -> list[Any]:
     """What tells the drafts of a pair from others, as plain values; weights are told by `weights_digest`."""
-    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    return [_of_draft(draft) for draft in drafts]
+    return [_of_draft(draft) for draft in pair.drafts]
 
 
 def _of_draft(draft: Any) -> Any:
@@ -128,8 +127,8 @@ def _pickled(value: Any) -> str:
         told = (
             f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued by "
         )
-        told += "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
-        raise ValueError(told) from error
+        remedy = "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
+        raise ValueError(told + remedy) from error
 
 
 def _named(value: Any) -> str:

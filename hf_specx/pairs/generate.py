@@ -18,8 +18,15 @@ from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
-from hf_specx.engine.call import Withheld
-from hf_specx.engine.entry import bind_stop_strings, check_arguments, check_entry, check_lifted, setting, unset
+from hf_specx.engine.entry import (
+    bind_stop_strings,
+    check_arguments,
+    check_entry,
+    check_lifted,
+    prepared,
+    setting,
+    unset,
+)
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 from hf_specx.models.prompts import shallow_copy
@@ -41,19 +48,12 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
     acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
-        inputs: as in `generate`.
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
             `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
             `prompt_lookup_num_tokens` means a `SuffixDraft`, see `lookup_draft`; else it is looked for as `find_draft`
             says, and the options that its pair recommends are used. With `custom_generate`, that is called instead.
-
-    Returns:
-        As `generate`.
-
-    Raises:
-        ValueError: if no draft is given or found, and as `SpeculativeDecoding`.
     """
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
@@ -98,13 +98,8 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
 def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
     """The draft that transformers' two options of prompt lookup ask for, in the call or in a config; None without.
 
-    Where the last tokens of a row stood before in its text, what followed them there is proposed.
-    `prompt_lookup_num_tokens` is how many tokens at most. `max_matching_ngram_size` is how many last tokens are
-    compared at most, down to one; more make a match rarer, and better. Without it 2 tokens or more have to match, and
-    the longest match counts.
-
-    Raises:
-        ValueError: if one of them is not an int of 1 or more, or the call has the second alone.
+    `prompt_lookup_num_tokens` is how many tokens at most; `max_matching_ngram_size` how many last tokens are compared
+    at most, down to one. Without it 2 tokens or more have to match, and the longest match counts.
     """
     names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
     number, size = (setting(name, model, kwargs) for name in names)
@@ -194,21 +189,20 @@ def run(
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """Call `owner.generate` with a strategy made for this call, and give this what `generate` does not pass on.
-
-    `owner` is the model's class or `GenerationMixin`; `reached` gets an item when the strategy is called.
+    """Call `owner.generate`, of the class or of `GenerationMixin`, with a strategy made for this call; note in
+    `reached` that this was called.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
     drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    strategy.withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
-    strategy.report = None
+    withheld = {"drafting": drafting, "synced_gpus": kwargs.pop("synced_gpus", None)}
 
-    @functools.wraps(strategy.__call__)
+    @functools.wraps(prepared)
     def called(given: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
         target = model if given is served else given  # PEFT gives the model inside its wrapper
-        return strategy(target, *args, **kwargs)
+        # Whisper calls once for each window, and its report is of all
+        return strategy.decode(*prepared(target, *args, **kwargs), strategy.report, **withheld)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)
@@ -222,10 +216,7 @@ def run(
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts with this tokenizer.
-
-    `generate` heals while it prepares a call, and has no tokenizer if it was called from here.
-    """
+    """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
     plain = shallow_copy(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft

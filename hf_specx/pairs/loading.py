@@ -29,15 +29,8 @@ from .placement import CACHE_TOKENS, Placement, plan
 
 
 FOR_TARGET = ("quantization_config", "offload_folder")
-OF_PAIRS: tuple[str, ...] = (
-    "subfolder",
-    "output_loading_info",
-    "ignore_mismatched_sizes",
-    "state_dict",
-    "config",
-    "variant",
-)
-OF_PAIRS += ("num_draft_tokens", "verification", "layout", "costs")
+OF_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
+OF_PAIRS += ("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
 class LoadedPair(NamedTuple):
@@ -48,9 +41,7 @@ class LoadedPair(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     draft_tokenizer: PreTrainedTokenizerBase | None  # None where the draft uses `tokenizer`
     config: PairConfig
-    sources: dict[
-        str, ModelSource | None
-    ]  # by role, where on the Hub a model was loaded from, to be saved by reference
+    sources: dict[str, ModelSource | None]  # by role, where on the Hub it was loaded from, to be saved by reference
 
 
 def load_pair(

@@ -71,8 +71,7 @@ class DraftTargetPair(NoModel):
 
     def __repr__(self) -> str:
         """Both models, and where they were loaded from."""
-        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
-        named = list(map(label_of, (self.target, *drafts)))
+        named = list(map(label_of, (self.target, *self.drafts)))
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
     @property
@@ -86,10 +85,14 @@ class DraftTargetPair(NoModel):
         return self._draft
 
     @property
+    def drafts(self) -> list[PreTrainedModel | WeightlessDraft]:
+        """The draft, or all of several."""
+        return self.draft if isinstance(self.draft, list) else [self.draft]
+
+    @property
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft if it is a model, or that among several drafts."""
-        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
-        return [self.target, *(draft for draft in drafts if isinstance(draft, PreTrainedModel))]
+        return [self.target, *(draft for draft in self.drafts if isinstance(draft, PreTrainedModel))]
 
     @property
     def prompts(self) -> list[str]:

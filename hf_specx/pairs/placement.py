@@ -49,7 +49,11 @@ def plan(
         cache_tokens: rows times tokens for which both caches get room.
         dtype, quantization_config, trust_remote_code: as for `from_pretrained`; the second is for the target only.
     """
-    _check(draft_device_map, cache_tokens)
+    told = f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small "
+    told += "steps wait for the way between them; give one device, or leave it out."
+    require(draft_device_map not in ("balanced", "balanced_low_0", "sequential"), told)
+    told = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
+    require(cache_tokens >= 0, told)
     devices = None if device_map is None else check_and_set_device_map(device_map)
     if not isinstance(devices, str):
         return Placement({} if devices is None else {"device_map": device_map})
@@ -79,16 +83,6 @@ def _beside_cache(limits: dict[Any, int], runs: list[Any], weights: int, cache: 
     free = sum(limits[device] for device in runs)
     share = max(0.0, min(weights / (weights + cache), 1 - cache / max(free, 1)))
     return limits | {device: int(share * limits[device]) for device in runs}
-
-
-def _check(draft_device_map: Any, cache_tokens: int) -> None:
-    require(
-        draft_device_map not in ("balanced", "balanced_low_0", "sequential"),
-        f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small steps "
-        "wait for the way between them; give one device, or leave it out.",
-    )
-    told = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
-    require(cache_tokens >= 0, told)
 
 
 def weights_of(

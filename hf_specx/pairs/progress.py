@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,18 +23,12 @@ class Progress(tqdm):
 
     def __init__(self, total: int | None, done: int = 0):
         self.emitted = self.drafted = self.accepted = 0
-        in_terminal = sys.stderr.isatty()
-        shown = "{n_fmt} prompts in {elapsed}{postfix}"
-        if total is not None:
-            shown = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
-        super().__init__(
-            total=total,
-            initial=done,
-            delay=DELAY if in_terminal else LINE_EVERY,
-            mininterval=0.1 if in_terminal else LINE_EVERY,
-            bar_format=f"{{bar:20}} {shown}" if total and in_terminal else f"{shown}\n",
-            disable=os.environ.get("RANK", "0") != "0",
-        )
+        of, left = ("", "") if total is None else (" of {total_fmt}", ", {remaining} left")
+        shown = f"{{n_fmt}}{of} prompts in {{elapsed}}{left}{{postfix}}"
+        how: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{shown}\n"}
+        if sys.stderr.isatty():
+            how = {"delay": DELAY, "bar_format": f"{{bar:20}} {shown}" if total else shown}
+        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **how)
 
     def observe(self, done: Round) -> None:
         """Count what a round has done."""

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from hf_specx.common.errors import brief, is_int, require
 
+
+with suppress(ImportError):  # Windows has none, and is refused
+    import fcntl
 
 OPEN: set[Path] = set()  # files that this process completes: locks of the system hold between processes only
 WRITER = 0  # the byte that is locked by whoever writes
@@ -32,8 +35,7 @@ class NumberedText:
     text: str
 
 
-@dataclass(frozen=True)
-class CompletedText:
+class CompletedText(NamedTuple):
     """What became of a prompt: its text, or None and an error where it was refused."""
 
     prompt: NumberedText
@@ -115,7 +117,7 @@ class ResultsFile:
         with self._writing() as file:
             is_ours = os.path.samestat(os.stat(self.told_by.name), os.fstat(self.told_by.fileno()))
             told = f"another call has begun {self.path} anew, with other arguments; name another file."
-            require(is_ours and self._read_arguments() == self.arguments, told)
+            require(is_ours and arguments_file(self.path).read_bytes() == self.arguments, told)
             if not self.is_done(result.prompt):
                 file.truncate(self.end)  # a process that is killed may leave half a line
                 file.write(result.line())
@@ -142,8 +144,6 @@ class ResultsFile:
 
     def _lock(self, first: int, count: int = 1, wait: bool = False) -> bool:
         """Lock bytes for this process; False if another one has locked any, unless we wait for that."""
-        import fcntl  # which Windows does not have
-
         try:
             fcntl.lockf(self.told_by, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, first)
         except (BlockingIOError, PermissionError):
@@ -154,8 +154,6 @@ class ResultsFile:
         return True
 
     def _unlock(self, first: int, count: int = 1) -> None:
-        import fcntl
-
         fcntl.lockf(self.told_by, fcntl.LOCK_UN, count, first)
 
     @contextmanager
@@ -173,17 +171,13 @@ class ResultsFile:
             told = f"the same call goes on from the {self.count} results that are in {self.path.name}"
             raise OSError(error.errno, f"{error.strerror}; {told}", error.filename or str(self.path)) from error
 
-    def _read_arguments(self) -> bytes:
-        self.told_by.seek(0)
-        return self.told_by.read()
-
     def _agree(self, is_new: bool) -> None:
         """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
         if is_new:
             self.told_by.truncate(0)
             self.told_by.write(self.arguments)
             return
-        made_with, ours = self._read_arguments(), json.loads(self.arguments)
+        made_with, ours = arguments_file(self.path).read_bytes(), json.loads(self.arguments)
         earlier: Any = None
         with suppress(ValueError):
             earlier = json.loads(made_with)

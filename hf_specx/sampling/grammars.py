@@ -19,15 +19,10 @@ MOST_BACK = 4096  # tokens that an outlines guide can take back; by default 32
 
 
 class Matchers:
-    """What follows a grammar: a matcher for each row, each of which fills a row of a bit mask.
+    """What follows a grammar: a matcher for each of B rows, each of which fills a row of a bit mask.
 
     Tokens after a matcher has ended are not shown to it, and its last mask stays, as in the libraries' own processors.
-
-    Args:
-        matchers: [B].
-        vocab_size: V of the target.
-        mask_size: tokens that the mask of a matcher has.
-        beyond: whether tokens after those of its mask are allowed.
+    `mask_size` is how many tokens its mask has, and `beyond` whether tokens after those are allowed.
     """
 
     def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, beyond: bool = False):
@@ -94,11 +89,8 @@ class XGrammarMatchers(Matchers):
 class LLGuidanceMatchers(Matchers):
     """Matchers of llguidance, for the processor of outlines.
 
-    After a token that it refuses a matcher allows the end alone. It could not be taken back from there, so it is not
-    shown that token.
-
-    Attributes:
-        ends: ids of the end tokens.
+    After a token that it refuses a matcher allows the `ends` alone. It could not be taken back from there, so it is
+    not shown that token.
     """
 
     ends: Sequence[int] = ()
@@ -146,8 +138,7 @@ class OutlinesGuides(Matchers):
 class PrefixFunction:
     """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
 
-    Attributes:
-        barred: its errors, by row and by tokens emitted before: it allowed no token, or raised.
+    `barred` has its errors, by row and by tokens emitted before: it allowed no token, or raised.
     """
 
     def __init__(self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int):

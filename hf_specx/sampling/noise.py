@@ -26,12 +26,8 @@ class StockNoise:
 
     They are drawn from a copy that is made of the default generator here, in the order of columns. Its states between
     draws are kept, of early ones only some, so that any draw can be repeated, and the default generator left as
-    `generate` leaves it.
-
-    Attributes:
-        window: a draw is kept for rows that need it within so many columns, or fewer if that is more than `MOST_HELD`;
-            for other rows it is drawn again.
-        dtype: of the probabilities that `generate` draws by; None is that of those that noise is first asked for.
+    `generate` leaves it. A draw is kept for rows that need it within `window` columns, or fewer if that is more than
+    `MOST_HELD`. `dtype` is that of the probabilities that `generate` draws by; None is that of the first asked for.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int):
@@ -88,10 +84,7 @@ class SeededNoise:
     """The Exp(1) vectors that `generate` would draw for each row alone, under `torch.manual_seed` of the row's seed.
 
     Each row has a generator of its own, and draws in the order of its tokens; the default generator is left alone. A
-    row's noise is kept from its end on, since nothing before that is asked for again.
-
-    Attributes:
-        dtype: as in `StockNoise`.
+    row's noise is kept from its end on, since nothing before that is asked for again. `dtype` is as in `StockNoise`.
     """
 
     def __init__(self, seeds: list[int], device: torch.device):

@@ -21,19 +21,10 @@ from hf_specx.common.devices import sent
 
 
 class Prefixes:
-    """The text before each of P consecutive positions of the R decoding rows, padded on the left in columns.
+    """The text before each of P consecutive positions of the R decoding rows, the first `ahead` candidates behind.
 
-    Args:
-        batch: the text so far; candidates are written after each row's end.
-        ahead: candidates before the first position.
-        positions: P.
-        memory: what `kept` has made; it lasts for a call.
-
-    Attributes:
-        rows: B, of the whole batch.
-        index: [R] int64, which of these still decode.
-        shortest, longest: columns of the shortest and of the longest prefix.
-        lengths: [R, P] int64, columns of each.
+    `memory` is what `kept` has made; it lasts for a call. Columns count pads on the left: `shortest` and `longest` are
+    those of these prefixes, `lengths` [R, P] int64 of each.
     """
 
     def __init__(self, batch: Batch, ahead: int, positions: int, memory: dict[Hashable, Any]):
@@ -192,24 +183,11 @@ def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> t
     return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
 
 
-def min_length(one: Any, *given: Any) -> torch.Tensor:
-    return _without_ends(one, one.min_length, *given)
-
-
-def min_new_tokens(one: Any, *given: Any) -> torch.Tensor:
-    return _without_ends(one, one.prompt_length_to_skip + one.min_new_tokens, *given)
-
-
 def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
     """No end token in a prefix of fewer than `least` columns."""
     if prefixes.shortest >= least:
         return scores
     return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
-
-
-def suppress(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Some tokens are excluded."""
-    return _without(processor, processor.suppress_tokens, prefixes, scores, prefixes.lengths >= 0)
 
 
 def suppress_at_begin(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
@@ -229,15 +207,7 @@ def _without(
     return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
 
 
-def forced_bos(one: Any, *given: Any) -> torch.Tensor | None:
-    return _forced(one, 1, one.bos_token_id, *given)
-
-
-def forced_eos(one: Any, *given: Any) -> torch.Tensor | None:
-    return _forced(one, one.max_length - 1, one.eos_token_id, *given)
-
-
-def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+def _forced(length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """Only these tokens after a prefix of this length."""
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
@@ -285,11 +255,15 @@ ONE_PASS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], to
     logits_process.EncoderNoRepeatNGramLogitsProcessor: encoder_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: sequence_bias,
     logits_process.NoBadWordsLogitsProcessor: sequence_bias,
-    logits_process.MinLengthLogitsProcessor: min_length,
-    logits_process.MinNewTokensLengthLogitsProcessor: min_new_tokens,
-    logits_process.SuppressTokensLogitsProcessor: suppress,
+    logits_process.MinLengthLogitsProcessor: lambda x, *given: _without_ends(x, x.min_length, *given),
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda x, *given: _without_ends(
+        x, x.prompt_length_to_skip + x.min_new_tokens, *given
+    ),
+    logits_process.SuppressTokensLogitsProcessor: lambda x, prefixes, scores: _without(
+        x, x.suppress_tokens, prefixes, scores, prefixes.lengths >= 0
+    ),
     logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
-    logits_process.ForcedBOSTokenLogitsProcessor: forced_bos,
-    logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
+    logits_process.ForcedBOSTokenLogitsProcessor: lambda x, *given: _forced(1, x.bos_token_id, *given),
+    logits_process.ForcedEOSTokenLogitsProcessor: lambda x, *given: _forced(x.max_length - 1, x.eos_token_id, *given),
     logits_process.ExponentialDecayLengthPenalty: length_penalty,
 }

@@ -20,13 +20,8 @@ from .stopping import Stopping
 class RequestProcessors(Processors):
     """The processors of requests, each applied to the logits of its own row.
 
-    Warpers that follow all others read scores only; where all requests have the same, they are called once for all
-    rows.
-
-    Args:
-        own: those of each row, made for its request.
-        eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-        alike: [B], whether the processors of a row have the settings of the call, and are none of the request's own.
+    Warpers that follow all others read scores only; where all rows are `alike`, with the settings of the call and none
+    of their own, they are called once for all rows.
     """
 
     def __init__(self, own: Sequence[Sequence[Processor]], eos_token_id: torch.Tensor | None, alike: Sequence[bool]):
@@ -78,11 +73,7 @@ class RequestProcessors(Processors):
 
 
 class RequestStopping(Stopping):
-    """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token.
-
-    Args:
-        own: of each row, as `generate` prepared its criteria for a batch of one.
-    """
+    """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token."""
 
     def __init__(self, own: Sequence[Stopping]):
         first, self.own = own[0], list(own)
@@ -103,12 +94,11 @@ class RequestStopping(Stopping):
         self.own[row] = stopping
         self.stopped_at.pop(row, None)
 
-    def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
-        for row, number in zip(batch.rows, new, strict=True):
-            if not self.own[row].criteria:
-                continue
-            text = batch.row(row)[None]
-            for emitted in range(batch.counts[row] - number + 1, batch.counts[row] + 1):
-                prefix = text[:, : batch.prompt_lengths[row] + emitted]
-                if emitted <= self.stopped_at.get(row, emitted) and self.own[row].criteria(prefix, None).item():
-                    self.stopped_at[row] = emitted
+    def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
+        stops = torch.zeros(len(new), most, dtype=torch.bool, device=batch.ids.device)
+        for index, (row, number) in enumerate(zip(batch.rows, new, strict=True)):
+            if criteria := self.own[row].criteria:
+                text, count = batch.alone(row), batch.counts[row]
+                for n in range(number):
+                    stops[index, n] = criteria(text.prefix(count + n + 1), None)[0]
+        return stops

@@ -57,10 +57,8 @@ RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWa
 class RoundProcessor:
     """A processor of this package: it follows the rows of a call, and takes all positions of a round at once.
 
-    Attributes:
-        name: as the user knows it.
-        max_rollback, barred: as in `Processors`.
-        vocab_size: V of its masks; 0 if it has none.
+    It has the `name` that the user knows; `vocab_size` is that of its masks, 0 if it has none; the rest is as in
+    `Processors`.
     """
 
     name: str = ""
@@ -107,11 +105,9 @@ class Processors:
         eos_token_id: torch.Tensor | None = None,
         memory: dict[Hashable, Any] | None = None,
     ):
-        """
-        Args:
-            processors: as `generate` prepared them, or a `RoundProcessor` in place of some.
-            eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-            memory: what is computed once for a call, which draft and target may share.
+        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none.
+
+        `memory` is computed once for a call, and draft and target may share it.
         """
         self.eos_token_id = eos_token_id
         self.memory: dict[Hashable, Any] = {} if memory is None else memory
@@ -127,15 +123,10 @@ class Processors:
                     self.barred.maps.append(processor.barred)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        """
-        Args:
-            batch: the text so far; candidates are written after each row's end.
-            draft: how many of these each row has; None while they are being drafted.
-            logits: [R, P, V] of the decoding rows, at P consecutive positions.
-            ahead: candidates before the first of these positions, 0 unless given.
+        """[R, P, V] float32 scores as `generate` has them at each of P consecutive prefixes, from the logits there.
 
-        Returns:
-            [R, P, V] float32 scores as `generate` has them at each of these prefixes.
+        Candidates are written after each row's end, `ahead` of them before the first position; `draft` says how many
+        each row has, and is None while they are being drafted.
         """
         scores, prefixes, cells = logits.float(), None, None
         for processor in self.at_once:
@@ -216,14 +207,10 @@ def can_look_ahead(processor: Processor) -> bool:
 
 
 class HeadWarper:
-    """Consecutive warpers of which the first keeps few tokens, applied to the likeliest tokens only.
+    """Consecutive warpers, top-k or top-p and then any of `AFTER`, applied to the likeliest tokens only.
 
     Top-p sorts the scores of the whole vocabulary, which on a CPU can take longer than a draft step. The tokens that
-    it keeps are nearly always among the likeliest few hundred; where they are not, all scores are sorted, as in
-    transformers.
-
-    Args:
-        warpers: top-k or top-p, then any of `AFTER`.
+    it keeps are nearly always among the likeliest few hundred; where they are not, all scores are sorted.
     """
 
     def __init__(self, warpers: list[Any]):

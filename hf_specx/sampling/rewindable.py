@@ -51,12 +51,8 @@ class RewindableProcessor(Protocol):
 
 @dataclass
 class Followed:
-    """What the processor of a row was shown.
-
-    Attributes:
-        path: tokens, emitted ones and then candidates.
-        sure: leading ones of these that are in the text for good.
-        masks: [V] bool, by the number of tokens before it.
+    """What the processor of a row was shown: a `path` of emitted tokens, the first `sure` ones of them for good, and
+    then of candidates; and `masks` [V] bool, by the number of tokens before.
     """
 
     path: list[int] = field(default_factory=list)
@@ -69,13 +65,10 @@ class Followed:
 
 
 class TokenMasks(RoundProcessor):
-    """The tokens that a rewindable processor allows after each candidate of each row.
+    """The tokens that a rewindable processor allows after each candidate of each row; nothing is asked after `ends`.
 
     Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
-
-    Args:
-        ends: ids that end a row; nothing is asked after one.
-        of_call: whether the processor was made for this call, so that nobody sees where it ends.
+    Where a processor was made for this call, `of_call`, nobody sees where it ends.
     """
 
     def __init__(
@@ -231,14 +224,9 @@ def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int |
 def masked(
     processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, vocab_size: int, stopping: Stopping
 ) -> list[Processor]:
-    """The same processors, with `TokenMasks` in place of those whose state can be taken back.
+    """The same processors, for prompts [B, L], with `TokenMasks` in place of those whose state can be taken back.
 
-    Args:
-        processors: as `generate` prepared them for prompts `input_ids` [B, L].
-        vocab_size: V of the target.
-
-    Raises:
-        ValueError: if one was used before, or is for another vocabulary or batch size.
+    Raises a ValueError if one was used before, or is for another vocabulary or batch size.
     """
     found: list[Processor] = []
     for processor in processors:

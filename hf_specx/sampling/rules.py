@@ -3,6 +3,8 @@
 A rule draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
 """
 
+from typing import Any
+
 import torch
 
 from hf_specx.common.batch import Batch
@@ -13,6 +15,7 @@ from .verify import pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
+PURPOSES = ("drafting", "accepting", "choosing")
 
 
 class Rule:
@@ -22,16 +25,10 @@ class Rule:
         """Take up the noise where `generate` would: after the target has read the prompts."""
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
-        """A candidate for each row, from the draft's scores.
+        """A candidate for each row [R], from the draft's processed scores [R, V], after `ahead` candidates.
 
-        Args:
-            batch: the text so far.
-            scores: [R, V], processed.
-            ahead: how many candidates each row has already.
-            lengths: [R], how many it is to have; what is chosen for a row beyond that is not used.
-
-        Returns:
-            [R] int64, and the distribution that they were drawn from, [R, V]; None if they were not drawn.
+        `lengths` [R] is how many candidates a row is to have; what is chosen beyond that is not used. Also the
+        distribution that they were drawn from, [R, V]; None if they were not drawn.
         """
         raise NotImplementedError
 
@@ -62,13 +59,9 @@ class GreedyRule(Rule):
 class RejectionRule(Rule):
     """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
-    Their seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
-
-    Args:
-        block: whether by block rather than by token.
-        device: of `input_ids`.
-        seeds: one for each row of the batch, which then has streams of its own; the default generator is not read. A
-            row's tokens are independent of other rows if its numbers of candidates are, except in lockstep.
+    Their seeds are drawn from the default generator of the device of `input_ids`, so `torch.manual_seed` fixes them.
+    With `seeds` each row has streams of its own, and the default generator is not read: a row's tokens are independent
+    of other rows if its numbers of candidates are, except in lockstep.
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
@@ -77,10 +70,8 @@ class RejectionRule(Rule):
         self.streams: list[dict[str, torch.Generator]] = []  # for all rows, or of each
 
     def begin(self) -> None:
-        if self.seeds is None:
-            self.streams = [_streams(None, self.device)]
-        else:
-            self.streams = [_streams(seed) for seed in self.seeds]
+        seeds = [None] if self.seeds is None else self.seeds
+        self.streams = [_streams(seed, self.device if seed is None else "cpu") for seed in seeds]
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -101,15 +92,11 @@ class RejectionRule(Rule):
         self.streams[row] = _streams(seed)
 
     def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
-        """Numbers from [0, 1) for the decoding rows: [R, most] float64.
+        """Numbers from [0, 1) for the decoding rows, [R, most] float64, the first for the place `first`.
 
         They are drawn on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
-
-        Args:
-            purpose: "drafting", "accepting" or "choosing".
-            lengths: [R], the place where each row needs no more. A row with streams of its own draws no more, so that
-                what it gets depends on nothing but how many it had before; the others are 0.
-            first: the place of the first number.
+        A row with streams of its own draws none beyond its place in `lengths` [R], so that what it gets depends on
+        nothing but how many it had before; the others are 0.
         """
         noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
         if self.seeds is None:
@@ -121,24 +108,19 @@ class RejectionRule(Rule):
 
 
 class CoupledRule(Rule):
-    """Draft and target draw by `race` with the same noise, which is that of plain `generate`.
+    """Draft and target draw by `race` with the same noise, which is that of plain `generate` from its default
+    generator.
 
-    Args:
-        rows: B, the whole batch, since `generate` draws for finished rows too.
-        device: of `input_ids`; `generate` draws from its default generator.
-        window: how many columns' noise is kept for a row; see `StockNoise`.
-        seeds: one for each row of the batch, which then gets the noise of `generate` for it alone under that seed.
+    It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `StockNoise`.
+    With `seeds` each row gets the noise of `generate` for it alone under its seed.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
         self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
 
     def begin(self) -> None:
-        self.noise: StockNoise | SeededNoise
-        if self.seeds is None:
-            self.noise = StockNoise(self.rows, self.device, self.window)
-        else:
-            self.noise = SeededNoise(self.seeds, self.device)
+        shared, seeds = (self.rows, self.device, self.window), self.seeds
+        self.noise = StockNoise(*shared) if seeds is None else SeededNoise(seeds, self.device)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -188,12 +170,8 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
 
 
-def _streams(seed: int | None, device: torch.device | str = "cpu") -> dict[str, torch.Generator]:
+def _streams(seed: int | None, device: Any = "cpu") -> dict[str, torch.Generator]:
     """A stream for each purpose, with seeds drawn by a generator with this seed, or by the default one of a device."""
     source = None if seed is None else torch.Generator().manual_seed(int(seed))
-    drafting, accepting, choosing = torch.randint(2**62, (3,), generator=source, device=device).tolist()
-    return {
-        "drafting": torch.Generator().manual_seed(drafting),
-        "accepting": torch.Generator().manual_seed(accepting),
-        "choosing": torch.Generator().manual_seed(choosing),
-    }
+    own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
+    return dict(zip(PURPOSES, map(torch.Generator.manual_seed, (torch.Generator() for _ in own), own), strict=True))

@@ -1,4 +1,6 @@
-"""Stopping criteria, evaluated at every emitted token: a row ends where `generate` would end it, even mid-round."""
+"""Where rows end: where `generate` would end them, even mid-round; or with its error, where there is no next token."""
+
+from bisect import bisect
 
 import torch
 from transformers.generation.stopping_criteria import (
@@ -10,6 +12,10 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
+from hf_specx.common.round import Round
+
+from .processors import Processors
 
 
 PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
@@ -23,19 +29,16 @@ class Stopping:
 
     Attributes:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        pads_finished_rows: whether there is an end-of-sequence criterion.
         stopped_at: for each row that has stopped, the number of its emitted tokens then.
         eos_token_id: [E], of all end-of-sequence criteria; None without one. `ends` has the same ids.
         max_new_tokens: the most tokens that a row emits.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int, max_length: int):
-        """
-        Args:
-            criteria: as `generate` prepared them. A criterion of the user's own whose result for each row depends only
-                on the row's prefix may set `stateless = True`; it then gets None for scores.
-            width: columns of the prompt.
-            max_length: columns of the whole output, where no `MaxLengthCriteria` gives them.
+        """From the criteria as `generate` prepared them, for a prompt of `width` columns.
+
+        One of the user's own whose result for each row depends only on the row's prefix may set `stateless = True`; it
+        then gets None for scores. `max_length` holds where no `MaxLengthCriteria` says how long the output is.
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
@@ -57,39 +60,48 @@ class Stopping:
         # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
 
-    def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
-        """How many of its new tokens each row emits, [R], and whether the last of these ends it, [R].
+    def ahead(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        """[R, n] bool: whether the criteria of the text stop a row with the first 1, 2, ... of its tokens [R, n].
 
-        Args:
-            batch: the text so far, without the new tokens.
-            tokens: [R, n], of which the first `num_new` [R] of each row are new.
+        They are asked before it is known on the host how many of these count, so that the answers need no transfer of
+        their own. On a CPU that is known, and what lies beyond [R] `accepted` and one is not asked for.
         """
-        kept, ended = [], []
-        for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
+        rows, most = tokens.shape
+        if not self.criteria:
+            return tokens.new_zeros(rows, 0)
+        new = [most] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
+        batch.put(tokens)
+        return self._stops(batch, [min(pair) for pair in zip(new, map(batch.room, batch.rows), strict=True)], most)
+
+    def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
+        """[R, most]: each criterion is called on the whole batch, at every length that a row has with `new` [R]."""
+        before = [batch.counts[row] for row in batch.rows]
+        counts = sorted({count + n for count, number in zip(before, new, strict=True) for n in range(1, number + 1)})
+        stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts], 1)  # [B, lengths]
+        where = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(most)] for count in before]
+        return stops[batch.index[:, None], sent(where, stops.device)]
+
+    def cut(self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]) -> list[int]:
+        """How many of its new tokens [R, n] each row emits, [R]; notes which rows stop there.
+
+        The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
+        """
+        kept = []
+        for row, new, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
             room = batch.room(row)
             number = min(number, room)
-            last = number == room
+            last = room if number == room else 0
             for position in range(number):
-                if new[position] in self.ends:
-                    number, last = position + 1, True
+                if new[position] in self.ends or (stopped and stopped[position]):
+                    last = position + 1
                     break
-            kept.append(number)
-            ended.append(last)
-        return kept, ended
+            if last:
+                self.stopped_at.setdefault(row, batch.counts[row] + last)
+            kept.append(last if last and self.pads_finished_rows else number)
+        return kept
 
-    def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
-        """Note which rows stopped within their new tokens; returns the rows that leave the batch, which are cut.
-
-        Args:
-            batch: the text with the new tokens.
-            new: [R], how many tokens each decoding row has just emitted.
-            ended: [R], whether `cut` ended it.
-        """
-        for row, end in zip(batch.rows, ended, strict=True):
-            if end:
-                self.stopped_at.setdefault(row, batch.counts[row])
-        if self.criteria:
-            self._update_prefix_criteria(batch, new)
+    def leaving(self, batch: Batch) -> list[int]:
+        """The rows that leave the batch, cut to where they end; the batch has the new tokens."""
         if self.pads_finished_rows:
             ends = self.stopped_at
         elif len(self.stopped_at) == len(batch.counts):
@@ -120,21 +132,41 @@ class Stopping:
         columns = max([*going, *self.stopped_at.values()])
         return [min(count, columns) for count in batch.counts]
 
-    def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
-        """Call each criterion on the whole batch at every length that some row has just passed."""
-        numbers = zip(batch.rows, new, strict=True)
-        passed = {row: range(batch.counts[row] - number + 1, batch.counts[row] + 1) for row, number in numbers}
-        counts = sorted({n for lengths in passed.values() for n in lengths})
-        if not counts:
-            return
-        # read back together, since each reading waits for the device
-        stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts]).tolist()
-        for emitted, stopped in zip(counts, stops, strict=True):
-            for row, lengths in passed.items():
-                if emitted in lengths and stopped[row]:
-                    self.stopped_at[row] = min(emitted, self.stopped_at.get(row, emitted))
-
     @property
     def columns(self) -> int:
         """How many columns `generate` has emitted when the last row stops."""
         return max(self.stopped_at.values())
+
+
+class DeadEnds:
+    """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
+
+    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
+    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
+    """
+
+    def __init__(self, processors: Processors, stopping: Stopping):
+        self.processors, self.stopping = processors, stopping
+        self.found: dict[int, tuple[int, Exception]] = {}  # the first of each row: tokens before it, and the error
+
+    def observe(self, done: Round) -> None:
+        """Look for them among the tokens that a round emitted."""
+        barred = self.processors.barred
+        for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
+            for count in range(first, first + number) if barred else ():
+                if (row, count) in barred:
+                    self.found.setdefault(row, (count, barred[row, count]))
+            count = first + position
+            if position < number and count < self.found.get(row, (count + 1,))[0]:
+                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
+                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
+                self.found[row] = (count, RuntimeError(told))
+        if self.found:
+            settled = self.stopping.settled(done.batch)
+            for row, (count, error) in self.found.items():
+                if count < settled[row]:
+                    raise error
+
+    def admit(self, row: int) -> None:
+        """A new prompt has the place of a row."""
+        self.found.pop(row, None)

@@ -143,10 +143,8 @@ def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Sample from unnormalised weights [R, V] by inverting their cumulative sum: int64 [R].
 
-    It needs one random number a row where a race needs V, and on a CPU these take most of the time of a draw.
-
-    Args:
-        uniforms: [R] float64 in [0, 1), 1 excluded, so that a weight of 0 is never drawn.
+    It needs one random number a row, [R] float64 in [0, 1), where a race needs V, and on a CPU these take most of the
+    time of a draw. As 1 is excluded, a weight of 0 is never drawn.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]

@@ -25,7 +25,7 @@ from hf_specx.pairs.shares import processes
 
 from .draft import ModelDraft, draft_to_train
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
-from .held_out import alpha, estimate, measure_alpha
+from .losses import alpha, estimate, measure_alpha
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes

@@ -1,6 +1,7 @@
 """What is trained: a draft model, which starts as it was given or as the target's first layers."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ class ModelDraft:
         layers: int | None = None,
     ):
         self.first, self.recipe, self.tokenizers = first, recipe, tokenizers
-        named = f"`{first.name_or_path}`" if first.name_or_path else "a draft that was made here"
+        name = str(first.name_or_path)
+        name = Path(name).resolve().name if Path(name).exists() else name  # a card shows no folder of this machine
+        named = f"`{name}`" if first.name_or_path else "a draft that was made here"
         self.in_words = named if layers is None else f"the first {layers} layers of the target, with its head"
         width = getattr(first.config.get_text_config(decoder=True), "hidden_size", 1024)
         self.rate = recipe.rate(int(width), from_layers=layers is not None)

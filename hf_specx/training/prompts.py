@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.wrappers import vocabulary
 
 
 GivenPrompts = Sequence[str] | Sequence[Sequence[int]]

@@ -4,7 +4,10 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Template
 
 from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
@@ -12,9 +15,10 @@ from hf_specx.bench.tune import Loaded, measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.hub.facts import model_facts
+from hf_specx.hub.folders import without_folders
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .held_out import Estimate
+from .losses import Estimate
 from .prompts import Split
 from .recipe import TrainingRecipe
 from .trainer import Tell
@@ -97,29 +101,10 @@ class Distilled:
 
 def card_notes(result: Distilled, start: str, command: str) -> str:
     """Markdown for the model card: how the draft was made, from `start` in words, by the command that was typed."""
-    split, alphas = result.split, ", ".join(f"{value:.3f}" for value in result.alphas)
-    best = f"The weights are those after {result.steps:,} steps" if result.steps else "No phase was better than that"
-    return f"""## How the draft was made
-
-It started as {start}. It was trained by `hf_specx.distill` on texts that the target wrote after \
-{len(split.training):,} prompts, in phases. {best}.
-
-| α on held-out prompts | mean, 95% interval |
-| --- | --- |
-| before | {result.before} |
-| after | {result.after} |
-| gain, text by text | {result.gain} |
-
-α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that had no part \
-in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others decided when to stop: \
-on them α was {alphas} before training and after each phase.
-
-```bash
-{command}
-```
-
-All of its settings:
-
-```json
-{json.dumps(result.recipe.to_dict(), indent=1, default=str)}
-```"""
+    template = Template(Path(__file__).with_name("notes.md.jinja").read_text(encoding="utf-8"))
+    recipe = result.recipe.to_dict()
+    recipe["training"] = {
+        name: without_folders(str(x)) if isinstance(x, str | Path) else x for name, x in recipe["training"].items()
+    }
+    settings = json.dumps(recipe, indent=1, default=str)
+    return template.render(result=result, start=start, command=without_folders(command), settings=settings)

@@ -24,8 +24,7 @@ from hf_specx.common.errors import brief
 from .draft import ModelDraft
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .losses import losses_of
-from .reading import collate, logits_where_written
-from .remembered import REMEMBERED_BYTES, Remembered
+from .reading import REMEMBERED_BYTES, Remembered, collate, logits_where_written
 from .texts import Phases, Writer
 
 
@@ -34,26 +33,23 @@ WARM_UP_SHARE = 0.05  # of all steps
 Tell = Callable[[str, int, int], object]  # what is being done, how much is, and of how much; 0 for news, such as α
 
 
-class Bar:
-    """Shows on stderr how far a training is: a bar for what is being done, a line for each of the news."""
+class Bar(tqdm):
+    """How far a training is, on stderr: on a terminal a bar of what is being done, and a line for each of the news."""
 
     def __init__(self) -> None:
-        self.bar = tqdm(disable=True)
+        super().__init__(leave=False, delay=1e-3, disable=None)
+        self.doing = ""
 
     def __call__(self, doing: str, done: int, total: int) -> None:
         """Show what is being done, or news where `total` is 0."""
         if not total:
-            self.close()
-            print(doing, file=sys.stderr)
-        elif self.bar.disable or self.bar.desc != f"{doing}: ":
-            self.close()
-            self.bar = tqdm(total=total, desc=doing, leave=False, disable=None)  # on a terminal alone
-        self.bar.update(done - self.bar.n)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self.bar.close()
-        self.bar = tqdm(disable=True)
+            self.write(doing, file=sys.stderr)
+            return
+        if (doing, total) != (self.doing, self.total):
+            self.doing = doing
+            self.set_description(doing, refresh=False)
+            self.reset(total)
+        self.update(done - self.n)
 
 
 def training_arguments(learner: ModelDraft, folder: Path, phases: int) -> TrainingArguments:

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.bench.trace import Recorder, add_texts, added, trace
+from hf_specx.bench.trace import Recorder, text_added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -104,7 +104,7 @@ def test_greedy_candidates_have_no_q(models):
 def test_a_strategy_keeps_the_listeners_that_it_had(models):
     """They hear the rounds as well, and nobody listens to later calls of the strategy."""
     target, draft = models
-    used, mine = strategy(draft, "token"), Recorder()
+    used, mine = strategy(draft, "token"), Recorder(tiny_tokenizer(), [7])
     used.listeners = (mine,)
     found = trace(target, used, INPUTS, OPTIONS, tiny_tokenizer())
     assert len(mine.rounds) == len(found["rounds"])
@@ -117,13 +117,4 @@ def test_spaces_that_tokenizers_strip_are_in_the_text():
     words.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    rounds = [{"candidates": [{"token": 1}, {"token": 2}], "tokens": [{"token": 1}, {"token": 0}]}]
-    add_texts(tokenizer, [0], rounds)
-    assert [entry["text"] for entry in rounds[0]["candidates"]] == [" cat", "s"]
-    assert [entry["text"] for entry in rounds[0]["tokens"]] == [" cat", " the"]
-
-
-def test_parts_of_characters_are_shown_as_such():
-    tokenizer = tiny_tokenizer()
-    first, second = tokenizer("é")["input_ids"]
-    assert [added(tokenizer, [], first), added(tokenizer, [first], second)] == ["\ufffd", "\ufffd"]
+    assert [text_added(tokenizer, [0], 1), text_added(tokenizer, [1], 2)] == [" cat", "s"]

@@ -8,7 +8,7 @@ import torch
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from tune_cases import DEAR, FREE, QUICK, save, tiny_t5
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding
+from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
 from hf_specx.bench.study import Study
 from hf_specx.common.devices import hardware
@@ -84,15 +84,6 @@ def test_precision_and_places_are_those_of_the_study(folders, costs, monkeypatch
     (trial,) = tune.tune(folders["target"], [folders["near"]], study)
     assert seen == [{"dtype": "bfloat16", "device_map": place} for place in ("cpu", {"": torch.device("cpu")})]
     assert (trial.measurements[0].dtype, trial.config.costs.dtype) == ("bfloat16", "bfloat16")
-
-
-def test_without_prompts_nothing_is_decoded(folders, monkeypatch):
-    monkeypatch.setattr(SpeculativeDecoding, "__call__", None)
-    (trial,) = tune.tune(folders["target"], [folders["near"]], Study())
-    assert (trial.measurements, trial.config.costs, trial.config.num_draft_tokens) == ([], None, "auto")
-    assert trial.config.prompts == []
-    assert len(trial.findings) == 8
-    assert trial.pair is not None
 
 
 def test_revisions_and_tokens_reach_the_hub(folders, monkeypatch):

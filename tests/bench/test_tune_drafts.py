@@ -13,7 +13,7 @@ from tune_cases import FREE, QUICK
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
-from hf_specx.bench.study import Study, weightless_draft
+from hf_specx.bench.study import weightless_draft
 from hf_specx.hub.pair_config import Measurement
 
 
@@ -105,8 +105,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize(("kind", "role"), [("model", "target"), ("tokenizer", "draft"), ("weights", "draft")])
 def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
     message, changes = HOSTILE[kind]
     folder = tmp_path / "hostile"
@@ -142,20 +141,3 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
     for trial in found[3:]:
         assert re.search(errors[trial.name], trial.error)
         assert trial.config is trial.pair is None
-
-
-def test_what_is_refused(folders, tmp_path):
-    """Revisions of folders, and targets that cannot be read."""
-    target, drafts, nowhere = folders["target"], [folders["near"]], str(tmp_path / "nowhere")
-    refused = {
-        "revision='v1' is for repositories on the Hub": (target, drafts, Study(), "v1"),
-        "1 revisions were given for 0 drafts": (target, ["suffix"], Study(), None, ["v2"]),
-        "has no tokenizer": (folders["bare"], drafts, QUICK),
-        "more than the 128 positions": (target, drafts, replace(QUICK, options={"max_new_tokens": 200})),
-        "nowhere": (nowhere, drafts, QUICK),
-    }
-    for message, arguments in refused.items():
-        with pytest.raises((ValueError, OSError), match=message):
-            tune.tune(*arguments)
-    (trial,) = tune.tune(target, drafts, Study(), None, ["v2"])
-    assert "revision='v2' is for repositories on the Hub" in trial.error

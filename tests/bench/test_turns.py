@@ -4,13 +4,12 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from tune_cases import tiny_t5
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import turns
-from hf_specx.bench.cells import Cell
 from hf_specx.bench.timer import TimedCall, Timing
 from hf_specx.bench.turns import figures, measure_cell, usual_contenders
+from hf_specx.bench.ways import Cell
 
 
 def pair(*drafts) -> DraftTargetPair:
@@ -86,15 +85,6 @@ def test_an_early_exit_has_the_head_of_the_pair(monkeypatch):
     found = measure_cell(cell("exit:1-2"), made, "")["contenders"]["exit:1-2"]
     assert len(found["runs"]) == 1
     assert {strategy.draft_model for strategy in drafts} == {made.draft}
-
-
-def test_encoder_decoders_and_pairs_without_a_draft_model():
-    """Which the bench refused once."""
-    made = DraftTargetPair(tiny_t5(), SuffixDraft(), tiny_tokenizer())
-    made.config.prompts = list(TEXTS)
-    found = measure_cell(cell(), made, "")["contenders"]
-    assert list(found) == ["plain", "lookup-10", "suffix-auto"]
-    assert [len(noted["runs"]) for noted in found.values()] == [1, 1, 1]
 
 
 def test_ratios_within_turns():

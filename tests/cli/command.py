@@ -1,28 +1,24 @@
 """The command line, run in this process."""
 
 from pathlib import Path
-from unittest import mock
 
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from hf_specx.cli import console
 from hf_specx.cli.commands import app
 
 
 def command(*arguments: object, input: str | None = None, **env: str):
     """What `specx` with these arguments wrote, and its exit code; errors that it does not handle are raised.
 
-    It silences transformers, which other tests may want to hear, and lines of progress, of which a slow machine has
-    more than a quick one.
+    It silences transformers, which other tests may want to hear.
     """
     verbosity = logging.get_verbosity()
     try:
         runner = CliRunner(env={"TERM": "dumb"} | env)
-        with mock.patch.object(console, "SECONDS", console.SECONDS if console.SECONDS < 1 else 600):
-            result = runner.invoke(app, list(map(str, arguments)), input=input)
+        result = runner.invoke(app, list(map(str, arguments)), input=input)
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()

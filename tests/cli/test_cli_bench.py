@@ -9,7 +9,7 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.bench.ways import in_words
+from hf_specx.bench.ways import KINDS, way
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -49,7 +49,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
     for cell in cells:
         for name, noted in cell["contenders"].items():
-            assert f"{name}: {in_words(name)}" in result.stdout
+            assert KINDS[way(name).kind] in result.stdout
             assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
 
 

@@ -41,7 +41,6 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     result = specx(folder, *SMALL, "--file", texts, "--out", str(out), "--report", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
     page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
-    assert found["speed"]["times_plain"] > 0
     assert found["command"] in html.unescape(page)
     assert found["pair"] in page
     assert found["passed"] is True
@@ -71,8 +70,7 @@ def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
 def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     seen = []
 
-    def run_check(subject, advance, path, timed):
-        assert not timed
+    def run_check(subject, advance, path):
         seen.append((subject.settings, subject.prompts, subject.target.dtype, path))
         raise ValueError("seen")
 

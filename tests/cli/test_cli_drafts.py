@@ -47,21 +47,17 @@ def test_generate(pair: DraftTargetPair, kind: str, sources: set):
     assert pair.config.num_draft_tokens == 3  # its own is as it was
 
 
-@pytest.mark.parametrize(("kind", "field"), [("suffix", "suffix"), ("exit:1", "early_exit")])
-def test_publish(pair: DraftTargetPair, tmp_path: Path, kind: str, field: str):
-    result = command("publish", "org/pair", "--draft", kind, "--folder", tmp_path / "made")
+def test_publish(pair: DraftTargetPair, tmp_path: Path):
+    result = command("publish", "org/pair", "--draft", "exit:1", "--folder", tmp_path / "made")
     assert result.exit_code == 0, result.stderr
-    config = PairConfig.from_file(tmp_path / "made" / CONFIG_NAME)
-    assert getattr(config, field) is not None
+    assert PairConfig.from_file(tmp_path / "made" / CONFIG_NAME).early_exit is not None
     assert not (tmp_path / "made" / "draft").exists()
 
 
-@pytest.mark.parametrize("kind", [kind for kind, _ in KINDS])
-def test_where_the_target_is_stays_known(pair: DraftTargetPair, kind: str):
-    """And "both" is with whatever the pair drafts with."""
+def test_both_is_with_whatever_the_pair_drafts_with(pair: DraftTargetPair):
+    """And where the target is stays known."""
     early = DraftTargetPair(pair.target, EarlyExitDraft(1), pair.tokenizer)
     early.sources["target"] = ModelSource("org/models", "0" * 40, "target")
-    made = loading.with_draft(early, kind)
+    made = loading.with_draft(early, "both")
     assert made.sources["target"] == early.sources["target"]
-    if kind == "both":
-        assert [type(draft) for draft in made.draft] == [SuffixDraft, EarlyExitDraft]
+    assert [type(draft) for draft in made.draft] == [SuffixDraft, EarlyExitDraft]

@@ -92,10 +92,10 @@ def test_read_only_folder(monkeypatch, tmp_path: Path, name, option):
 
 
 ENDS = [(KeyboardInterrupt(), 130), (ValueError("no"), 2), (OSError("no"), 2), (BrokenPipeError(), 141)]
+CASES = [(name, *ENDS[0]) for name in COMMANDS] + [("generate", *end) for end in ENDS[1:]]
 
 
-@pytest.mark.parametrize(("error", "code"), ENDS, ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "")
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "error", "code"), CASES)
 def test_whatever_ends_the_work(monkeypatch, tmp_path: Path, name, error, code):
     @contextmanager
     def work():

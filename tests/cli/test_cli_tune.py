@@ -10,7 +10,6 @@ from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.study import DraftTrial, weightless_draft
-from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
@@ -128,12 +127,6 @@ def test_no_draft_fits(folders, tmp_path):
     assert "no draft can be used" in result.stderr
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
-
-
-@pytest.mark.parametrize("token", [["--token", "hf_secret"], ["--token=hf_secret"]])
-def test_tokens_do_not_get_into_files(monkeypatch, token):
-    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "a b", *token, "--greedy"])
-    assert cli_options.typed() == "specx tune 'a b' --greedy"
 
 
 def test_a_target_alone(folders, tmp_path):

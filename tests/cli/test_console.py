@@ -35,24 +35,12 @@ def test_figures_are_never_cut(capsys):
         (RoundRecord(0, 0, 1), ["bonus"]),  # a plain step
         (RoundRecord(3, 0, 1), ["recovered"]),
         (RoundRecord(3, 2, 3), ["accepted", "accepted", "recovered"]),
-        (RoundRecord(2, 2, 3), ["accepted", "accepted", "bonus"]),
         (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
-        (RoundRecord(3, 1, 1), ["accepted"]),
         (RoundRecord(4, 3, 4, forced=(0, 2, 3)), ["forced", "accepted", "forced", "recovered"]),
     ],
 )
 def test_origins_of_a_round(record, origins):
     assert coloured.round_origins(record) == origins
-
-
-def test_colours_by_origin(tokenizer):
-    history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
-    tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
-    text = coloured.coloured(tokens, history, coloured.TokenDecoder(tokenizer, []))
-    assert text.plain == "bdoganc"
-    origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
-    assert [(s.start, s.style) for s in text.spans] == [(i, coloured.STYLES[o]) for i, o in enumerate(origins)]
-    assert coloured.coloured(tokens[:2], history, coloured.TokenDecoder(tokenizer, [])).plain == "bd"
 
 
 @pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])

@@ -39,26 +39,11 @@ def test_rows_leave_and_the_others_keep_their_numbers():
     assert batch.output(1).tolist() == [[9, 9, 5, 9], [1, 2, 3, 9]]
 
 
-def test_all_rows_can_be_taken_as_decoding_again():
-    batch = two_rows()
-    batch.retire([0])
-    batch.revive()
-    assert batch.rows == [0, 1]
-    assert batch.ends.tolist() == [3, 3]
-
-
 def test_room_grows_without_losing_text():
     batch = two_rows()
     for i in range(40):
         batch.emit(torch.full((2, 1), i), [1, 1])
     assert batch.output(40)[1, 3:].tolist() == list(range(40))
-
-
-def test_extend_takes_a_longer_text():
-    batch = two_rows()
-    batch.extend(torch.tensor([[9, 9, 5, 4, 4], [1, 2, 3, 4, 5]]))
-    assert batch.counts == [2, 2]
-    assert batch.row(0).tolist() == [5, 4, 4]
 
 
 UNEVEN = Draft(torch.tensor([[4, 6, 7], [5, 0, 0]]), [3, 1])  # row 1 has one candidate, and two fillers
@@ -104,8 +89,3 @@ def test_in_lockstep_all_rows_gain_what_the_least_one_does():
     assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
     assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
     assert batch.together == 2
-
-
-def test_a_draft_knows_its_candidates():
-    assert UNEVEN.proposed.tolist() == [[True, True, True], [True, False, False]]
-    assert UNEVEN._replace(lengths=[3, 3]).proposed is None

@@ -11,7 +11,8 @@ from tiny import prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx.common import devices
-from hf_specx.common.devices import execution_device, hardware, last_device, synchronize
+from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.models.slots import CACHE
 
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -59,14 +60,6 @@ def test_offloaded_weights_are_nowhere_but_run_somewhere(kind: str, tmp_path: Pa
     assert execution_device(model) == last_device(model) == CPU
 
 
-def test_a_model_that_does_not_say_which_its_embeddings_are(monkeypatch: pytest.MonkeyPatch):
-    model = hooked(at(None), at(FIRST), at(SECOND))
-    for missing in (lambda: None, NotImplementedError.mro):
-        monkeypatch.setattr(model, "get_input_embeddings", missing)
-        monkeypatch.setattr(model, "get_output_embeddings", missing)
-        assert (execution_device(model), last_device(model)) == (FIRST, SECOND)
-
-
 def test_hardware_is_named_with_what_makes_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     facts = tmp_path / "cpuinfo"
     monkeypatch.setattr(devices, "CPU_FACTS", tmp_path / "none")
@@ -97,23 +90,6 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
 def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
     model, cache = zoo.build("causal", model_type), DynamicCache()
-    model(**prompts(1, width=5), past_key_values=cache)
+    model(**prompts(1, width=5), **{CACHE: cache})
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     assert devices._bytes_per_token(model) == held // 5
-
-
-def test_sparse_latent_attention_may_be_cached_expanded():
-    """As in transformers 5.17, where a count of latents would let a queue take more than there is."""
-    config = zoo.build("causal", "glm_moe_dsa").config
-    one = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    assert devices._bytes_per_token(zoo.build("causal", "glm_moe_dsa")) == 4 * config.num_hidden_layers * one
-
-
-def test_waiting_for_a_device(monkeypatch: pytest.MonkeyPatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
-    synchronize(CPU)
-    synchronize(SECOND)
-    synchronize(torch.device("mps:0"))
-    assert waited == [SECOND, "mps"]

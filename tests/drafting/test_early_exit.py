@@ -17,9 +17,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from vision import seeing
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
-from hf_specx.drafting.early_exit import SharedDecoder, find_layers
+from hf_specx.common.batch import Batch
+from hf_specx.drafting.early_exit import EarlyExitDrafter, find_layers
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.models.ragged import RaggedDecoder
+from hf_specx.models.decoder import Decoder
 from hf_specx.sampling.rules import RejectionRule
 
 
@@ -80,15 +81,15 @@ def test_the_cache_of_the_target_serves_as_one_of_its_own(verification: str):
 
 def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Wrong: it writes over the token before, which the target's forward does not write again."""
-    lend = SharedDecoder._lent
+    ready = EarlyExitDrafter._ready
 
-    def lent(shared: SharedDecoder) -> RaggedDecoder:
-        decoder = lend(shared)
+    def shifted(drafter: EarlyExitDrafter, batch: Batch) -> Decoder:
+        decoder = ready(drafter, batch)
         forward = decoder._forward
         decoder._forward = lambda batch, tokens, ahead, keep: forward(batch, tokens, ahead - 1, keep)
         return decoder
 
-    monkeypatch.setattr(SharedDecoder, "_lent", lent)
+    monkeypatch.setattr(EarlyExitDrafter, "_ready", shifted)
     assert not torch.equal(run(target(), prompts(4), made(), **GREEDY), run(target(), prompts(4), **GREEDY))
 
 

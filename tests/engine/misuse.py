@@ -22,14 +22,14 @@ from transformers import (
     WhisperForCausalLM,
     WhisperForConditionalGeneration,
 )
-from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.engine import call as calls
 from hf_specx.engine import check_inputs
-from hf_specx.models import choose as layouts
 from hf_specx.models import compiled, regions
+from hf_specx.models.slots import CACHE
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -177,11 +177,14 @@ def function(target: str = "target", **settings):
     return generate(**{name: value for name, value in given.items() if value is not ...}, model=get(target))
 
 
+def pair() -> DraftTargetPair:
+    return DraftTargetPair(get("target"), get("draft"))
+
+
 def of_pair(**settings):
     """Two rows through a pair."""
-    pair = DraftTargetPair(get("target"), get("draft"))
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
-    return pair.generate(**given | settings)
+    return pair().generate(**given | settings)
 
 
 def made(**given):
@@ -207,7 +210,7 @@ def embeds(target: str = "target", width: int = 32) -> dict:
 def full_window() -> DynamicCache:
     """Of a text that is longer than the window, so that its first keys are gone."""
     past = DynamicCache(config=get("sliding").config)
-    get("sliding").generate(**prompts(2, width=6), max_new_tokens=9, past_key_values=past)
+    get("sliding").generate(**prompts(2, width=6), max_new_tokens=9, **{CACHE: past})
     return past
 
 
@@ -215,18 +218,13 @@ def full_window() -> DynamicCache:
 @torch.no_grad()
 def two_tokens() -> DynamicCache:
     past = DynamicCache(config=get("target").config)
-    get("target")(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=past)
+    get("target")(input_ids=torch.ones(2, 2, dtype=torch.int64), **{CACHE: past})
     return past
 
 
 def negative(ids: torch.Tensor, mask: torch.Tensor | None = None, **settings):
     guidance = {"guidance_scale": 1.5, "negative_prompt_ids": ids, "negative_prompt_attention_mask": mask}
     return call(**guidance, **settings)
-
-
-def heard(draft: str):
-    sound = {"input_features": torch.zeros(2, 8, 16), "input_ids": ..., "attention_mask": ...}
-    return call(target="whisper", draft=draft, **sound)
 
 
 def spread(**settings):
@@ -244,22 +242,11 @@ def to_compile(options: dict | None = None, found: bool = True, **settings):
         return call({"compile": True} | (options or {}), **settings)
 
 
-def on_the_oldest(target: str):
-    """As if this were the last version before the one that is needed."""
-    with patch.object(layouts, "SINCE", (99, 0)):
-        return call(target=target)
-
-
 def without_a_model_elsewhere():
     """Sampling by default, "coupled" there, as if this device had other noise."""
     given = {"do_sample": True, "custom_generate": SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)}
     with patch.object(check_inputs, "NOISE_DEVICES", ()):
         return get("target").generate(**prompts(2, width=6), max_new_tokens=2, **given)
-
-
-def of_one_text():
-    model = get("draft")
-    return SpeculativeDecoding(AssistedCandidateGenerator(IDS[:1], model, model.generation_config, {}))
 
 
 def later() -> dict[str, torch.Tensor]:

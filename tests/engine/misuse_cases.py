@@ -18,14 +18,12 @@ from misuse import (
     embeds,
     full_window,
     get,
-    heard,
     holed_decoder,
     later,
     letters,
     masked,
     negative,
     of_other_files,
-    on_the_oldest,
     only_encoded,
     put,
     spread,
@@ -37,14 +35,12 @@ from transformers import StaticCache
 
 from hf_specx import generate
 from hf_specx.engine.check_inputs import DRAFTS_INSTEAD
-from hf_specx.engine.check_models import check_target
+from hf_specx.models.slots import CACHE
 from hf_specx.pairs.generate import NAMED
 
 
 SAMPLED = {"do_sample": True, "top_k": 0}
-MODES = {"penalty_alpha": 0.6, "dola_layers": "low", "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1}
-MODES |= {"use_mtp": True, "speculation_type": "dflash", "assistant_ensemble_weight": 0.5}
-MODES |= {"constraints": [1], "force_words_ids": [[1]]}
+MODES = {"penalty_alpha": 0.6, "prompt_lookup_num_tokens": 3, "force_words_ids": [[1]]}
 
 CASES = {
     # What a strategy is made of
@@ -52,20 +48,10 @@ CASES = {
         "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
         partial(to_compile, {"layout": "padded"}),
     ),
-    "forward_that_cannot_be_compiled": (
-        "cannot compile LlamaForCausalLM: its frequencies follow the length of the text; use compile=False",
-        partial(to_compile, target="long"),
-    ),
-    "compiled_over_several_devices, ranks": ("is on 'cpu' of several ranks; use", partial(spread, compile=True)),
-    "compiled_without_compiler": (
-        "compile=True needs a C.. compiler for device 'cpu'; install one, or use compile=False",
-        partial(to_compile, found=False),
-    ),
     # The models
     "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
     "trained_without_a_cache": ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
     "weights_not_loaded": ("the draft model has parameters on the meta device", partial(call, draft="empty")),
-    "weights_not_loaded, target": ("the target model has parameters", lambda: check_target(get("empty"), 9)),
     "attends_in_both_directions": ("attends in both directions.*set is_decoder", partial(call, target="both ways")),
     "frequencies_that_change": (
         "rope_type='dynamic' changes its frequencies after position 12",
@@ -79,8 +65,6 @@ CASES = {
         "reads input_ids and the draft WhisperForConditionalGeneration input_features; choose",
         partial(call, target="encoder", draft="whisper"),
     ),
-    "other_mel_bins": ("the target hears 8 mel bins and the draft 16.*=8", partial(heard, "more bins")),
-    "other_encoder_width": ("encoder outputs of width 48.*have 32; choose", partial(heard, "wide whisper")),
     "vocabularies_of_other_sizes": ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
     "files_of_other_tokens": (
         "have different tokenizers: 48 of 48 ids stand for other tokens, .*; pass tokenizer= and draft_tokenizer=",
@@ -90,25 +74,13 @@ CASES = {
         "the two tokenizers differ, for instance in '0' with id 0; choose a draft with the",
         partial(early, tokenizer=Tokens(48), draft_tokenizer=Tokens(48, "zero")),
     ),
-    "tokens_without_bytes": (
-        "Tokens does not say which bytes its tokens stand for; load the fast one",
-        partial(call, {"tokenizer": Tokens(48), "draft_tokenizer": Tokens(48, "zero")}),
-    ),
     "too_few_common_tokens": (
         "only 0% of the tokens of a sample text are in both tokenizers.*choose a draft with the target's own",
         partial(call, OTHER | {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}),
     ),
-    "own_text_with_an_encoder": (
-        "T5ForConditionalGeneration has an encoder and another tokenizer .*choose a decoder-only draft",
-        partial(call, OTHER, draft="encoder"),
-    ),
     "own_text_in_lockstep": (
         "the draft .* has another tokenizer .*one row at a time; choose a draft with attention",
         partial(call, OTHER, draft="recurrent"),
-    ),
-    "own_text_without_ids": (
-        "LlamaForCausalLM has another tokenizer .* cannot read inputs_embeds; pass input_ids",
-        lambda: call(OTHER, **embeds()),
     ),
     "tokenizer_of_another_model": (
         "the draft's tokenizer is not that of LlamaForCausalLM: 'W' has id 48, and the model scores 48 tokens; pass",
@@ -124,55 +96,44 @@ CASES = {
         "layout='padded' has not been shown .*'never_heard_of'.*use 'lockstep' or 'auto'",
         partial(call, {"layout": "padded"}, target="unknown"),
     ),
-    "type_of_a_later_version": ("'doge' has been shown .* 99.0 and later, not on", lambda: on_the_oldest("doge")),
     # What a call asks for
     "beam_search": ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
     **{
         f"other_mode, {name}": (
-            f"^{name}=.* selects .*{', a draft.*Draft' if name in DRAFTS_INSTEAD else '; for greedy'}.* leave it out",
+            f"^{name}=.* selects .*; {'a draft.*Draft' if name in DRAFTS_INSTEAD else 'for greedy'}.* leave it out",
             partial(call, top_k=4, **{name: value}),
         )
         for name, value in MODES.items()
     },
     "static_past": (
-        "past_key_values is a StaticCache, .*pass a DynamicCache",
-        lambda: call(past_key_values=StaticCache(get("target").config, max_cache_len=40)),
+        f"{CACHE} is a StaticCache, .*pass a DynamicCache",
+        lambda: call(**{CACHE: StaticCache(get("target").config, max_cache_len=40)}),
     ),
     "check_past": (
         "layout='ragged' needs the keys of all tokens.*use layout='auto'",
-        lambda: call({"layout": "ragged"}, "sliding", past_key_values=copy.deepcopy(full_window()), **later()),
+        lambda: call({"layout": "ragged"}, "sliding", **{CACHE: copy.deepcopy(full_window())}, **later()),
     ),
     "packed_past": (
-        "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
-        lambda: call({"layout": "packed"}, past_key_values=copy.deepcopy(two_tokens())),
+        f"layout='packed' starts empty, and {CACHE} holds 2 tokens; use layout='ragged'",
+        lambda: call({"layout": "packed"}, **{CACHE: copy.deepcopy(two_tokens())}),
     ),
-    "packed_embeds": ("and inputs_embeds was passed too; use layout", partial(call, {"layout": "packed"}, **embeds())),
     "noise_that_cannot_be_redrawn": (
-        "cannot redraw the noise .* on device type 'cpu'; pass verification='token' or 'block'",
+        "cannot redraw the noise .* on 'cpu'; use verification='token' or 'block'",
         without_a_model_elsewhere,
     ),
     # Its text
     "unknown_token": ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
-    "embeds_of_another_width": ("of width 16 .* the target .* in 32; make", partial(call, **embeds(width=16))),
-    "embeds_for_another_draft": ("width 32 .* draft .* in 16; pass", partial(call, draft="narrow", **embeds())),
+    "embeds_of_another_width": ("of width 16 .* the target.* in 32; make", partial(call, **embeds(width=16))),
     "encoded_already": ("the draft T5.* has an encoder of its own; pass what", only_encoded),
     "positions_for_other_tokens": (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
     "mask_for_other_tokens": ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
     "mask_of_other_values": ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
     "empty_row": ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
     "padding_on_the_right": ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
-    "type_that_is_not_exact, no cache": (
-        "'openai-gpt' cannot be a draft.*without a cache",
-        partial(call, draft="no cache"),
-    ),
     "holes_in_the_mask": ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
-    "packed_holes": (
-        "attention_mask has zeros between tokens; use layout='ragged'",
-        partial(masked, put(0, 3), options={"layout": "packed"}),
-    ),
     "text_that_was_read": (
         "holds 2 tokens, and the whole text has 2; pass the text with",
-        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], past_key_values=copy.deepcopy(two_tokens())),
+        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], **{CACHE: copy.deepcopy(two_tokens())}),
     ),
     # What ties rows together
     "seeds_in_lockstep": (
@@ -188,9 +149,5 @@ CASES = {
     "schedule_that_varies": (
         "schedule='heuristic' changes the number.*use 'constant'",
         partial(spread, num_assistant_tokens_schedule="heuristic"),
-    ),
-    "threshold_that_varies": (
-        "threshold=0.3 changes the number.*set it to 0",
-        partial(spread, assistant_confidence_threshold=0.3),
     ),
 }

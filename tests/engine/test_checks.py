@@ -8,11 +8,11 @@ from misuse import MODELS, Closing, call, call_of_1, full_window, function, get,
 from misuse_cases import CASES
 from plain_cases import PLAIN
 from tiny import near, prompts, tiny
-from tool_cases import PLAIN as TOOLS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,13 +53,6 @@ def test_misuse(message: str, misuse: Callable[[], object], forwards: list):
     assert state() == before
 
 
-@pytest.mark.parametrize(("message", "misuse"), TOOLS, ids=[case[0] for case in TOOLS])
-def test_misuse_of_tools(message: str, misuse: Callable[[], object]):
-    """Of what measures, checks, places, shares, publishes and exports pairs."""
-    with pytest.raises(ValueError, match=message):
-        misuse()
-
-
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_length(rope_type: str):
     """Within the original length it is the plain one and exact; after it, `generate` switches at another step."""
@@ -83,8 +76,8 @@ def continued(target: PreTrainedModel, inputs: dict) -> dict:
     text = inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(**{name: value[:, :-1] for name, value in text.items()}, past_key_values=cache)
-    return {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": cache}
+        target(**{name: value[:, :-1] for name, value in text.items()}, **{CACHE: cache})
+    return {"input_ids": inputs["input_ids"][:, -1:], CACHE: cache}
 
 
 @pytest.mark.parametrize("given", [embedded, continued])

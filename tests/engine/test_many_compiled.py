@@ -12,7 +12,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options", "batch_size"), [("llama", GREEDY, 3), ("gpt2", SAMPLED, 3), ("mistral", SAMPLED, 1)]
+    ("model_type", "options", "batch_size"),
+    [
+        ("gpt2", SAMPLED, 3),
+        pytest.param("llama", GREEDY, 3, marks=pytest.mark.slow),
+        pytest.param("mistral", SAMPLED, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_requests_get_the_text_of_generate(traced: None, model_type: str, options: dict, batch_size: int):
     """Prompts that are wider than those before them move all slots."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import once
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -26,9 +27,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model_type", "options", "kind"), once(["llama", "gpt2"], [GREEDY, SAMPLED], DRAFTS))
 def test_each_draft_follows_the_requests(kind: str, options: dict, model_type: str):
     target, asked = tiny(model_type), repeating(14)
     expected = [alone(target, request, **options) for request in asked]
@@ -38,9 +37,7 @@ def test_each_draft_follows_the_requests(kind: str, options: dict, model_type: s
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("number", [3, "auto"])
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "kind", "number"), once(["token", "block"], DRAFTS, [3, "auto"]))
 def test_a_batch_of_one_has_the_same_text(kind: str, verification: str, number: int | str):
     """With seeds each row chooses its draft, and how many candidates, for itself."""
     target, asked = tiny(), repeating(10)

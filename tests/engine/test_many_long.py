@@ -8,9 +8,10 @@ from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import queue, run
+from hf_specx.engine import run
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
     """The number of objects after 100 and after 400 requests of an endless input differs by less than one a request.
 
@@ -32,40 +33,6 @@ def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
     assert counts[-1] - counts[0] < 300
 
 
-def test_sums_of_rounds_that_were_let_go(monkeypatch: pytest.MonkeyPatch):
-    """A report that keeps few rounds says the same as one that keeps all."""
-    target, asked, told = tiny(num_hidden_layers=1), requests(20), []
-    draft = near(target, 0.2)
-    for keeps in (2, 1000):
-        monkeypatch.setattr(run, "KEPT_ROUNDS", keeps)
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
-        completed(strategy, target, asked, batch_size=3, **SAMPLED)
-        told.append({name: value for name, value in strategy.report.to_dict().items() if name != "seconds"})
-        assert (max(map(len, strategy.report.history)) <= 4) == (keeps == 2)
-    assert told[0] == told[1]
-    assert told[0]["emitted"] > 100
-
-
-def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pytest.MonkeyPatch):
-    """Once it is done, no row is filled again before a batch has begun that is as wide as its own prompts."""
-    monkeypatch.setattr(queue, "LEFT_OVER", 8)
-    target, widths = tiny(num_hidden_layers=1), []
-
-    class Width:
-        """How wide the prompts of a batch are in each round."""
-
-        def observe(self, done):
-            widths.append(done.batch.width)
-
-    asked = [Request([1 + number % 40] * (60 if number == 4 else 3), 4 + number % 3) for number in range(24)]
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
-    strategy.listeners = (Width(),)
-    found = completed(strategy, target, asked, batch_size=3, **GREEDY)
-    assert [found[index].tokens for index in range(24)] == [alone(target, request, **GREEDY) for request in asked]
-    assert max(widths) == 60
-    assert widths[-1] == 3
-
-
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_auto_beside_requests_with_seeds(draft_pays: None, verification: str):
     """A request with a seed has the text of a batch of one; the others draft as many as is best at the time."""
@@ -84,15 +51,6 @@ def test_auto_beside_requests_with_seeds(draft_pays: None, verification: str):
     assert max(seen) > 5
     again = SpeculativeDecoding(draft, verification=verification, num_draft_tokens=5)
     assert completed(again, target, asked[2::3], batch_size=2, **SAMPLED)[0].tokens == expected[2]
-
-
-def test_a_short_request_at_the_front_does_not_decide_for_those_behind(draft_pays: None):
-    target, seen = tiny(), set()
-    strategy = SpeculativeDecoding(target)
-    strategy.listeners = (Numbers(seen),)
-    asked, options = [Request([1, 2], 2), Request([3, 4], 40)], GREEDY | {"eos_token_id": None}
-    completed(strategy, target, asked, batch_size=1, **options)
-    assert max(seen) > 5
 
 
 class Numbers:

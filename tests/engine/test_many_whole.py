@@ -3,14 +3,12 @@
 import pytest
 import torch
 import zoo
-from automaton import Automaton
 from grammar_cases import installed, make, pair
 from test_many import GREEDY, SAMPLED, alone, completed, requests
-from tiny import VOCAB_SIZE, near, tiny
+from tiny import near, tiny
 from transformers import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine.queue import KEPT_ROUNDS
 
 
 LAYOUTS = {
@@ -48,15 +46,6 @@ def test_whole_batches(name: str, options: dict):
     assert strategy.report.layout_reason.endswith(reason)
     assert strategy.report.emitted == sum(map(len, expected))
     assert len(forwards) < sum(map(len, expected)) / 2
-
-
-def test_a_token_that_an_encoder_does_not_know():
-    """It is refused in its request, and the others go on."""
-    target = zoo.build("seq2seq", "t5")
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=2)
-    found = completed(strategy, target, [[5, 6], [10**6], [-1], [7]], batch_size=4, **GREEDY)
-    assert [found[index].finish_reason == "refused" for index in range(4)] == [False, True, True, False]
-    assert "the token id 1000000" in found[1].error
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])  # the last batch of five has one request
@@ -128,29 +117,6 @@ def test_processors_of_the_requests(options: dict, kind: str):
     assert strategy.report.accepted > 0
 
 
-class Failing(LogitsProcessor):
-    """Keeps state, and does not know what it is given."""
-
-    def __call__(self, input_ids, scores):
-        raise ValueError("not with me")
-
-
-def test_the_report_goes_on_from_the_requests_that_were_served():
-    """A refused one adds nothing to it, nor does an earlier call."""
-    target, options = tiny(), GREEDY | {"eos_token_id": None}
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3)
-    target.generate(torch.tensor([[1, 2]]), **options | {"max_new_tokens": 50}, custom_generate=strategy)
-    made = [[Failing()], [Counting()], [Failing()], *([[Automaton(VOCAB_SIZE, 2)]] * 2)]  # the last two share one
-    asked = [Request([1, 2], 5, None, None, processors) for processors in made]
-    for number, emitted in ((2, 5), (3, 5), (5, 10)):
-        found = completed(strategy, target, asked[:number], **options)
-        reasons = [found[index].finish_reason for index in range(number)]
-        assert reasons == ["refused", "length", "refused", "length", "refused"][:number]
-        assert strategy.report.emitted == emitted
-    assert (strategy.report.layout, strategy.report.keeps) == ("ragged", KEPT_ROUNDS)
-    assert "Counting may keep state" in strategy.report.layout_reason
-
-
 def test_state_that_requests_would_share_is_refused():
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3)
@@ -215,11 +181,3 @@ def test_a_request_without_a_grammar_drafts_as_alone_beside_others(kind: str, ca
     found = completed(together := strategy(), target, asked, batch_size=4, **options)
     assert [found[index].tokens for index in range(4)] == expected
     assert together.report.drafted == drafted > 0
-
-
-def test_calibration_gives_the_encoder_of_a_draft_what_that_of_the_target_reads():
-    target, read = zoo.build("seq2seq", "t5"), []
-    draft = near(target, 0.1)
-    draft.get_encoder().register_forward_pre_hook(lambda _, args, given: read.append(given), with_kwargs=True)
-    SpeculativeDecoding(draft).calibrate(target, torch.full((2, 6), 5))
-    assert [given["input_ids"].shape for given in read] == [(2, 6)]

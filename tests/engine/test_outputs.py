@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sto
 from transformers.utils import ModelOutput
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 NEW_TOKENS, WIDTH, ROWS = 14, 11, 4
@@ -69,8 +70,8 @@ def assert_entry(ours: torch.Tensor, stock: torch.Tensor, alive: list[bool], pla
 
 def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int]) -> None:
     assert torch.equal(ours.sequences, stock.sequences)
-    assert ours.keys() - {"past_key_values"} == stock.keys() - {"past_key_values"}
-    for name in stock.keys() - {"sequences", "past_key_values"}:
+    assert ours.keys() - {CACHE} == stock.keys() - {CACHE}
+    for name in stock.keys() - {"sequences", CACHE}:
         assert len(ours[name]) == len(stock[name]) == max(counts), name
         for step, (entry, expected) in enumerate(zip(ours[name], stock[name], strict=True)):
             assert_entry(entry, expected, [step < count for count in counts], f"{name}, step {step}")
@@ -139,7 +140,7 @@ def assert_continues(target: PreTrainedModel, turn: dict, past: DynamicCache | E
         for layout in (None, "auto"):
             lengths: list[int] = []
             handle = target.register_forward_pre_hook(partial(note_length, lengths, name), with_kwargs=True)
-            output = generate(target, turn | mode | {"past_key_values": copy.deepcopy(past)}, layout)
+            output = generate(target, turn | mode | {CACHE: copy.deepcopy(past)}, layout)
             handle.remove()
             assert torch.equal(output.sequences, expected), layout
             assert lengths[0] == turn[name].shape[1] - past.get_seq_length(), layout
@@ -159,14 +160,6 @@ def test_the_cache_of_a_decoder_serves_the_next_turn(model_type: str, layout: st
     assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     turn = later(call, output.sequences, counts, WIDTH) | {"max_new_tokens": NEW_TOKENS}
     assert_continues(target, turn, output.past_key_values)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_the_cache_of_a_recurrence_is_returned_if_its_rows_end_together(ends: bool):
-    target = model("falcon_h1")
-    call, counts = calls(target, "coupled", ends)
-    past = generate(target, call, "lockstep").past_key_values
-    assert (past is None) == (len(set(counts)) > 1)
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -193,21 +186,9 @@ def test_a_cache_of_the_user_is_filled_with_what_an_encoder_gave():
     target = model("bart")
     call, _ = calls(target, "greedy", ends=False)
     user = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    output = generate(target, call | {"past_key_values": user}, "padded")
+    output = generate(target, call | {CACHE: user}, "padded")
     assert output.past_key_values is user
     assert user.get_seq_length() == NEW_TOKENS
     turn = later({"attention_mask": torch.ones(ROWS, 1)}, output.sequences, [NEW_TOKENS] * ROWS, 1)
     turn = {f"decoder_{name}": value for name, value in turn.items()} | {"max_new_tokens": NEW_TOKENS}
     assert_continues(target, turn | {name: call[name] for name in ("input_ids", "attention_mask")}, user)
-
-
-def test_the_cache_that_mamba_takes_is_filled_as_by_plain_generate():
-    """Under the name that its forward has for it."""
-    target = zoo.build("causal", "mamba2")
-    greedy, filled = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}, []
-    for strategy in (None, SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)):
-        past = DynamicCache(config=target.config)
-        out = target.generate(**prompts(1), **greedy, cache_params=past, custom_generate=strategy)
-        filled.append((out, past.layers[0].recurrent_states[0]))
-    assert torch.equal(filled[0][0], filled[1][0])
-    torch.testing.assert_close(filled[1][1], filled[0][1])

@@ -86,28 +86,6 @@ def test_computed_positions(model_type: str):
     assert len(forwards) < FITS + 9
 
 
-def test_a_table_that_grows():
-    """Sines, of which a model computes more where a text needs them, of its encoder and of its decoder."""
-    target = zoo.build("seq2seq", "m2m_100")
-    for table in (target.get_encoder().embed_positions, target.get_decoder().embed_positions):
-        table.make_weights(TABLE, table.embedding_dim, table.padding_idx)
-    given, settings = torch.arange(TABLE + 9)[None] % 60 + 4, {"max_new_tokens": TABLE + 9, "do_sample": False}
-    expected = target.generate(given, **settings)
-    strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=4)
-    assert torch.equal(target.generate(given, **settings, custom_generate=strategy), expected)
-    (done,) = strategy.generate_many(target, [given[0]], **settings)
-    assert done.tokens == expected[0, 1:].tolist()
-
-
-def test_an_encoder_with_a_config_of_its_own():
-    """A request that it has no positions for is refused, and the others get their texts."""
-    target, strategy = zoo.build("seq2seq", "encoder-decoder"), SpeculativeDecoding(SuffixDraft())
-    short, long = torch.arange(9) + 4, torch.arange(TABLE + 1) % 60 + 4
-    done = list(strategy.generate_many(target, [long, short], ordered=True, max_new_tokens=4, do_sample=False))
-    assert "encoder of EncoderDecoderModel has a table of 128 positions" in str(done[0].error)
-    assert done[1].tokens == target.generate(short[None], max_new_tokens=4, do_sample=False)[0, 1:].tolist()
-
-
 @pytest.mark.parametrize(("prompt", "new"), [(100, 60), (10, 128)])
 def test_an_encoder_has_its_own_positions(prompt: int, new: int):
     """What it reads does not take those of the text that a decoder writes."""

@@ -38,14 +38,6 @@ def test_counters():
     assert made.emitted == 13
 
 
-def test_ratios():
-    made = three_rounds()
-    assert made.acceptance_rate == pytest.approx(7 / 13)
-    assert made.alpha == pytest.approx(5.5 / 10)
-    assert made.mean_acceptance_length == pytest.approx(1 + 7 / 5)
-    assert isinstance(made.overlap, float)  # a report that is kept holds nothing on a device
-
-
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
     made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
@@ -53,16 +45,6 @@ def test_lockstep_gains_what_the_least_row_accepted():
     assert made.mean_acceptance_length == 3
     assert made.tokens_per_round == 2
     assert made.forward_limited_speedup == pytest.approx(2)
-
-
-def test_a_forward_takes_as_long_as_its_longest_row():
-    """Rows of 4 and 0 candidates: 5 + 1 tokens for what two plain rows take in one step, in 1.8 + 0.4 of its time."""
-    costs = Costs({2: {"target": {1: 1.0, 5: 1.8}, "draft": 0.1}})
-    made = SpeculationReport("token", "ragged", "chosen", rows=2, costs=costs)
-    made.observe(made_round([0, 0], [0, 0]))
-    made.observe(made_round([4, 0], [4, 0]))
-    assert made.forward_limited_speedup == pytest.approx(3 / 2.2)
-    assert made.drafted_per_row == [4, 0]
 
 
 def test_tokens_behind_the_last_column_are_not_emitted():
@@ -138,16 +120,6 @@ def test_no_speedup_is_claimed_without_costs_of_this_batch(costs: Costs | None):
     assert "speed-up" not in str(made)
 
 
-def test_plain_values_are_json():
-    values = three_rounds().to_dict()
-    assert json.loads(json.dumps(values)) == values
-    assert values["emitted"] == 13
-    assert values["alpha"] == pytest.approx(0.55)
-    assert values["verification"] == "token"
-    assert (values["layout"], values["layout_reason"]) == ("ragged", "chosen")
-    assert values["seconds"]["total"] == 2.0
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_empty(finished: bool):
     """Before any round, and where nothing was drafted."""
@@ -179,18 +151,3 @@ def test_several_calls_add_up():
         assert (total.seconds["draft"], total.seconds["total"]) == (1.5, 2.0)
         assert list(map(len, total.history)) == [6, 5, 2]
     assert (first.rounds, len(first.history[0]), first.sources["none"]["drafted"]) == (3, 4, 13)  # as they were
-
-
-def test_a_plain_call_says_only_why_it_was_plain():
-    """Whether it was the first or the last; the same reason is said once."""
-    costs = Costs()
-    plain = SpeculationReport("plain", "plain", "keeps state", rows=1)
-    quick = SpeculationReport("block", "ragged", "chosen", rows=2, costs=costs, limit_reason="no more than 3", keeps=1)
-    for _ in range(9):
-        quick.observe(made_round([1, 1], [1, 1]))
-    for total in (plain + quick + quick, quick + plain + quick, plain + plain + quick, quick + quick + plain):
-        assert (total.verification, total.layout, total.limit_reason) == ("block", "ragged", "no more than 3")
-        assert sorted(total.layout_reason.split("; ")) == ["chosen", "keeps state"]
-        assert total.costs is costs
-        assert list(map(len, total.history)) == [2, 2]
-    assert ((plain + plain).layout, (plain + plain).layout_reason) == ("plain", "keeps state")

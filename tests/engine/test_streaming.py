@@ -15,20 +15,11 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx import BatchStreamer, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.engine.outputs import Stream
-from hf_specx.sampling.stopping import Stopping
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 TIMEOUT = 60
-
-
-def started(rows: int = 1) -> tuple[Batch, Stopping]:
-    """Prompts, and what ends their rows."""
-    inputs = prompts(rows)
-    batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
-    return batch, Stopping(StoppingCriteriaList(), batch.width, batch.width + 30)
 
 
 def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) -> Round:
@@ -39,25 +30,6 @@ def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) ->
     return made_round([0] * len(tokens), [0] * len(tokens), batch=batch, tokens=new)
 
 
-def test_a_row_that_has_stopped_does_not_wait_for_those_behind_it():
-    """Without an end token it is sure to stay as far as it has come, and nothing is handed over twice."""
-    batch, stopping = started(2)
-    collector = RowCollector()
-    stream = Stream(collector, "run", stopping)
-    stream.prompt(batch)
-    stream.observe(emit(batch, torch.tensor([[1, 2, 3]] * 2)))
-    assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3]]] * 2
-    done = emit(batch, torch.tensor([[4, 5, 6]] * 2), [3, 0])
-    stream.observe(done)
-    stopping.stopped_at[0] = 6
-    for _ in range(2):
-        stream.observe(done)
-    assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
-    stream.observe(emit(batch, torch.tensor([[7], [8]])))
-    # 7 is sure to stay when row 1 is there
-    assert [parts[-1] for parts in collector.rows.values()] == [[4, 5, 6], [8]]
-
-
 def test_the_parts_of_rows_come_with_their_numbers():
     streamer = BatchStreamer(Words(), timeout=TIMEOUT)
     for row, tokens in ((0, [1, 2]), (1, []), (1, [3]), (0, [4])):
@@ -66,31 +38,6 @@ def test_the_parts_of_rows_come_with_their_numbers():
     streamer.put_row(0, torch.tensor([5]))
     streamer.end()
     assert list(streamer) == [(0, "1 2 "), (1, "3 "), (0, "4 "), (0, "5 ")]
-
-
-def test_prompts_are_skipped_in_every_call():
-    streamer = BatchStreamer(Words(), skip_prompt=True, timeout=TIMEOUT)
-    for _ in range(2):
-        streamer.put(torch.tensor([[1, 2], [3, 4]]))
-        streamer.put(torch.tensor([5, 6]))
-        streamer.end()
-        assert list(streamer) == [(0, "5 "), (1, "6 ")]
-
-
-def test_words_are_held_back_until_they_are_whole():
-    class Letters:
-        def decode(self, ids, **kwargs):
-            return "".join(map(chr, ids))
-
-    streamer = BatchStreamer(Letters(), skip_prompt=True, timeout=TIMEOUT)
-    for row in range(2):
-        streamer.put_row(row, torch.tensor([], dtype=torch.int64))
-    for letter, other in zip("ab cd", "ef gh", strict=True):
-        streamer.put_row(0, torch.tensor([ord(letter)]))
-        streamer.put_row(1, torch.tensor([ord(other)]))
-    streamer.end_row(1)
-    streamer.end()
-    assert list(streamer) == [(0, "ab "), (1, "ef "), (1, "gh"), (0, "cd")]
 
 
 def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():

@@ -53,33 +53,6 @@ def world(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
     return SimpleNamespace(target=target, draft=draft, own=own, call=call)
 
 
-def test_an_end_inside_an_accepted_run(world: SimpleNamespace, tokenizer: PreTrainedTokenizerBase):
-    """By an end token, and by a stop string that ends with a token in the middle of a run."""
-    inputs = prompts(1)
-    text = world.target.generate(**inputs, **GREEDY)[0, 11:]
-    stop = tokenizer.decode(text[6:9])
-    for ending in ({"eos_token_id": int(text[8])}, {"stop_strings": [stop], "tokenizer": tokenizer}):
-        stock, ours, runs = Collector(), Collector(), Collector()
-        expected = world.target.generate(**inputs, **GREEDY, **ending, streamer=stock)
-        for collector, stream_by in ((ours, "token"), (runs, "run")):
-            output = generate(
-                **inputs,
-                **GREEDY | ending,
-                model=world.target,
-                draft_model=near(world.target, 0.0),
-                num_draft_tokens=4,
-                streamer=collector,
-                stream_by=stream_by,
-                return_dict_in_generate=True,
-            )
-            assert torch.equal(output.sequences, expected)
-            last = output.speculation_report.history[0][-1]
-            assert last.emitted <= last.accepted
-        assert [value.tolist() for value in ours.puts] == [value.tolist() for value in stock.puts]
-        assert runs.tokens == ours.tokens == expected[0].tolist()
-        assert (len(expected[0]) - 11) % 5 != 1
-
-
 def read(streamer: BatchStreamer | TextIteratorStreamer, job: Callable[[], Any]) -> tuple[list, Any]:
     """The parts that come while a job runs in another thread, and its result or error."""
     found = []
@@ -144,16 +117,6 @@ def test_every_form_ends_its_stream_once(world: SimpleNamespace, form: str, faul
         handle.remove()
     assert collector.ends == 1
     assert (len(collector.puts) > 3) == (fault != "refused")
-
-
-@pytest.mark.parametrize("form", ["function", "pair", "folder", "override"])
-@pytest.mark.parametrize("argument", [{"not_known": 1}, {"num_draft_tokens": 0}, {"max_new_tokens": -1}])
-def test_a_call_that_comes_to_nothing_ends_its_stream(world: SimpleNamespace, form: str, argument: dict):
-    """Refused by us or by transformers, before the strategy is called."""
-    collector = Collector()
-    with pytest.raises(ValueError, match=r"not_known|num_draft_tokens|max_new_tokens"):
-        world.call[form](**prompts(1), **GREEDY | argument, streamer=collector)
-    assert collector.ends == 1
 
 
 def test_a_streamer_that_is_withheld_is_ended(world: SimpleNamespace):

@@ -10,8 +10,7 @@ from tiny import VOCAB_SIZE, prompts, tiny
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.engine import check_models as vocabularies
+from hf_specx import SpeculativeDecoding
 
 
 WORDS = [f"w{number}" for number in range(VOCAB_SIZE)]
@@ -49,11 +48,6 @@ def test_files_of_one_tokenizer(tmp_path: Path):
     assert len(warned(target, copy.deepcopy(draft))) == 1
 
 
-def test_a_few_tokens_of_another_name(tmp_path: Path):
-    """As in chat versions of models; candidates are judged in any case."""
-    assert warned(loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)) == []
-
-
 @pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer_of(WORDS)}, {"draft_tokenizer": tokenizer_of(OTHERS)}])
 def test_files_of_other_tokenizers(given: dict, tmp_path: Path):
     """One tokenizer may be given, the other is the one beside the model."""
@@ -62,14 +56,6 @@ def test_files_of_other_tokenizers(given: dict, tmp_path: Path):
     for _ in range(2):  # not once, as a warning
         with pytest.raises(ValueError, match=told):
             warned(target, draft, **given)
-
-
-def test_a_pair_whose_draft_has_another_tokenizer(tmp_path: Path):
-    """A pair takes the tokenizer that it was given for that of both."""
-    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", OTHERS, seed=1)
-    pair = DraftTargetPair(target, draft, tokenizer_of(WORDS))
-    with pytest.raises(ValueError, match="48 of 48 ids stand for other tokens"):
-        pair.generate(**prompts(2, width=6), max_new_tokens=3)
 
 
 def test_nothing_to_compare():
@@ -86,31 +72,3 @@ def test_nothing_to_compare():
     assert warned(target, tiny(seed=3, eos_token_id=[7, 5])) == []
     both = tokenizer_of(WORDS)
     assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []
-
-
-def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Not on every call, of the function neither, which makes a strategy each time."""
-    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)
-    read: list[Path] = []
-    original = vocabularies._tokens
-    monkeypatch.setattr(vocabularies, "_tokens", lambda *given: read.append(given[1]) or original(*given))
-    for _ in range(3):
-        generate(**prompts(2, width=6), model=target, draft_model=draft, max_new_tokens=2)
-    assert read == [tmp_path / "target" / "tokenizer.json", tmp_path / "draft" / "tokenizer.json"]
-
-
-def test_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A model that was loaded by its id; nothing is asked over a network."""
-    target, draft = tiny(), loaded(tmp_path / "draft", OTHERS, seed=1)
-    tokenizer_of(WORDS).save_pretrained(tmp_path / "snapshot")
-    target.name_or_path = "org/target"
-    asked: list[tuple] = []
-
-    def cached(*given, **named):
-        asked.append(given)
-        return str(tmp_path / "snapshot" / "tokenizer.json")
-
-    monkeypatch.setattr(vocabularies, "try_to_load_from_cache", cached)
-    with pytest.raises(ValueError, match="48 of 48 ids stand for other tokens"):
-        warned(target, draft)
-    assert asked == [("org/target", "tokenizer.json")]

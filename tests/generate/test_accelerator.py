@@ -149,6 +149,7 @@ KINDS = {
     "guidance": Kind(settings=GREEDY | {"guidance_scale": 1.5}),
     "warpers": Kind(settings={"do_sample": True, "temperature": 1.2, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}),
     "criterion": Kind(settings=SAMPLED | {"stopping_criteria": lambda: [Never()]}),
+    "queue, criterion": Kind(many=True, settings=GREEDY | {"eos_token_id": 7, "stopping_criteria": lambda: [Never()]}),
     "queue": Kind(many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "queue, greedy": Kind(many=True, settings=GREEDY),
     "seeds": Kind(settings=SAMPLED | {"seeds": SEEDS}),
@@ -160,7 +161,6 @@ OVER = {  # kinds that are over the bounds, by how much and why
     "t5 lockstep": "5.1 waits: as above",
     "masks": "7.3 waits: a grammar follows the text on the host, so each candidate is read back before the next",
     "masks, sampled": "6.8 waits: as above",
-    "criterion": "2.3 waits: a criterion is asked when the text is known, which takes the round's one transfer",
     "watermark": "7.4 waits: the last tokens are read back, since transformers draws the list of each on the host",
 }
 

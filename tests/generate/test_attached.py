@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
 
-from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx import EarlyExitDraft, SpeculativeDecoding
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0}
@@ -25,15 +25,6 @@ def test_generate_is_speculative_within():
     assert len(forwards.ids) < 20
     assert strategy.report.emitted == 60
     assert vars(target) == before
-
-
-def test_a_compiled_model():
-    target = tiny()
-    around, expected = torch.compile(target, backend="eager"), text(target)
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=2, verification="coupled")
-    with strategy.attached(around):
-        assert torch.equal(text(around), expected)
-    assert strategy.report.emitted == 60
 
 
 def test_the_model_is_left_as_it_was_after_an_error():
@@ -75,16 +66,6 @@ def test_a_model_that_trains_without_dropout(model_type: str):
         assert not torch.equal(text(target), expected)
 
 
-def test_dropout_is_named():
-    target = tiny(attention_dropout=0.1)
-    target.train()
-    strategy = SpeculativeDecoding(near(tiny(), 0.1))
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
-        text(target, custom_generate=strategy)
-    target.eval()
-    text(target, custom_generate=strategy)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
 def test_adapters_on_and_off():
     """LoRA: each call takes the weights that are active, also for a draft that is the target's first layers."""
@@ -122,33 +103,3 @@ def test_gradient_checkpointing():
     target.eval()
     with strategy.attached(target):
         assert torch.equal(text(target), expected)
-
-
-def test_tensors_of_inference_mode():
-    """Prompts and weights that were made in it, used outside of it, and a strategy that serves both."""
-    with torch.inference_mode():
-        made, ids = tiny(), prompts(3)
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
-    torch.manual_seed(0)
-    expected = target.generate(**prompts(3), **SAMPLED)
-    for model in (made, target, made):
-        torch.manual_seed(0)
-        assert torch.equal(model.generate(**ids, **SAMPLED, custom_generate=strategy), expected)
-    found = list(strategy.generate_many(made, ids["input_ids"].tolist(), batch_size=2, **SAMPLED))
-    assert len(found) == 3
-
-
-def test_earlier_rollouts_feed_the_pool():
-    """What was sampled in one step of training is proposed in the next, where the policy has hardly changed."""
-    target, pool = tiny(), SuffixPool()
-    strategy = SpeculativeDecoding(SuffixDraft(pool=pool, min_match=2))
-    accepted = []
-    for _ in range(2):
-        expected = text(target)
-        with strategy.attached(target):
-            rollouts = text(target)
-        assert torch.equal(rollouts, expected)
-        accepted.append(strategy.report.accepted)
-        pool.add(*rollouts.tolist())
-    assert accepted[1] > 2 * accepted[0] + 10

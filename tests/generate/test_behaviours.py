@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from alike import ENTRIES, models, said, same, stock
+from all_pairs import once
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -21,6 +22,8 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from hf_specx.models.slots import CACHE
 
 
 SAMPLING = [False, True]
@@ -70,8 +73,7 @@ ENDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(("name", "do_sample"), once(ENDS, SAMPLING))
 def test_ends(name: str, do_sample: bool):
     same(**prompts(4), **ENDS[name](common(do_sample)), do_sample=do_sample, max_new_tokens=20)
 
@@ -100,8 +102,7 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize(("name", "do_sample"), once(LAWS, SAMPLING))
 def test_laws(name: str, do_sample: bool):
     same(**prompts(4), **LAWS[name], do_sample=do_sample, max_new_tokens=16)
 
@@ -185,7 +186,7 @@ def test_what_is_returned(entry: Callable):
     assert plain.dtype == torch.int64
     output, _ = said(entry, **call, return_dict_in_generate=True)
     assert type(output) is GenerateDecoderOnlyOutput
-    assert list(output) == ["sequences", "past_key_values"]
+    assert list(output) == ["sequences", CACHE]
     assert torch.equal(output.sequences, plain)
     assert output.past_key_values.get_seq_length() == 11 + 9 - 1
 
@@ -202,15 +203,14 @@ ERRORS: dict[str, dict[str, Any]] = {
     "no top_k": {"do_sample": True, "top_k": -1},
     "a penalty of zero": {"repetition_penalty": 0.0},
     "a mask of three dimensions": {"attention_mask": torch.ones(2, 11, 11)},
-    "a cache that is none": {"past_key_values": ((torch.zeros(1),),)},
+    "a cache that is none": {CACHE: ((torch.zeros(1),),)},
     "no allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: []},
     "no allowed tokens to draw from": {"prefix_allowed_tokens_fn": lambda row, ids: [], "do_sample": True},
     "an unknown cache": {"cache_implementation": "mine"},
 }
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(("name", "entry"), once(ERRORS, ENTRIES))
 def test_errors_are_of_stocks_type(name: str, entry: Callable):
     call = prompts(2) | {"max_new_tokens": 5} | ERRORS[name]
     with pytest.raises(Exception) as expected:  # noqa: PT011

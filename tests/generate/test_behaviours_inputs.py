@@ -12,6 +12,8 @@ from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 
+from hf_specx.models.slots import CACHE
+
 
 SAMPLING = [False, True]
 
@@ -85,7 +87,7 @@ def test_a_conversation_goes_on_in_its_cache(model_type: str, entry: Callable):
         call = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
         expected = target.generate(ids, **call)
         with Forwards(target) as forwards:
-            output = entry(target, draft, ids, **call, past_key_values=cache)
+            output = entry(target, draft, ids, **call, **{CACHE: cache})
         assert torch.equal(output, expected)
         assert forwards.lengths[0] == (11 if turn == 0 else 6)
         assert len(forwards.lengths) < 12

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from collectors import Collector
-from forms import FORMS, GREEDY, OURS, SAMPLED, equal
+from all_pairs import once
+from forms import FORMS, GREEDY, SAMPLED, equal
 from tiny import prompts
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,7 +22,6 @@ from transformers import (
 from hf_specx import (
     Costs,
     SpeculativeDecoding,
-    generate,
 )
 
 
@@ -90,8 +88,7 @@ def test_positional_arguments(world: SimpleNamespace, form: str):
     equal(world, form, IDS, config, LogitsProcessorList([LastToken()]), attention_mask=MASK)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", ["argument", "config", "the model's own", "criterion"])
+@pytest.mark.parametrize(("where", "form"), once(["argument", "config", "the model's own", "criterion"], FORMS))
 def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch: pytest.MonkeyPatch):
     text = world.target.generate(**prompts(3), **GREEDY)[:, 11:]
     strings = [world.tokenizer.decode(row[place]) for row, place in zip(text, (6, 4, 5), strict=True)]
@@ -128,22 +125,6 @@ def test_token_healing(world: SimpleNamespace, form: str):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_dict_output(world: SimpleNamespace, form: str):
-    output = equal(world, form, **SAMPLED, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    assert output.speculation_report.num_draft_tokens == 3
-    assert output.speculation_report.verification == "coupled"
-    assert len(output.scores) == len(output.logits) == 14
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_seeds(world: SimpleNamespace, form: str):
-    output = world.call[form](**prompts(3), **SAMPLED, **OURS, seeds=[4, 5, 6])
-    torch.manual_seed(5)
-    expected = world.target.generate(IDS[1:2], attention_mask=MASK[1:2], **SAMPLED)
-    assert torch.equal(output[1:2, :], expected)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
     """Were there other ranks, they would be asked whether they are finished; alone it says nothing."""
     equal(world, form, **GREEDY, stock={"synced_gpus": False}, synced_gpus=True)
@@ -154,21 +135,7 @@ def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pyt
         world.call[form](**prompts(2), **GREEDY, synced_gpus=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["draft_tokenizer", "assistant_tokenizer"])
-def test_tokenizers_are_compared(world: SimpleNamespace, form: str, name: str):
-    """A draft whose tokenizer has another token drafts among those that both have."""
-    other = copy.deepcopy(world.tokenizer)
-    other.add_tokens("a token of its own")
-    equal(world, form, **GREEDY, stock={}, tokenizer=world.tokenizer)
-    told = {"tokenizer": world.tokenizer, name: other, "return_dict_in_generate": True}
-    output = world.call[form](**prompts(2), **GREEDY, **told)
-    assert torch.equal(output.sequences, world.target.generate(**prompts(2), **GREEDY))
-    assert output.speculation_report.matching.match == "tokens"
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.parametrize(("layout", "form"), once(["ragged", "padded", "packed", "lockstep"], FORMS))
 def test_options(world: SimpleNamespace, form: str, layout: str):
     output = world.call[form](
         **prompts(3), **SAMPLED, return_dict_in_generate=True, layout=layout, verification="token", num_draft_tokens=2
@@ -178,38 +145,6 @@ def test_options(world: SimpleNamespace, form: str, layout: str):
     costs = Costs()
     world.call[form](**prompts(3), **SAMPLED, costs=costs, compile=False)
     assert 3 in costs.table
-
-
-def test_both_names_of_a_thing(world: SimpleNamespace):
-    both, streamer = {"draft_model": world.draft, "assistant_model": world.draft}, Collector()
-    with pytest.raises(ValueError, match="draft_model= and assistant_model= mean the same"):
-        generate(IDS, model=world.target, streamer=streamer, **both)
-    assert streamer.ends == 1
-    for call in world.call.values():
-        with pytest.raises(ValueError, match="draft_tokenizer= and assistant_tokenizer= mean the same"):
-            call(IDS, draft_tokenizer=world.tokenizer, assistant_tokenizer=world.tokenizer)
-
-
-def test_an_override_builds_no_graph(world: SimpleNamespace):
-    seen = []
-    handle = world.own.register_forward_hook(lambda module, args, output: seen.append(output.logits.requires_grad))
-    assert torch.is_grad_enabled()
-    output = world.own.generate(**prompts(2), **GREEDY, assistant_model=world.draft, return_dict_in_generate=True)
-    handle.remove()
-    assert seen
-    assert not any(seen)
-    assert torch.is_grad_enabled()
-    assert not output.past_key_values.layers[0].keys.requires_grad
-
-
-@pytest.mark.usefixtures("draft_pays")
-def test_a_draft_with_the_override_is_not_called_by_it(world: SimpleNamespace):
-    """Else it would look for a draft of its own."""
-    draft = AutoModelForCausalLM.from_pretrained(world.folder, trust_remote_code=True)
-    assert "generate" in vars(draft)
-    expected = world.target.generate(**prompts(2), **GREEDY)
-    for call in (world.own.generate, lambda **kwargs: generate(model=world.target, **kwargs)):
-        assert torch.equal(call(**prompts(2), **GREEDY, assistant_model=draft), expected)
 
 
 def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):

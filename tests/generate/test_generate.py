@@ -1,39 +1,20 @@
 """The entries: what they return, what they leave behind, and reproducibility."""
 
 import gc
-import json
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from collectors import Words
 from tiny import near, prompts, tiny
-from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers import PreTrainedModel
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.drafting.draft_length import PRIOR_ALPHA
 
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
-
-
-def test_dict_output_carries_the_report():
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    output = target.generate(**prompts(4), **SAMPLED, return_dict_in_generate=True, custom_generate=strategy)
-    assert output.sequences.shape == (4, 31)
-    report = output.speculation_report
-    assert report is strategy.report
-    assert report.emitted_per_row == [20] * 4
-    assert report.layout == "ragged"
-    assert report.verification == "block"
-    assert json.loads(json.dumps(report.to_dict()))["accepted"] == report.accepted
-    assert report.drafted >= report.judged >= report.accepted > 0
-    assert 0 < report.alpha <= 1
-    assert report.cost_coefficient is None
 
 
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
@@ -64,19 +45,6 @@ def test_costs_decide_the_number_of_drafts_and_are_measured_once(monkeypatch):
     strategy = SpeculativeDecoding(near(target, 0.02), costs=free_draft)
     target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
     assert strategy.report.num_draft_tokens > 8
-
-
-def test_a_streamer_in_a_thread_gets_every_token_and_an_end():
-    target = tiny()
-    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=20)
-    inputs = prompts(1)
-    expected = target.generate(**inputs, do_sample=False, max_new_tokens=17)[0, 11:]
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, streamer=streamer)
-    settings = {"do_sample": False, "max_new_tokens": 17, "custom_generate": strategy}
-    thread = threading.Thread(target=target.generate, kwargs=inputs | settings)
-    thread.start()
-    assert "".join(streamer).split() == [str(i) for i in expected.tolist()]
-    thread.join()
 
 
 class Adapted(torch.nn.Module):
@@ -201,20 +169,6 @@ def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 0, 1, 0]
     assert [list(times) for times in draft.specx_times.values()] == [[2, 3], [2]]
     assert all(row.keys() == {"target", "draft"} for times in draft.specx_times.values() for row in times.values())
-
-
-@pytest.mark.usefixtures("timed_first")
-def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
-    """The prompt's forward gives the first and a plain step the other, so that nothing is ever drafted."""
-    target = tiny()
-    strategy, expected = SpeculativeDecoding(near(target, 0.05)), target.generate(**prompts(2), max_new_tokens=2)
-    settings = {"do_sample": False, "custom_generate": strategy}
-
-    def call(new_tokens: int) -> Callable:
-        return lambda: target.generate(**prompts(2), **settings, max_new_tokens=new_tokens)
-
-    assert timed_calls(monkeypatch, call(1), call(2), call(3), call(3)) == [0, 0, 1, 0]
-    assert torch.equal(call(2)(), expected)
 
 
 @pytest.mark.usefixtures("timed_first")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny import Forwards, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import utils
 
 import hf_specx
 from hf_specx.hub.publish import write_code
@@ -51,18 +50,6 @@ def test_in_the_call_and_in_configs(made: list, rows: int, where: str, asked: di
     assert len(forwards.lengths) < 40
     assert 1 < max(forwards.lengths[1:]) <= 5
     assert made == [{"args": (4,)} | ({"min_match": 1, "max_match": 3} if asked is ASKED else {})]
-
-
-@pytest.mark.parametrize("asked", [ASKED, {"assistant_early_exit": 1}], ids=["lookup", "early exit"])
-def test_what_a_config_asks_for_brings_no_warning(monkeypatch: pytest.MonkeyPatch, asked: dict):
-    """transformers warns of arguments beside a config, and the user has passed none."""
-    target, inputs = repetitive(1)
-    config, said = GenerationConfig(**GREEDY, **asked), list[tuple]()
-    monkeypatch.setattr(utils.logger, "warning_once", lambda *told: said.append(told))
-    before = config.to_dict()
-    hf_specx.generate(**inputs, generation_config=config, model=target)
-    assert not said
-    assert config.to_dict() == before
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -1,7 +1,6 @@
 """Drafts with another tokenizer in all kinds of calls: many prompts, several drafts, masks, other layouts, pairs."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from other_tokens import draft_of, pair_of, target_of, texts, tokenizer_of, voca
 from tiny import Forwards
 from transformers import BartConfig, BartForConditionalGeneration
 
-from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.drafting import other_tokenizer
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"
@@ -66,23 +65,6 @@ def test_many_prompts():
     done = strategy.generate_many(target, asked, batch_size=3, ordered=True, pad_token_id=1, **SAMPLED)
     assert [one.tokens for one in done] == expected
     assert strategy.report.accepted > 0
-
-
-@pytest.mark.parametrize("number", [5, "auto"])
-def test_with_a_suffix_draft(number: int | str, draft_pays):
-    strategy = made([SuffixDraft(), draft_of(KIND, OTHER)], num_draft_tokens=number)
-    assert torch.equal(run(strategy), run())
-    assert strategy.report.sources.keys() >= {"model"}
-    assert strategy.report.tokenizer_match["match"] == "tokens"
-
-
-def test_rows_end_one_after_another():
-    """Tokens of which some end a row; what was drafted after them is nowhere."""
-    settings = {"eos_token_id": [*range(60, 75)], "max_new_tokens": 60}
-    strategy = made()
-    output = run(strategy, rows=8, **settings)
-    assert torch.equal(output, run(rows=8, **settings))
-    assert len(set(strategy.report.emitted_per_row)) > 3
 
 
 def test_masks_and_ids_are_the_targets():
@@ -174,19 +156,6 @@ def test_rows_with_little_room_left_stand_alone(verification: str):
     assert completed(asked, batch_size=4) == [completed([one])[0] for one in asked]
 
 
-def test_the_arguments_of_transformers():
-    options = {"assistant_model": draft_of(KIND, OTHER), "assistant_tokenizer": BOTH["draft_tokenizer"]}
-    options |= {"tokenizer": BOTH["tokenizer"], "num_draft_tokens": 4, "verification": "coupled"}
-    torch.manual_seed(4)
-    settings = SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1, "return_dict_in_generate": True}
-    output = generate(model=target_of(KIND), **texts(KIND, 4), **settings, **options)
-    assert torch.equal(output.sequences, run())
-    report = output.speculation_report.to_dict()["tokenizer_match"]
-    assert report["match"] == "tokens"
-    assert 0.9 < report["overlap"] < report["coverage"] < 1
-    assert "matched by tokens" in str(output.speculation_report)
-
-
 def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     """No two tokenizers of these tests have less than a half in common, so the limit goes up instead."""
     few = "word pieces in lower case"
@@ -221,21 +190,3 @@ def test_pairs_keep_both_tokenizers(saved: Path):
     assert pair.report.tokenizer_match["match"] == "tokens"
     pair.save_pretrained(saved.parent / "again")
     assert json.loads((saved.parent / "again" / CONFIG_NAME).read_text()) == config
-
-
-def test_the_tokenizer_of_a_draft_elsewhere_is_compared(saved: Path, tmp_path: Path):
-    """One that is missing is not replaced by the target's, whose tokens this draft does not know."""
-    commit = "d" * 40
-    repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
-    shutil.move(saved / "draft", repository)
-    config = PairConfig.from_file(saved / CONFIG_NAME)
-    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
-    (saved / CONFIG_NAME).write_text(config.to_text())
-    pair = DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")
-    assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
-    tokenizer_of("byte-level, with a space before").save_pretrained(repository)
-    with pytest.raises(ValueError, match="tokenizer of org/draft has 386 tokens, and its pair was checked with 380"):
-        DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")
-    (repository / "tokenizer_config.json").unlink()
-    with pytest.raises(ValueError, match="has no tokenizer_config.json, though its pair was saved with a tokenizer"):
-        DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")

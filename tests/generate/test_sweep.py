@@ -17,10 +17,12 @@ def rows() -> dict[tuple[str, str], Outcome]:
 
 
 WRITTEN = rows()
+EVERY = 4  # one type in so many is in the default run, all of them with `-m "slow or not slow"`
+TYPES = [pytest.param(*each, marks=pytest.mark.slow if n % EVERY else ()) for n, each in enumerate(zoo.model_types())]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "model_type"), zoo.model_types())
+@pytest.mark.parametrize(("kind", "model_type"), TYPES)
 def test_each_is_exact_or_refused(kind: str, model_type: str):
     """No text differs from stock's; what is refused, or cannot be compared, is what the table says."""
     outcome = examine(kind, model_type)

@@ -1,7 +1,7 @@
 """Each fact of transformers that hf_specx relies on, so that another version fails here first and says what moved.
 
 A message begins with the room that relies on the fact. Processors and criteria are in test_host_contract_text.py,
-sampling, outputs, caches and masks in test_host_contract_stock.py.
+outputs and caches in test_host_contract_stock.py.
 """
 
 import copy
@@ -23,6 +23,8 @@ from transformers.generation.streamers import BaseStreamer, TextStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_specx.models.slots import CACHE
 
 
 def parameters(function: Any) -> list[str]:
@@ -58,7 +60,7 @@ def test_signatures(room: str, function: Any, expected: str):
 
 
 def test_signatures_of_which_a_part_is_used():
-    needed = {"input_ids", "next_sequence_length", "past_key_values", "attention_mask", "inputs_embeds"}
+    needed = {"input_ids", "next_sequence_length", CACHE, "attention_mask", "inputs_embeds"}
     found = set(parameters(GenerationMixin.prepare_inputs_for_generation))
     assert needed | {"is_first_iteration", "kwargs"} <= found, "models: inputs are prepared by other names"
     first = ["module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"]
@@ -101,7 +103,7 @@ class Arrival:
 def test_what_a_callable_receives():
     model, arrival, inputs = tiny(), Arrival(), prompts(2)
     model.generate(**inputs, max_new_tokens=5, eos_token_id=[3, 4], seeds=[7], custom_generate=arrival)
-    given = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    given = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
     assert arrival.kwargs.keys() == given, "models: a decoder-only model is prepared with other inputs"
     assert torch.equal(arrival.input_ids, inputs["input_ids"])
     assert torch.equal(arrival.kwargs["attention_mask"], inputs["attention_mask"])
@@ -124,10 +126,10 @@ def test_what_an_encoder_decoder_gives_a_callable():
     config = AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)
     arrival = Arrival()
     AutoModelForSeq2SeqLM.from_config(config).generate(**prompts(2), max_new_tokens=5, custom_generate=arrival)
-    needed = {"encoder_outputs", "past_key_values", "use_cache", "attention_mask"}
+    needed = {"encoder_outputs", CACHE, "use_cache", "attention_mask"}
     assert needed <= arrival.kwargs.keys(), "models: an encoder-decoder is prepared with other inputs"
     assert arrival.input_ids.tolist() == [[0], [0]], "models: its decoder starts otherwise"
-    cache = arrival.kwargs["past_key_values"]
+    cache = arrival.kwargs[CACHE]
     message = "models: the parts of an EncoderDecoderCache have other names"
     assert len({id(cache.self_attention_cache), id(cache.cross_attention_cache)}) == 2, message
 
@@ -175,20 +177,12 @@ def test_the_config_and_the_cache_of_a_callable_are_its_own():
     model, config, arrival = tiny(), GenerationConfig(max_new_tokens=5), Arrival()
     model.generate(**prompts(1), generation_config=config, custom_generate=arrival)
     assert arrival.generation_config is not config, "engine: the user's config is not copied"
-    cache = arrival.kwargs["past_key_values"]
+    cache = arrival.kwargs[CACHE]
     message = "engine: _is_user_defined does not tell the user's cache from one that was made"
     assert not getattr(cache, "_is_user_defined", False), message
-    model.generate(**prompts(1), generation_config=config, past_key_values=cache, custom_generate=arrival)
-    assert arrival.kwargs["past_key_values"] is cache
+    model.generate(**prompts(1), generation_config=config, **{CACHE: cache}, custom_generate=arrival)
+    assert arrival.kwargs[CACHE] is cache
     assert cache._is_user_defined, message
-
-
-def test_rows_are_repeated_before_a_callable():
-    arrival, inputs = Arrival(), prompts(2)
-    tiny().generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=5, custom_generate=arrival)
-    message = "sampling: rows of num_return_sequences lie in another order"
-    assert torch.equal(arrival.input_ids, inputs["input_ids"].repeat_interleave(3, 0)), message
-    assert torch.equal(arrival.kwargs["attention_mask"], inputs["attention_mask"].repeat_interleave(3, 0)), message
 
 
 def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
@@ -202,20 +196,6 @@ def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
     assert (arrival.generation_config.top_k, arrival.model) == (7, alike), message
     assert healed == [None], message
     assert model.generation_config.top_k is None, "models: a shallow copy changes its model"
-
-
-def test_a_callable_is_known_by_what_it_wraps():
-    arrival = Arrival()
-
-    @functools.wraps(arrival.__call__)
-    def called(*args, **kwargs):
-        return arrival(*args, **kwargs)
-
-    ids = prompts(1)["input_ids"]
-    tiny().generate(ids, seeds=[3], max_new_tokens=5, custom_generate=called)
-    assert arrival.seeds == [3], "pairs: the parameters of a wrapped strategy are not seen"
-    output = tiny().generate(ids, do_sample=False, max_new_tokens=5, custom_generate=Path("a"))
-    assert output.shape == (1, 16), "engine: a Path is no longer taken for no custom_generate at all"
 
 
 FOLDER = {

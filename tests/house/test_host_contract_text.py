@@ -17,6 +17,7 @@ from transformers import GenerationMixin, SynthIDTextWatermarkingConfig, Waterma
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.stopping_criteria import StoppingCriteria
 
+from hf_specx.models.slots import CACHE
 from hf_specx.sampling import processors
 
 
@@ -176,7 +177,7 @@ def test_what_keeps_state():
     first = synth(ids, scores)
     assert not torch.equal(first, synth(ids, scores)), "sampling: SynthID keeps no state any more"
     guidance = logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, tiny(), ids, torch.ones_like(ids))
-    held = {"input_ids", "attention_mask", "use_cache", "past_key_values", "first_pass"}
+    held = {"input_ids", "attention_mask", "use_cache", CACHE, "first_pass"}
     message = "models: classifier-free guidance keeps its inputs otherwise"
     assert guidance.unconditional_context.keys() == held, message
     assert guidance.guidance_scale == 2.0, message

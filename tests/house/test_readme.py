@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 from tiny import near, tiny
-from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.flatten import PACKAGE
-from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.publish import write_code
 
 
@@ -60,21 +58,20 @@ def in_the_cache(home: Path, name: str) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A cache with stand-ins for the README's models."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded_folder())
+    """A cache with stand-ins for the README's models, whose texts end soon."""
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
-    target = tiny(**sizes, num_hidden_layers=3)
-    for name, model in {"Qwen/Qwen3-4B": target, "Qwen/Qwen3-0.6B": near(target, 0.1)}.items():
+    target = tiny("phi", vocab_size=280, max_position_embeddings=512, num_hidden_layers=3, eos_token_id=0)
+    target.lm_head.bias.data[0] = 5.5
+    parts = {
+        "Qwen/Qwen3-4B": (target, tokenizer),
+        "Qwen/Qwen3-0.6B": (near(target, 0.1), tokenizer),
+        "HuggingFaceTB/SmolLM2-360M": (tiny(seed=1, vocab_size=280), tiny_tokenizer(["some other words"])),
+    }
+    for name, (model, own) in parts.items():
         folder = in_the_cache(tmp_path, name)
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    other = in_the_cache(tmp_path, "HuggingFaceTB/SmolLM2-360M")
-    own = ByteLevelBPETokenizer()
-    own.train_from_iterator([PROMPTS], vocab_size=300, special_tokens=["<|endoftext|>"])
-    own = PreTrainedTokenizerFast(tokenizer_object=own._tokenizer, eos_token="<|endoftext|>")
-    tiny(seed=1, vocab_size=len(own), max_position_embeddings=512).save_pretrained(other)
-    own.save_pretrained(other)
+        own.save_pretrained(folder)
     pair = in_the_cache(tmp_path, "org/pair")
     DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(pair)
     write_code(pair, "org/pair", COMMIT)

@@ -1,4 +1,4 @@
-"""A process that loads pairs by their id; run as a script, with or without the package: see `users`."""
+"""A process that loads pairs by their id, without the package until it is installed; run as a script, see `users`."""
 
 import json
 import os
@@ -79,29 +79,29 @@ class NoPackage:
         return None
 
 
-def users(home: Path, jobs: list[tuple[str, dict[str, Any]]], package: bool) -> list[Any]:
-    """What functions of this file return in a process of their own, one after the other, or their error as a text.
+def install() -> None:
+    """From now on the package can be imported."""
+    sys.meta_path.pop(0)
 
-    Args:
-        home: its `HF_HOME`.
-        jobs: the name of the function, and its arguments.
-        package: whether `hf_specx` can be imported.
+
+def users(home: Path, jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What functions of this file, by name and arguments, return in a process of their own, or their error as a text.
+
+    `home` is its `HF_HOME`.
     """
     ours = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "HF_MODULES_CACHE"} | ours
-    command = [sys.executable, __file__, json.dumps([jobs, package])]
+    command = [sys.executable, __file__, json.dumps(jobs)]
     done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, input="")
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    jobs, package = json.loads(sys.argv[1])
     sys.path.insert(0, str(SUPPORT))
-    if not package:
-        sys.meta_path.insert(0, NoPackage())
+    sys.meta_path.insert(0, NoPackage())
     found: list[Any] = []
-    for function, arguments in jobs:
+    for function, arguments in json.loads(sys.argv[1]):
         try:
             found.append(globals()[function](**arguments))
         except Exception as error:

@@ -1,7 +1,9 @@
 """Broken and hostile `specx_config.json`: what is said of it, and what is wrong."""
 
 import json
+from dataclasses import asdict
 
+import card_cases
 from repositories import after, cut, load, remove, said, write
 
 from hf_specx.hub.pair_config import CONFIG_NAME
@@ -9,11 +11,6 @@ from hf_specx.hub.pair_config import CONFIG_NAME
 
 ROW = {"target": {"1": 1.0, "5": 2.0}, "draft": 0.5}
 COSTS = {"hardware": "a clock", "dtype": "float32", "table": {}, "alpha": {}}
-MEASURED = {
-    "batch": 1, "dtype": "float32", "verification": "block", "num_draft_tokens": 4, "layout": "ragged", "alpha": 0.5,
-    "cost_coefficient": 0.1, "tokens_per_round": 2.0, "expected_speedup": 1.5, "forward_limited_speedup": 1.4,
-    "measured_speedup": 1.3, "hardware": "a clock", "versions": {}, "command": "specx tune",
-}  # fmt: skip
 NO_ROW = "costs: table is .* for 1 and at least one more number; measure it anew with specx tune"
 
 
@@ -31,7 +28,7 @@ def rounds(seen: object):
 
 
 def measured(**changes: object):
-    return said("measurements", [MEASURED | changes])
+    return said("measurements", [asdict(card_cases.measured(**changes))])
 
 
 CASES = [

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
-from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair
-from hf_specx.hub.pair_config import ModelSource
+from hf_specx.hub.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_pair
 
 
 COMMIT = "c" * 40
@@ -67,15 +66,6 @@ def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
         "draft/model.safetensors",
     }
     assert all(asked["revision"] == COMMIT for asked in downloads[1:])
-
-
-def test_a_reference_has_its_own_repository_and_revision(folder: Path, downloads: list):
-    get_model(
-        Files("nowhere", None, folder), ModelSource("org/pair", "v2", "draft"), False, True, local_files_only=True
-    )
-    assert {(x["name"], x["local_files_only"]) for x in downloads} == {("org/pair", True)}
-    assert [x["revision"] for x in downloads] == ["v2", COMMIT]
-    assert all(pattern.startswith("draft/") for x in downloads for pattern in x["patterns"])
 
 
 def test_what_is_not_found_is_named(tmp_path: Path):

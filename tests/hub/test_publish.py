@@ -62,54 +62,43 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> tuple[HubOnDisk, dict[str
     return made, commits
 
 
-def test_with_the_package(shelf: tuple[HubOnDisk, dict[str, Any]]):
-    """By two ways; each revision has the draft that it was pushed with, and a reference the commit that it had."""
+def test_a_process_that_has_just_the_id(shelf: tuple[HubOnDisk, dict[str, Any]]):
+    """With nothing of ours installed, and then with the package; not a line of code runs before it is trusted.
+
+    Each revision has the draft that it was pushed with, and a reference the commit that it had.
+    """
     hub, commits = shelf
     assert len({str(expected(draft)) for draft in (1, 2, 3)}) == 3
-    jobs = {
-        "now": ("by_package", {"name": NAME}, 2),
-        "then": ("by_package", {"name": NAME, "revision": commits["first"]}, 1),
-        "branch": ("by_package", {"name": NAME, "revision": "new/draft"}, 3),
-        "reference": ("by_package", {"name": "org/named"}, 1),
-        "function": ("by_function", {"name": NAME}, 2),
-        "function, then": ("by_function", {"name": NAME, "revision": commits["first"]}, 1),
-    }
-    found = users(hub.home, [(form, given) for form, given, _ in jobs.values()], package=True)
-    for job, said_there in zip(jobs, found, strict=True):
-        assert said_there == expected(jobs[job][2]), job
-
-
-def test_with_nothing_of_ours_installed(shelf: tuple[HubOnDisk, dict[str, Any]]):
-    """Not a line of a repository's code runs before it is trusted."""
-    hub, commits = shelf
-    jobs = {
-        "no package": ("by_package", {"name": NAME}, "ModuleNotFoundError"),
-        "no trust": ("by_string", {"name": NAME, "trust_remote_code": None}, "trust_remote_code=True"),
-        "no code": ("modules_of_repositories", {}, []),
-        "now": ("by_string", {"name": NAME}, 2),
-        "then": ("by_string", {"name": NAME, "revision": commits["first"]}, 1),
-        "of one name": ("by_string", {"name": "owner/pair"}, 1),
-        "now again": ("by_string", {"name": NAME}, 2),
-        "reference": ("by_string", {"name": "org/named", "target": "org/target"}, 1),
-        "override": ("by_override", {"name": NAME}, 2),
-        "override, then": ("by_override", {"name": NAME, "revision": commits["first"]}, 1),
-        "once": ("loaded_once", {"name": NAME}, 2),
-    }
-    found = users(hub.home, [(form, given) for form, given, _ in jobs.values()], package=False)
-    for job, said_there in zip(jobs, found, strict=True):
-        wanted = jobs[job][2]
+    then = {"name": NAME, "revision": commits["first"]}
+    jobs = [
+        ("by_package", {"name": NAME}, "ModuleNotFoundError"),
+        ("by_string", {"name": NAME, "trust_remote_code": None}, "trust_remote_code=True"),
+        ("modules_of_repositories", {}, []),
+        ("by_string", {"name": NAME}, 2),
+        ("by_string", then, 1),
+        ("by_string", {"name": "owner/pair"}, 1),  # whose last name is the same
+        ("by_string", {"name": "org/named", "target": "org/target"}, 1),
+        ("by_override", {"name": NAME}, 2),
+        ("loaded_once", {"name": NAME}, 2),
+        ("install", {}, None),
+        ("by_package", {"name": NAME}, 2),
+        ("by_package", then, 1),
+        ("by_package", {"name": NAME, "revision": "new/draft"}, 3),
+        ("by_package", {"name": "org/named"}, 1),
+        ("by_function", then, 1),
+    ]
+    for (form, given, wanted), said_there in zip(jobs, users(hub.home, [job[:2] for job in jobs]), strict=True):
         if isinstance(wanted, str):
-            assert wanted in said_there, job
+            assert wanted in said_there, (form, given)
         else:
-            assert said_there == (expected(wanted) if isinstance(wanted, int) else wanted), job
+            assert said_there == (expected(wanted) if isinstance(wanted, int) else wanted), (form, given)
 
 
 USERS = {"LICENSE": b"ours", "docs/notes.json": b"{}", "images/a.png": b"", "docs/model.safetensors": b""}
 LEFT = {"pytorch_model.bin": b"", "draft/pytorch_model.bin": b"", "model-00001-of-00002.safetensors": b""}
 
 
-@pytest.mark.parametrize("branch", [None, "next"])
-@pytest.mark.parametrize("target", ["reference", "inside"])
+@pytest.mark.parametrize(("target", "branch"), [("reference", None), ("inside", "next")])
 def test_a_push_leaves_nothing_of_an_earlier_pair(hub: HubOnDisk, target: str, branch: str | None):
     """And what is not of a pair stays."""
     pair = a_pair()
@@ -131,8 +120,9 @@ def test_a_push_leaves_nothing_of_an_earlier_pair(hub: HubOnDisk, target: str, b
     assert {path: files[path] for path in USERS} == USERS
 
 
-@pytest.mark.parametrize("branch", [None, "next", "theirs"])
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "train.py", "custom_generate/generate.py"])
+@pytest.mark.parametrize(
+    ("file", "branch"), [("pytorch_model.bin", None), ("train.py", "next"), ("custom_generate/generate.py", "theirs")]
+)
 def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str, branch: str | None):
     """Whichever branch is named, one that is there or one that is to be made; what has only a card is taken."""
     files = {file: b"mine", "README.md": b"mine"}

@@ -8,8 +8,7 @@ import torch
 from repositories import Change, code, edit, load, load_draft, pair, pickled, put, ran, with_code
 from repository_cases import CASES as OF_CONFIGS
 from repository_files import CASES as OF_FILES
-from tiny import near, prompts
-from transformers import AutoModelForCausalLM
+from tiny import prompts
 
 
 CASES = OF_CONFIGS + OF_FILES
@@ -143,14 +142,3 @@ def test_generation_settings_select_nothing_else(folder: Path):
             load(folder).generate(**prompts(2), do_sample=False, max_new_tokens=4)
         edit("generation_config.json", **{name: ...})(folder)
     assert not ran(folder)
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.filterwarnings("default")
-def test_weights_that_changed_are_named(role: str, folder: Path, recwarn: pytest.WarningsRecorder):
-    load(folder)
-    assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
-    path = folder / ("" if role == "target" else "draft")
-    near(AutoModelForCausalLM.from_pretrained(path), 0.01).save_pretrained(path)
-    with pytest.warns(UserWarning, match=f"the model in {path} is not the one that the pair was measured with"):
-        load(folder)

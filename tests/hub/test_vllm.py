@@ -1,4 +1,4 @@
-"""Handing over to vLLM: the fields and the command; what is refused is in `tests/validation/tool_cases.py`."""
+"""Handing over to vLLM: the fields and the command; what is refused is in `tests/engine/tool_cases.py`."""
 
 import json
 import shlex
@@ -20,11 +20,6 @@ def by_reference(**changes) -> PairConfig:
     return PairConfig(**{"target": target, "draft": draft} | changes)
 
 
-def inside(**changes) -> PairConfig:
-    draft = ModelSource(subfolder="draft", vocab_size=48)
-    return by_reference(target=ModelSource(vocab_size=48), draft=draft, **changes)
-
-
 def words(command: str) -> tuple[list[str], dict]:
     """The command as a shell reads it, and the JSON at its end."""
     *arguments, option, config = shlex.split(command)
@@ -34,55 +29,41 @@ def words(command: str) -> tuple[list[str], dict]:
 
 def test_models_by_reference_at_their_commits():
     export = vllm(by_reference(num_draft_tokens=4), "org/pair")
-    expected = {
-        "method": "draft_model",
-        "model": "org/draft",
-        "revision": "bbb",
-        "num_speculative_tokens": 4,
-    } | SAMPLED
+    expected = {"method": "draft_model", "model": "org/draft", "revision": "bbb", "num_speculative_tokens": 4}
+    expected |= SAMPLED
     assert words(export.command) == (["vllm", "serve", "org/target", "--revision", "aaa"], expected)
     assert export.speculative_config == expected
-    assert str(export).splitlines()[-1] == export.command
-    assert all(line.startswith("# ") for line in str(export).splitlines()[:-1])
-
-
-def test_a_target_inside_is_the_repository_itself():
-    config = by_reference(target=ModelSource(vocab_size=48), num_draft_tokens=4)
-    arguments, speculative = words(vllm(config, "org/pair", revision="ccc").command)
-    assert arguments == ["vllm", "serve", "org/pair", "--revision", "ccc"]
-    assert speculative["revision"] == "bbb"
+    inside = by_reference(target=ModelSource(vocab_size=48))  # the repository itself
+    arguments, speculative = words(vllm(inside, "org/pair", revision="ccc").command)
+    assert (arguments[2:], speculative["revision"]) == (["org/pair", "--revision", "ccc"], "bbb")
 
 
 def test_a_downloaded_folder_gives_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whatever a folder is called, the shell reads one word; it has no revision, and comes before a known name."""
     folder = tmp_path / 'it\'s a $(pair) "here"'
     (folder / "embedded").mkdir(parents=True)
-    arguments, speculative = words(vllm(inside(), str(folder), revision="ccc").command)
+    inside = by_reference(target=ModelSource(vocab_size=48), draft=ModelSource(subfolder="draft", vocab_size=48))
+    arguments, speculative = words(vllm(inside, str(folder), revision="ccc").command)
     assert arguments == ["vllm", "serve", str(folder)]
     assert speculative["model"] == str(folder / "draft")
     assert "revision" not in speculative
-    packaged = words(vllm(inside(), "embedded").command)[0][2]
+    packaged = words(vllm(inside, "embedded").command)[0][2]
     assert (Path(packaged) / "specx_config.json").is_file()
     monkeypatch.chdir(folder)
-    assert words(vllm(inside(), "embedded").command)[0][2] == str(folder / "embedded")
+    assert words(vllm(inside, "embedded").command)[0][2] == str(folder / "embedded")
 
 
 def test_how_many_to_draft():
     runs = [measured(measured_speedup=1.2, num_draft_tokens=2), measured(measured_speedup=1.6, num_draft_tokens=6)]
-    cases = [
-        (by_reference(), None, 5),
-        (by_reference(measurements=runs), None, 6),
-        (by_reference(measurements=runs, num_draft_tokens=3), None, 3),
-        (by_reference(measurements=runs, num_draft_tokens=3), 7, 7),
-    ]
-    for config, given, expected in cases:
+    cases = {(None, "auto"): 6, (None, 3): 3, (7, 3): 7}  # what is given, and what the config has
+    for (given, recommended), expected in cases.items():
+        config = by_reference(measurements=runs, num_draft_tokens=recommended)
         export = vllm(config, "org/pair", num_draft_tokens=given)
         assert export.speculative_config["num_speculative_tokens"] == expected
+    assert vllm(by_reference(), "org/pair").speculative_config["num_speculative_tokens"] == 5
 
 
-@pytest.mark.parametrize(
-    ("verification", "method"), [(None, "block"), ("block", "block"), ("token", "standard"), ("coupled", "standard")]
-)
+@pytest.mark.parametrize(("verification", "method"), [(None, "block"), ("token", "standard"), ("coupled", "standard")])
 def test_how_candidates_are_judged(verification: str | None, method: str):
     """vLLM refuses to map vocabularies and to be told how to judge, together."""
     export = vllm(by_reference(verification=verification), "org/pair")

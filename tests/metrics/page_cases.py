@@ -60,8 +60,6 @@ TOLD = [  # of each token
     f"{HOSTILE}: accepted, token 13, p 0.62, q 0.31, acceptance 1, round 3, candidate 1 of 1",
     "⇥end: bonus, token 17, p 0.017, q -, acceptance -, round 3",
 ]
-SPEED = {"verification": "block", "batch": 1, "num_draft_tokens": 5, "turns": 3}
-SPEED |= {"times_plain": 1.4, "least": 1.0, "most": 1.75}
 
 
 def made(passed: bool = True, **changes: object) -> CheckResult:
@@ -74,7 +72,6 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
         "cells": {f"{name}, batch 1": {"acceptance": ACCEPTANCE} for name in ("greedy", "coupled", "token")},
         "texts": {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]},
         "trace": TRACE,
-        "speed": SPEED,
         "pair": f"my-pair {HOSTILE}",
         "command": f"specx check my-pair --batch 1 --file {HOSTILE} --report a-report-with-a-long-name.html",
     }

@@ -1,7 +1,6 @@
 """The check: what it finds, that it can be repeated and taken up, and what its tests would have seen."""
 
 import json
-from contextlib import nullcontext
 
 import evaluate
 import numpy as np
@@ -12,11 +11,10 @@ from scipy import stats
 from tiny import near
 from tiny_tokenizer import tiny_tokenizer
 
-import hf_specx
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
-from hf_specx.metrics.cells import TURNS, judge_quality, measure_speed
+from hf_specx.metrics.cells import judge_quality
 from hf_specx.metrics.result import least_share, quality_line, seen_deviations
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject
@@ -48,7 +46,6 @@ def test_what_is_found(result):
     assert "overrated" in result.cells["block, batch 8"]["law"]["statistics"]
     assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
     assert result.trace["verification"] == "block"
-    assert result.speed == {}  # as no report was asked for
     assert result.provenance["target"].startswith("LlamaForCausalLM, ")
     acceptance = result.cells["block, batch 8"]["acceptance"]
     assert 0 < acceptance["alpha"] < 1
@@ -79,12 +76,14 @@ def test_what_cannot_be_checked_is_refused_before_any_forward(monkeypatch, optio
         handle.remove()
 
 
-def test_the_same_seed_gives_the_same_result(result):
+def test_the_same_seed_gives_the_same_result():
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    assert quick(**SMALL).to_dict() == result.to_dict()
+    small = SMALL | {"batch_sizes": (8,), "verifications": ("coupled", "block")}
+    one, same, other = (quick(**small, seed=seed) for seed in (0, 0, 1))
+    assert one.to_dict() == same.to_dict()
     assert torch.equal(torch.get_rng_state(), before)
-    assert quick(**SMALL, seed=1).texts["block"] != result.texts["block"]
+    assert other.texts["block"] != one.texts["block"]
 
 
 def test_which_prompts_are_in_which_batch():
@@ -116,35 +115,38 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quick(**SMALL, path=path)
     known = len(generated)
-    for _ in range(2):
-        again = quick(**SMALL, path=path, advance=lambda: steps.append(1))
-        assert again.to_dict() == result.to_dict()
-        assert generated[known:] == [("block", 8)]
-    assert len(steps) == 2 * Settings(**SMALL).steps()
+    again = quick(**SMALL, path=path, advance=lambda: steps.append(1))
+    assert again.to_dict() == result.to_dict()
+    assert generated[known:] == [("block", 8)]
+    assert len(steps) == Settings(**SMALL).steps
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
     """Where one of seed, prompts, models, tokenizers, drafts or code is another."""
     target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
-    changes = [
-        (tiny_pair(), {}),
-        (tiny_pair(), {"seed": 5}),
-        (tiny_pair(), {"prompts": PROMPTS[:3]}),
-        (DraftTargetPair(near(target, 0.1), draft, own), {}),
-        (DraftTargetPair(target, draft, tiny_tokenizer(fewer_merges=8)), {}),
-        (DraftTargetPair(target, draft, own, draft_tokenizer=tiny_tokenizer(["other words"])), {}),
-        (DraftTargetPair(target, SuffixDraft(1), own), {}),
-        (DraftTargetPair(target, SuffixDraft(2), own), {}),
-        (tiny_pair(), {"code": "another"}),
+    other_tokens = tiny_tokenizer(["other words"])
+    pairs = [
+        tiny_pair(),
+        DraftTargetPair(near(target, 0.1), draft, own),
+        DraftTargetPair(target, draft, tiny_tokenizer(fewer_merges=8)),
+        DraftTargetPair(target, draft, own, draft_tokenizer=other_tokens),
+        DraftTargetPair(target, SuffixDraft(1), own),
+        DraftTargetPair(target, SuffixDraft(2), own),
     ]
-    always = {"prompts": PROMPTS} | GREEDY | {"num_draft_tokens": 1, "advance": lambda: None}
-    for number, (pair, change) in enumerate(changes, 1):
-        if change.pop("code", None):
-            monkeypatch.setattr(checking, "PACKAGE", tmp_path / "another")
-        for _ in range(2):
-            hf_specx.check(pair, **always | change, path=tmp_path / "check.json")
-        assert len(generated) == 4 * number
+    settings = Settings(**GREEDY)
+    asked = [checking.asked_of(Subject(pair, PROMPTS, settings)) for pair in pairs]
+    asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS[:3], settings)))
+    asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, Settings(**GREEDY, seed=5))))
+    assert len(set(asked)) == len(asked)
+    assert checking.asked_of(Subject(tiny_pair(), PROMPTS, settings)) == asked[0]
+    path = tmp_path / "check.json"
+    for _ in range(2):
+        quick(**GREEDY, path=path)
+    assert len(generated) == 4
+    monkeypatch.setattr(checking, "PACKAGE", tmp_path / "another")
+    quick(**GREEDY, path=path)
+    assert len(generated) == 8
 
 
 def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):
@@ -217,25 +219,3 @@ def test_what_a_test_sees_is_seen_nine_times_in_ten():
     smallest = float(told.split("by ")[1].split()[0])
     z = (rng.normal(0, error, runs) + smallest * weight) / error
     assert low <= sum(abs(z) > stats.norm.isf(level / 5 / 2)) <= high
-
-
-def test_speed_is_that_of_turns_and_part_of_a_check_only_if_asked_for(monkeypatch, tmp_path):
-    """It is kept with the rest, and nothing else changes; generators of all devices are left as they were."""
-    settings = Settings((2,), 8, samples=2, num_draft_tokens=3, verifications=("greedy", "coupled"))
-    subject = checking.subject_of(tiny_pair(), PROMPTS, settings)
-    found = measure_speed(subject)
-    assert (found["verification"], found["batch"], found["turns"]) == ("coupled", 2, TURNS)
-    assert 0 < found["least"] <= found["times_plain"] <= found["most"]
-    measured, path = [], tmp_path / "known.json"
-    monkeypatch.setattr(checking, "measure_speed", lambda subject: measured.append(1) or {"batch": 2})
-    forked = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    fork = lambda devices, device_type: forked.extend([*devices, device_type]) or nullcontext()  # noqa: E731
-    monkeypatch.setattr(torch.random, "fork_rng", fork)
-    without = checking.run_check(subject, lambda: None, path)
-    assert forked == [0, 1, "xpu"]
-    timed = [checking.run_check(subject, lambda: None, path, timed=True) for _ in range(2)]
-    assert without.speed == {}
-    assert [each.to_dict() for each in timed] == [without.to_dict() | {"speed": {"batch": 2}}] * 2
-    assert measured == [1]

@@ -20,7 +20,10 @@ def test_a_fault_is_rejected(monkeypatch: pytest.MonkeyPatch, fault: str):
     assert failed(result) >= rejected, str(result)
 
 
-@pytest.mark.parametrize("fault", [fault for fault, (*_, rejected) in FAULTS.items() if rejected & EXACT])
+HALF = "one candidate too many", "position off by one"
+
+
+@pytest.mark.parametrize("fault", HALF)
 def test_a_fault_is_rejected_in_half_precision(monkeypatch: pytest.MonkeyPatch, fault: str):
     """By equal tokens, though rounding explains gaps that are 65,536 times as wide as in float32."""
     checked, rejected = inject(monkeypatch, fault)

@@ -32,12 +32,11 @@ def test_what_decides_comes_first(text):
     top, _, _ = text.partition("What was looked at")
     assert f"passed: specx check of my-pair {HOSTILE}" in top
     assert "✓ passed No difference to plain generate was found; a correct one fails in at most 0.001" in top
-    assert "1.40 times as fast as plain generate , with 5 candidates a round, block verification and 1 row at" in top
     assert f"Made by specx check my-pair --batch 1 --file {HOSTILE}" in top
-    failed = text_of(page(made(passed=False, trace={}, speed={}, cells={}, texts={}, pair="", command="")))
+    failed = text_of(page(made(passed=False, trace={}, cells={}, texts={}, pair="", command="")))
     assert f"✗ failed What does not hold: {WRONG.what}; a correct one" in failed
     assert f"✗ failed {WRONG.what} {WRONG.note} - 16" in failed
-    for told in ("times as fast", "How a text came about", "What the draft was worth", "Made by"):
+    for told in ("How a text came about", "What the draft was worth", "Made by"):
         assert told not in failed
 
 
@@ -46,8 +45,6 @@ def test_what_is_told(text):
     for line in LINES:
         figures = f"{number(line.figure)} {number(line.threshold)}"
         assert f"{signs[line.verdict]} {line.verdict} {line.what} {line.note} {figures}" in text
-    assert "on 2 prompts" in text
-    assert "draft Llama, 99 parameters" in text
     assert "batch sizes [1, 8] new tokens 8 temperature 0.7" in text
     assert f"def {HOSTILE}( the dog" in text
     assert "token, batch 1 0.731 2.80 0.75 of 40 0.80 of 30 0.75 of 24 0.45 of 20 0.00 of 9" in text
@@ -58,7 +55,6 @@ def test_each_token_of_the_trace(source, text):
     assert [html.unescape(told) for _, told in tokens] == TOLD
     assert [origin for origin, _ in tokens] == ["bonus", "accepted", "recovered", "accepted", "bonus"]
     assert all(told in text for told in TOLD)  # the list
-    assert "recovered 1: the target's own" in text
 
 
 def test_text_stays_text_and_nothing_is_loaded_or_run(source, text):
@@ -83,7 +79,7 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
     path, steps = tmp_path / "report.html", []
     result = quick(**QUICK, report=path, advance=lambda: steps.append(1))
     assert result.passed == (fault is None)
-    assert len(steps) == Settings(**QUICK).steps(timed=True)
+    assert len(steps) == Settings(**QUICK).steps
     source = path.read_text(encoding="utf-8")
     for line in result.lines:
         told = f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}"

@@ -12,6 +12,8 @@ from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, counted,
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
+from hf_specx.models.slots import CACHE
+
 
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
 KINDS = ("t5", "bart", "m2m_100")  # of positions: relative, learned, and none for pads
@@ -80,8 +82,8 @@ def test_a_cache_without_a_mask(model_type: str, layout: str):
     call = zoo.inputs(target, 4) | SETTINGS["greedy"] | {"max_new_tokens": 6}
     first = target.generate(**call, return_dict_in_generate=True)
     turn = call | {"decoder_input_ids": first.sequences}
-    expected = target.generate(**turn, past_key_values=copy.deepcopy(first.past_key_values))
-    output, _ = ours(target, drafts["near"], layout, **turn, past_key_values=first.past_key_values)
+    expected = target.generate(**turn, **{CACHE: copy.deepcopy(first.past_key_values)})
+    output, _ = ours(target, drafts["near"], layout, **turn, **{CACHE: first.past_key_values})
     assert torch.equal(output, expected)
 
 

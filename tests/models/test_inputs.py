@@ -10,6 +10,7 @@ from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -75,9 +76,9 @@ def test_the_returned_cache_serves_the_next_turn(model_type: str, layout: str):
     turn = later(first.sequences, inputs["attention_mask"])
     expected = target.generate(**turn, **GREEDY)
     theirs, own = (copy.deepcopy(first.past_key_values) for _ in range(2))
-    assert torch.equal(target.generate(**turn, **GREEDY, past_key_values=theirs), expected)
+    assert torch.equal(target.generate(**turn, **GREEDY, **{CACHE: theirs}), expected)
     with Forwards(target) as forwards:
-        output = target.generate(**turn, **GREEDY, past_key_values=own, custom_generate=strategy(draft))
+        output = target.generate(**turn, **GREEDY, **{CACHE: own}, custom_generate=strategy(draft))
     assert torch.equal(output, expected)
     assert forwards.lengths[0] == 6  # the last token of the first turn, and the user's words
     assert len(forwards.lengths) < 20
@@ -89,36 +90,36 @@ def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dic
     """The user's own object is what holds the text afterwards, as with stock; a full window takes the lockstep."""
     target, inputs = tiny(model_type), prompts(3)
     draft, cache = near(target, 0.05), DynamicCache(config=target.config)
-    text = target.generate(**inputs, **GREEDY, past_key_values=cache)
+    text = target.generate(**inputs, **GREEDY, **{CACHE: cache})
     turn = later(text, inputs["attention_mask"])
     speculative = strategy(draft)
     expected = target.generate(**turn, **GREEDY)
-    output = target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=speculative)
+    output = target.generate(**turn, **GREEDY, **{CACHE: cache}, custom_generate=speculative)
     assert torch.equal(output, expected)
     assert speculative.report.layout == ("ragged" if model_type == "llama" else "lockstep")
     assert cache.get_seq_length() == 36 + 20 - 1
     turn = later(output, inputs["attention_mask"])
-    assert same(target, draft, turn | {"past_key_values": cache}, settings) < 20
+    assert same(target, draft, turn | {CACHE: cache}, settings) < 20
 
 
 def test_only_the_new_tokens_are_passed():
     """input_ids are the new words alone, and the mask covers everything, as stock allows."""
     target, inputs = tiny(), prompts(3)
-    text = target.generate(**inputs, **GREEDY, past_key_values=(cache := DynamicCache()))
+    text = target.generate(**inputs, **GREEDY, **{CACHE: (cache := DynamicCache())})
     turn = later(text, inputs["attention_mask"])
-    new = turn | {"input_ids": turn["input_ids"][:, -6:], "past_key_values": cache}
+    new = turn | {"input_ids": turn["input_ids"][:, -6:], CACHE: cache}
     assert same(target, near(target, 0.05), new, SAMPLED) < 20
 
 
 def test_an_empty_cache_of_the_user_is_filled_and_an_exception_leaves_it_alone():
     target, cache = tiny(), DynamicCache()
-    text = target.generate(**prompts(2), **GREEDY, past_key_values=cache, custom_generate=strategy(near(target, 0.05)))
+    text = target.generate(**prompts(2), **GREEDY, **{CACHE: cache}, custom_generate=strategy(near(target, 0.05)))
     assert cache.get_seq_length() == text.shape[1] - 1
     turn = later(text, prompts(2)["attention_mask"])
     keys = cache.layers[0].keys.clone()
     handle = target.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=strategy(near(target, 0.05)))
+        target.generate(**turn, **GREEDY, **{CACHE: cache}, custom_generate=strategy(near(target, 0.05)))
     handle.remove()
     assert torch.equal(cache.layers[0].keys, keys)
 
@@ -213,11 +214,11 @@ def test_a_cache_that_cannot_be_filled_is_said():
     free = target.generate(**prompts(3), **GREEDY)
     settings = GREEDY | {"eos_token_id": int(free[0, 14]), "pad_token_id": 0}
     cache = DynamicCache(config=target.config)
-    with pytest.warns(UserWarning, match="past_key_values= was not filled"):
+    with pytest.warns(UserWarning, match=f"{CACHE}= was not filled"):
         target.generate(
             **prompts(3),
             **settings,
-            past_key_values=cache,
+            **{CACHE: cache},
             custom_generate=strategy(tiny("mistral"), layout="lockstep"),
         )
     assert cache.get_seq_length() == 0

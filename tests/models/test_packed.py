@@ -14,7 +14,7 @@ from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.models.choose import choose_layout
 from hf_specx.models.packed import PackedDecoder
 from hf_specx.models.ragged import Masks
-from hf_specx.models.slots import SlotCache
+from hf_specx.models.slots import CACHE, SlotCache
 
 
 MODELS = [
@@ -160,8 +160,8 @@ def embeddings(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def past(target: PreTrainedModel) -> dict:
     cache = DynamicCache(config=target.config)
-    target(input_ids=torch.tensor([[1, 2], [3, 4]]), past_key_values=cache)
-    return {"input_ids": torch.tensor([[1, 2, 5], [3, 4, 6]]), "past_key_values": cache}
+    target(input_ids=torch.tensor([[1, 2], [3, 4]]), **{CACHE: cache})
+    return {"input_ids": torch.tensor([[1, 2, 5], [3, 4, 6]]), CACHE: cache}
 
 
 def token_types(target: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def token_types(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 REFUSED = {
     "inputs_embeds": embeddings,
-    "past_key_values holds 2 tokens": past,
+    f"{CACHE} holds 2 tokens": past,
     "token_type_ids": token_types,
 }
 

@@ -8,6 +8,7 @@ from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter, no_candidates
+from hf_specx.models.slots import CACHE
 
 
 CHUNKED = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
@@ -24,7 +25,7 @@ def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **chan
     single, several = set(), set()
 
     def note(module, args, kwargs):
-        if kwargs["past_key_values"].get_seq_length():
+        if kwargs[CACHE].get_seq_length():
             seen = single if kwargs["input_ids"].shape[1] == 1 else several
             seen.add(kwargs.get("attention_mask") is not None)
 

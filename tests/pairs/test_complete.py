@@ -1,4 +1,4 @@
-"""Prompts over processes: two real ones, started by accelerate, get what one gets, in order."""
+"""Prompts over processes: two real ones, as a launcher starts them, get what one gets, in order."""
 
 import atexit
 import json
@@ -80,16 +80,19 @@ def together(folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    # not --cpu, by which accelerate 1.15 starts one process unless there is MPI; the processes find no accelerator
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    paths = [str(Path(__file__).parents[2]), str(Path(zoo.__file__).parent), str(Path(__file__).parent)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    subprocess.run([*launch, __file__, str(folder)], check=True, env=environment, timeout=300)
+    paths = [
+        Path(__file__).parents[2],
+        Path(zoo.__file__).parent,
+        Path(__file__).parent,
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    told = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    running = [
+        subprocess.Popen([sys.executable, __file__, str(folder)], env=told | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(300) for process in running] == [0, 0]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -139,25 +139,6 @@ def test_a_full_disk_loses_nothing(pair: DraftTargetPair, tmp_path: Path):
     assert out.read_bytes() == expected
 
 
-def test_prompts_are_read_as_there_is_room_for_them(pair: DraftTargetPair, tmp_path: Path):
-    """Of a million prompts few are held at a time."""
-    out, ahead = tmp_path / "done.jsonl", []
-
-    class Enough(Exception):
-        pass
-
-    def texts() -> Iterator[str]:
-        for number in range(10**6):
-            ahead.append(number - (out.read_bytes().count(b"\n")))
-            if number == 60:
-                raise Enough
-            yield f"line {number}"
-
-    with pytest.raises(Enough):
-        pair.complete(texts(), out=out, batch_size=3, **SAMPLED)
-    assert max(ahead) <= 2 * 3 + 1  # rows, and those that ended in one round
-
-
 def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
 ):

@@ -129,6 +129,21 @@ def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypa
     assert list(pair.strategy.costs.table) == [2]
 
 
+def test_every_file_of_the_package_is_carried_by_its_wheel():
+    """Those that are not code are named in pyproject.toml; READMEs are for readers of the tree."""
+    root, tomllib = Path(__file__).parents[2], pytest.importorskip("tomllib")  # of Python 3.11
+    named = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    carried = {
+        path
+        for room, patterns in named.items()
+        for x in patterns
+        for path in root.glob(f"{room.replace('.', '/')}/{x}")
+    }
+    files = {path for path in (root / "hf_specx").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert {path for path in files - carried if path.name != "README.md"} == set()
+
+
+@pytest.mark.slow
 def test_the_wheel_carries_the_pair(tmp_path: Path):
     """Built, installed beside the packages of this environment, and loaded from there."""
     root, source, site = Path(__file__).parents[2], tmp_path / "source", tmp_path / "site"

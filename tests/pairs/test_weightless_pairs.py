@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from counting import counting
 from safetensors.torch import save_file
-from tiny import Forwards, prompts, tiny
+from tiny import prompts, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool, generate
 from hf_specx.hub.load_model import HEAD_NAME
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import write_repository
@@ -31,23 +32,6 @@ def predicting() -> PreTrainedModel:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
-
-
-class LastLayer:
-    """Counts the forwards of a target's last layer, which a draft of its first layers does not run."""
-
-    def __init__(self, target: PreTrainedModel):
-        self.count = 0
-        self.handle = target.model.layers[-1].register_forward_pre_hook(self._note)
-
-    def _note(self, *args):
-        self.count += 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.handle.remove()
 
 
 def plain(target: PreTrainedModel, rows: int) -> torch.Tensor:
@@ -113,10 +97,9 @@ def drafts_of(pair: DraftTargetPair) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_head_is_saved_with_its_exit(tmp_path: Path, bias: bool):
+def test_a_head_is_saved_with_its_exit(tmp_path: Path):
     folder, target = tmp_path / "pair", predicting()
-    saved = DraftTargetPair(target, with_trained_head(target, bias))
+    saved = DraftTargetPair(target, with_trained_head(target, bias=True))
     saved.save_pretrained(folder)
     assert json.loads((folder / CONFIG_NAME).read_text())["early_exit"] == {"exit_layer": 1, "head": True}
     pair = DraftTargetPair.from_pretrained(folder)
@@ -135,10 +118,10 @@ def test_by_string(tmp_path: Path):
     for name, draft in {"exit": EarlyExitDraft(1), "head": with_trained_head(target), "suffix": SuffixDraft()}.items():
         write_repository(DraftTargetPair(target, draft), tmp_path / name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        with LastLayer(model) as layer:
+        with counting(model.model.layers[-1]) as calls:  # which a draft of the first layers does not run
             options = {"custom_generate": str(tmp_path / name), "trust_remote_code": True}
             assert torch.equal(model.generate(**prompts(4), **GREEDY, **options), plain(target, 4))
-        seen[name] = layer.count
+        seen[name] = len(calls)
     assert seen["exit"] < 12 < seen["head"]
 
 
@@ -159,15 +142,16 @@ def other_tensors(path: Path, **tensors: torch.Tensor) -> None:
     ],
 )
 def test_heads_that_are_refused(tmp_path: Path, damage, message: str):
+    """By the package and by what finds the draft of a loaded target."""
     target, folder = tiny(), tmp_path / "pair"
-    write_repository(DraftTargetPair(target, with_trained_head(target)), folder)
+    DraftTargetPair(target, with_trained_head(target)).save_pretrained(folder)
     damage(folder / HEAD_NAME)
     with pytest.raises(ValueError, match=message):
         DraftTargetPair.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with Forwards(model) as forwards, pytest.raises(ValueError, match=message):
-        model.generate(**prompts(1), **GREEDY, custom_generate=str(folder), trust_remote_code=True)
-    assert not forwards.ids
+    with counting(model) as forwards, pytest.raises(ValueError, match=message):
+        generate(**prompts(1), **GREEDY, model=model)
+    assert not forwards
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,16 @@ of the right law would fail with probability 1e-4.
 from importlib import import_module
 
 import pytest
+from all_pairs import once
 from enumerated import END, ENOUGH, LARGE, PAD, SETTINGS, VOCAB_SIZE, draw, exact_distribution, p_values
 from wrong_rules import CONTROLS
 
 
+BY_REJECTION = ["token", "block"]
 NUM_TESTS = 2 * 2 * (len(SETTINGS) + 5)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "settings"), once(["token", "block"], SETTINGS))
 def test_law(verification: str, settings: str):
     options, processors = SETTINGS[settings]
     tokens = draw(verification, **ENOUGH, **options)
@@ -24,16 +25,14 @@ def test_law(verification: str, settings: str):
     assert max(p_values(tokens, exact_distribution([]))) < 1e-8  # so a setting that went unnoticed would be seen
 
 
-@pytest.mark.parametrize("end", [None, END])
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "end"), once(["token", "block"], [None, END]))
 def test_law_without_processors(verification: str, end: int | None):
     """With more draws than the wrong variants below need; and a row may end inside an accepted run."""
     tokens = draw(verification, **LARGE, eos_token_id=end, pad_token_id=PAD)
     assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize("draft_vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 2])
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "draft_vocab_size"), once(BY_REJECTION, [VOCAB_SIZE - 1, VOCAB_SIZE + 2]))
 def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vocab_size: int):
     tokens = draw(verification, **ENOUGH, draft_vocab_size=draft_vocab_size)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS

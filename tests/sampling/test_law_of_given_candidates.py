@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from all_pairs import once
 from enumerated import VOCAB_SIZE, exact_distribution, first_tokens, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -33,6 +34,10 @@ class Given(Drafter):
         return Draft(tokens[:, : max(wanted)], wanted)
 
 
+def suffixes() -> Drafter:
+    return SuffixDraft(min_match=1)
+
+
 def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: int, **settings) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
     strategy = SpeculativeDecoding(drafter(), num_draft_tokens=MOST, verification=verification)
@@ -41,15 +46,13 @@ def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: 
     return tokens
 
 
-@pytest.mark.parametrize("drafter", [Given, lambda: SuffixDraft(min_match=1)], ids=["given", "suffix"])
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "drafter"), once(["token", "block"], [Given, suffixes]))
 def test_the_distribution_is_that_of_the_target(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize("drafter", [Given, lambda: SuffixDraft(min_match=1)], ids=["given", "suffix"])
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "drafter"), once(["token", "block"], [Given, suffixes]))
 def test_the_distribution_with_warpers(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE, temperature=0.6, top_k=3)
     law = exact_distribution([TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)])
@@ -74,8 +77,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "control"), once(["token", "block"], CONTROLS))
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, control: str):
     monkeypatch.setattr(*CONTROLS[control])
     tokens = draw(Given, verification, **LARGE)

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from all_pairs import once
 from enumerated import DEPTH, NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_distribution, first_tokens, models, p_values
 from tiny import tiny
 from tokenizers import Tokenizer, decoders
@@ -169,8 +170,7 @@ CONTROLS: dict[str, tuple[object, str, object]] = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "control"), once(["token", "block"], CONTROLS))
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, control: str):
     logits = VocabularyMap.logits
 

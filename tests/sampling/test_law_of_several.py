@@ -6,6 +6,7 @@ probability 1e-4.
 
 import pytest
 import torch
+from all_pairs import once
 from enumerated import VOCAB_SIZE, exact_distribution, first_tokens, models, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -83,8 +84,7 @@ several_joined, propose = several._joined, SeveralDrafts.propose
 CONTROLS = {"as if drawn": (several, "_joined", as_if_drawn), "looking": (SeveralDrafts, "propose", looking)}
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize(("verification", "control"), once(["token", "block"], CONTROLS))
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, control: str):
     monkeypatch.setattr(SeveralDrafts, "_asks_model", only_without_others)
     monkeypatch.setattr(*CONTROLS[control])

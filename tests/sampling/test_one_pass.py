@@ -10,7 +10,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
-from hf_specx.sampling import watermarks
 from hf_specx.sampling.one_pass import Prefixes
 from hf_specx.sampling.processors import OF_TEXT, Processors
 
@@ -128,16 +127,6 @@ def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
     assert not asked or (name.startswith(("watermark", "length")) and set(asked) == {1})
 
 
-@pytest.mark.parametrize("width", [0, 1])
-@pytest.mark.parametrize("name", MAKERS)
-def test_prompts_may_be_empty_or_one_token(name: str, width: int):
-    """As where a call is given embeddings, or the decoder of an encoder-decoder its first token."""
-    batch = text(4, width)
-    draft = drafted(batch, seed=1)
-    scores = drawn(batch, draft.tokens.shape[1] + 1)
-    assert_alike(MAKERS[name](4), batch, draft, scores, Processors([MAKERS[name](4)])(batch, draft, scores))
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_rejected_candidates_leave_nothing(name: str):
     """Over rounds that keep some of the candidates and go on with another token."""
@@ -228,19 +217,3 @@ def test_errors_are_those_of_transformers(name: str):
     with pytest.raises(expected.type) as found:
         Processors([processor])(batch, Draft(torch.zeros(4, 0, dtype=torch.int64), [0] * 4), scores)
     assert str(found.value) == str(expected.value)
-
-
-def test_few_lists_of_a_watermark_are_kept(monkeypatch: pytest.MonkeyPatch):
-    """No more than `MOST_GREENLISTS`, or than one forward needs; and scores are right all the same."""
-    monkeypatch.setattr(watermarks, "MOST_GREENLISTS", 3)
-    make, batch, memory = MAKERS["watermark"], text(1, seed=1), {}
-    processors, seen = Processors([make(1)], memory=memory), set()
-    for seed in range(12):
-        draft = drafted(batch, seed)
-        scores = drawn(batch, draft.tokens.shape[1] + 1)
-        assert_alike(make(1), batch, draft, scores, processors(batch, draft, scores))
-        (lists,) = (kept for kept in memory.values() if isinstance(kept, dict))
-        assert len(lists) <= max(3, scores.shape[1])
-        seen |= lists.keys()
-        batch.emit(torch.tensor([[1 + seed % (VOCAB - 1)]]), [1])
-    assert len(seen) == VOCAB - 1

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import once
 from counting import counting
 from tiny import near, prompts, tiny
 from transformers import SynthIDTextWatermarkingConfig
@@ -37,8 +38,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "do_sample"), once(SETTINGS, [False, True]))
 def test_equals_stock(name: str, do_sample: bool):
     target = tiny()
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24} | SETTINGS[name]
@@ -194,9 +194,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(("name", "rows", "do_sample"), once(MIXES, [1, 8], [False, True]))
 def test_texts_are_those_of_plain_generate(name: str, rows: int, do_sample: bool):
     target, inputs = tiny(), prompts(rows)
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | MIXES[name]

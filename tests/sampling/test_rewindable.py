@@ -113,15 +113,6 @@ def test_rollback_may_be_limited(target, draft, num_draft_tokens: int):
     assert (told in str(strategy.report)) == (num_draft_tokens > 2)
 
 
-def test_several_processors_together(target, draft):
-    def given():
-        return [Automaton(VOCAB_SIZE, 11, free=(0,)), Automaton(VOCAB_SIZE, 11, states=5, always=END)]
-
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    plain, made, _ = both(target, strategy, given=given, do_sample=False, repetition_penalty=1.2)
-    assert made.tolist() == plain.tolist()
-
-
 @pytest.mark.parametrize("verification", ["coupled", "block"])
 @pytest.mark.parametrize("drafts", ["model", "suffix", "both"])
 def test_seeded_rows_stand_alone(target, draft, drafts: str, verification: str):
@@ -195,23 +186,6 @@ def test_compiled_forwards(target, draft):
     assert made.tolist() == plain.tolist()
     assert strategy.report.accepted > 0
     assert strategy.report.forced == 0
-
-
-def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
-    class Broken(Automaton):
-        def accept(self, row, token):
-            super().accept(row, token)
-            if len(self.texts[row]) == 9:
-                raise KeyboardInterrupt
-
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pytest.warns(UserWarning, match="state of Broken is not at the end"),
-    ):
-        target.generate(
-            **prompts(2), max_new_tokens=NEW, logits_processor=[Broken(VOCAB_SIZE, 11)], custom_generate=strategy
-        )
 
 
 def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -328,23 +302,6 @@ def test_a_processor_that_was_refused_is_as_new(target, draft):
     target.generate(**prompts(2), logits_processor=[beside], **call)
     with pytest.raises(ValueError, match="Automaton is used by another call, or was used"):
         target.generate(**prompts(2), logits_processor=[beside], **call)
-
-
-class Slotted:
-    """Has no place for weak references."""
-
-    __slots__ = ()
-
-    def accept(self, *given):
-        raise NotImplementedError
-
-    rollback = mask = __call__ = accept
-
-
-def test_a_processor_whose_second_use_could_not_be_seen_is_refused_before_any_forward(target, draft):
-    with Forwards(target) as forwards, pytest.raises(ValueError, match="Slotted takes no weak references.*add"):
-        target.generate(**prompts(2), logits_processor=[Slotted()], custom_generate=SpeculativeDecoding(draft))
-    assert not forwards.ids
 
 
 def drawn(verification: str, batches: int, rows: int = 1024) -> torch.Tensor:

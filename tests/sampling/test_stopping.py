@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from collectors import Collector
 from criteria import RowSumIs
 from tiny import near, prompts, tiny
 from transformers.generation.logits_process import LogitsProcessor
@@ -83,28 +82,6 @@ def test_any_criterion_with_an_end_token_pads_finished_rows():
     assert (expected[:, -1] == 0).any()
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
     assert torch.equal(target.generate(**prompts(4), **settings, custom_generate=strategy), expected)
-
-
-@pytest.mark.parametrize("eos_token_id", [None, 5])
-def test_the_stream_is_cut_where_the_text_is(eos_token_id: int | None):
-    target, collector = tiny(), Collector()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, streamer=collector)
-    criteria = StoppingCriteriaList([RowSumIs()])
-    settings = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": eos_token_id}
-    output = target.generate(**prompts(1), **settings, stopping_criteria=criteria, custom_generate=strategy)
-    assert collector.tokens == output[0].tolist()
-    assert collector.ends == 1
-    assert strategy.report.emitted == output.shape[1] - 11
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
-def test_short_texts(max_new_tokens: int):
-    target = tiny()
-    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=max_new_tokens)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=7)
-    output = target.generate(**prompts(4), do_sample=False, max_new_tokens=max_new_tokens, custom_generate=strategy)
-    assert torch.equal(output, expected)
-    assert all(r.drafted < max_new_tokens for row in strategy.report.history for r in row)
 
 
 def test_each_row_drafts_no_more_than_it_can_emit():

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import SynthIDTextWatermarkingConfig
@@ -100,9 +101,10 @@ def test_hashes_that_meet_or_are_zero():
             assert_alike(text(3), [3, 2, 1], made(name), lambda name=name: made(name))
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", ["usual", "two contexts kept", "first ones skipped"])
+THREE = ["usual", "two contexts kept", "first ones skipped"]
+
+
+@pytest.mark.parametrize(("name", "do_sample", "rows"), once(THREE, [False, True], [1, 4]))
 def test_text_is_that_of_plain_generate(name: str, do_sample: bool, rows: int):
     """In the usual layout, in fewer forwards; rows end at different times."""
     target, config = tiny(), SynthIDTextWatermarkingConfig(keys=KEYS, **SETTINGS[name])
@@ -123,17 +125,6 @@ def test_text_is_that_of_plain_generate(name: str, do_sample: bool, rows: int):
         assert strategy.report.layout == "ragged"
         most = len(plain.ids) * (0.75 if strategy.report.acceptance_rate > 0.5 else 1)
         assert len(forwards.ids) <= most
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed", "lockstep"])
-def test_any_layout(layout: str):
-    target, settings = tiny(), {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
-    settings["watermarking_config"] = SynthIDTextWatermarkingConfig(keys=KEYS, **SETTINGS["usual"])
-    torch.manual_seed(2)
-    expected = target.generate(**prompts(3), **settings)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled", layout=layout)
-    torch.manual_seed(2)
-    assert torch.equal(target.generate(**prompts(3), **settings, custom_generate=strategy), expected)
 
 
 def test_the_draft_is_marked_as_well():
@@ -158,17 +149,6 @@ def test_requests_of_a_queue_have_their_own():
     for number, (ids, most) in enumerate(wanted):
         expected = target.generate(torch.tensor([ids]), max_new_tokens=most, **settings)[0, len(ids) :]
         assert list(done[number]) == expected.tolist()
-
-
-def test_one_of_the_users_own_is_left_unused():
-    target, mine = tiny(), made("usual")
-    settings = {"do_sample": False, "max_new_tokens": 20}
-    expected = target.generate(**prompts(2), **settings, logits_processor=[made("usual")])
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    for _ in range(2):
-        output = target.generate(**prompts(2), **settings, logits_processor=[mine], custom_generate=strategy)
-        assert torch.equal(output, expected)
-    assert mine.state is None
 
 
 def test_one_that_was_called_before_goes_on_in_order():

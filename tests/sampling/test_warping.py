@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.processors import HEAD, HeadWarper, Processors, in_runs
+from hf_specx.sampling.processors import HEAD, HeadWarper, Processors
 
 
 VOCAB = 3000
@@ -70,13 +70,6 @@ def test_of_tokens_that_tie_as_many_stay_as_in_stock(run: str):
     torch.testing.assert_close(output.sort().values, expected.sort().values)
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company():
-    """Also beside rows for which the head is not enough."""
-    scores = 5 * torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(0))
-    warp = HeadWarper(RUNS["all"])
-    assert torch.equal(warp(None, torch.cat([scores, torch.zeros(2, VOCAB)]))[:100], warp(None, scores))
-
-
 def test_a_head_that_is_not_enough_falls_back_to_all(widths: list[int]):
     flat = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     assert torch.equal(HeadWarper(RUNS["top-p"])(None, flat), by_stock(RUNS["top-p"], flat))
@@ -106,17 +99,6 @@ def test_few_tokens_none_and_no_numbers(run: str):
     assert torch.equal(alone, expected[:1])
 
 
-@pytest.mark.parametrize("run", ["top-k, top-p", "all"])
-def test_few_tokens_do_not_need_the_whole_vocabulary(run: str, widths: list[int]):
-    scores = torch.full((3, VOCAB), -torch.inf)
-    for row, number in enumerate((1, 7, 300)):
-        scores[row, :number] = torch.randn(number, generator=torch.Generator().manual_seed(row))
-    output = HeadWarper(RUNS[run])(None, scores)
-    assert widths
-    assert VOCAB not in widths
-    torch.testing.assert_close(output, by_stock(RUNS[run], scores))
-
-
 @pytest.mark.parametrize("run", [[host.TopHLogitsWarper(0.4)], [host.TopKLogitsWarper(9), host.EtaLogitsWarper(0.02)]])
 def test_rows_without_a_distribution_are_left_as_they_are(run: list, monkeypatch: pytest.MonkeyPatch):
     """Behind a candidate nothing may be allowed; in transformers these warpers raise there."""
@@ -128,23 +110,3 @@ def test_rows_without_a_distribution_are_left_as_they_are(run: list, monkeypatch
     output = Processors(run)(Batch(torch.ones(1, 3, dtype=torch.int64), None, 0), None, scores[None])[0]
     assert output.softmax(-1)[:2].isnan().all()
     assert torch.equal(output[2:], by_stock(run, scores[2:]))
-
-
-def test_runs():
-    temperature, k, p = host.TemperatureLogitsWarper(0.7), host.TopKLogitsWarper(5), host.TopPLogitsWarper(0.9)
-    penalty, min_p = host.RepetitionPenaltyLogitsProcessor(1.2), host.MinPLogitsWarper(0.1)
-    visible = host.TopKLogitsWarper(5, filter_value=-9.0)
-    found = in_runs([temperature, k, p, penalty, min_p, p, visible, k, visible])
-    assert [x.warpers if isinstance(x, HeadWarper) else x for x in found] == [
-        temperature,
-        [k, p],
-        penalty,
-        min_p,
-        [p],
-        visible,
-        [k],
-        visible,
-    ]
-    assert in_runs([]) == []
-    many = host.TopPLogitsWarper(0.9, min_tokens_to_keep=HEAD)
-    assert in_runs([many]) == [many]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from torch.multiprocessing import start_processes
@@ -9,9 +10,11 @@ from torch.multiprocessing import start_processes
 
 RANKS = 2
 
+PRELOADED = ["hf_specx.pairs.pair", "transformers.models.llama.modeling_llama"]  # none of the modules beside tests
+assert all(map(find_spec, PRELOADED)), "what is not there is passed over in silence"
+
 context = multiprocessing.get_context("forkserver")
-# it finds what is installed, but none of the modules beside tests
-context.set_forkserver_preload(["hf_specx.pairs.pair", "transformers.models.llama.modeling_llama"])
+context.set_forkserver_preload(PRELOADED)
 
 
 def run_on_ranks(function: Callable[..., None], *args: Any) -> None:

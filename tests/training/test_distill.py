@@ -36,7 +36,8 @@ def test_models_and_random_numbers_are_left_as_they_were(first: str):
     configs = [copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict())) for model in (target, draft)]
     torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    result = distill(target, draft if first == "a draft" else first, some_prompts(), progress=silent, **QUICK)
+    start, quick = draft if first == "a draft" else first, QUICK | {"phases": 1}
+    result = distill(target, start, some_prompts(), progress=silent, **quick)
     assert same(weights(target), before[0])
     assert same(weights(draft), before[1])
     assert not same(weights(result.pair.draft), before[1])
@@ -56,7 +57,7 @@ def test_reported_alpha_is_that_of_generating():
     differ by more than 0.03 once in 1e4.
     """
     apart = some_prompts(80, seed=1)
-    result = trained(held_out=apart, max_new_tokens=32)
+    result = trained(held_out=apart, max_new_tokens=32, phases=2)
     strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, verification="token")
     requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(apart[1::2] * 2)]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
@@ -65,11 +66,10 @@ def test_reported_alpha_is_that_of_generating():
     assert strategy.report.alpha > result.before.high
 
 
-@pytest.mark.parametrize("learning_rate", [5.0, 1e30], ids=["far off", "infinite"])
-def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
-    """A learning rate that destroys the draft: two phases are enough to see that, and the first draft is returned."""
+def test_it_stops_when_alpha_no_longer_rises():
+    """A learning rate that makes the draft infinite: two phases show it, and the first draft is returned."""
     target, draft = models()
-    result = trained(target=target, draft=draft, learning_rate=learning_rate, phases=9, patience=2)
+    result = trained(target=target, draft=draft, learning_rate=1e30, phases=9, patience=2)
     assert len(result.alphas) == 3
     assert (result.steps, result.pair.draft) == (0, draft)
     assert result.gain == (0, 0, 0)
@@ -107,9 +107,14 @@ def test_accumulated_batches_are_one_batch():
 
 
 def test_a_pair_with_its_card_and_speed(tmp_path):
-    """In half precision; the draft has more pads behind the same tokens, as those of Qwen."""
+    """In half precision; the draft has more pads behind the same tokens, as those of Qwen.
+
+    No folder of this machine is in it: neither the draft's nor those of the command and of the settings.
+    """
     target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=288, seed=1)))
     tokenizer = tiny_tokenizer()
+    draft.save_pretrained(tmp_path / "my draft")
+    draft.name_or_path = str(tmp_path / "my draft")
     texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
     result = trained(
         target=target,
@@ -118,7 +123,8 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
         tokenizer=tokenizer,
         draft_tokenizer=tokenizer,
         phases=1,
-        command="specx distill a b",
+        training={"run_name": str(tmp_path / "my run")},
+        command=f"specx distill '{tmp_path}/a b' c",
     )
     result.measure((1, 2), "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
@@ -130,8 +136,9 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     assert loaded.config.prompts == []
     card = render(loaded.config, "pair")
     figures = map(str, (result.before, result.after, result.gain))
-    for shown in ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts"):
-        assert shown in card
+    shown = ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts", "`my draft`", "specx distill 'a b' c")
+    assert [text for text in shown if text not in card] == []
+    assert tmp_path.name not in card
     assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
 
 
@@ -166,15 +173,6 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, told: str):
     with pytest.raises(ValueError, match=told):
         trained(**options)
     assert not (tmp_path / "new").exists()
-
-
-def test_mixed_precision():
-    """Which is rounding: nearly the same weights, also where the draft is in the precision that it is trained in."""
-    result, mixed = trained(phases=1), trained(phases=1, training={"bf16": True})
-    assert mixed.after.value == pytest.approx(result.after.value, abs=0.01)
-    assert mixed.gain.low > 0
-    assert not same(weights(mixed.pair.draft), weights(result.pair.draft))
-    assert mixed.pair.draft.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])

@@ -49,14 +49,6 @@ def test_first_layers_in_bfloat16(tmp_path, moved: bool):
     torch.testing.assert_close(back(ids).logits, wanted, atol=0, rtol=0)
 
 
-def test_a_copy_is_trained_in_float32():
-    draft = tiny().to(torch.bfloat16)
-    learner = ModelDraft(draft, TrainingRecipe())
-    assert {weight.dtype for weight in learner.trained.parameters()} == {torch.float32}
-    assert all(weight.requires_grad for weight in learner.trained.parameters())
-    assert draft.dtype == learner.finished(learner.trained).dtype == torch.bfloat16
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
     pytest.importorskip("peft")

@@ -6,8 +6,7 @@ from counting import counting
 from tiny import tiny
 from training_cases import models, some_prompts, trained
 
-from hf_specx.training.reading import Text, collate, logits_where_written
-from hf_specx.training.remembered import Remembered
+from hf_specx.training.reading import Remembered, Text, collate, logits_where_written
 
 
 TEXTS = [Text(prompt, prompt[::-1][: 2 + number % 3]) for number, prompt in enumerate(some_prompts(10))]
@@ -56,6 +55,6 @@ def test_texts_beyond_the_room_are_read_each_time():
 
 def test_a_training_is_the_same_without(monkeypatch):
     """But for rounding, which other neighbours in a forward change."""
-    with_it = trained(phases=2)
+    with_it = trained(phases=1)
     monkeypatch.setattr("hf_specx.training.trainer.REMEMBERED_BYTES", 0)
-    assert with_it.alphas == pytest.approx(trained(phases=2).alphas, abs=1e-4)
+    assert with_it.alphas == pytest.approx(trained(phases=1).alphas, abs=1e-4)

@@ -1,6 +1,6 @@
 """DFlash and DSpark, which draft a block of tokens in one forward that sees the target's states at all layers."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ class Block(nn.Module):
     A block is the last token and masks behind it; its entries see all of these and each other.
     """
 
+    layers: Any
     sees_ahead = True
 
     def __init__(self, config: HeadConfig):

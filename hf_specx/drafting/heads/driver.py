@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
@@ -39,6 +41,9 @@ class HeadDrafter(SampledCandidateGenerator):
         self.apart = self.apart or not self.chained  # a place has its candidate whether or not those before are forced
         if self.decoder.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.decoder.threshold, self.threshold = self.threshold, 0.0
+        if self.decoder.ids is not None:
+            ids = self.decoder.ids.cpu()
+            self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
         self.decoder.start(reading.batch, reading.target, reading.vocab_size)
 
     def _decoder(self, reading: Reading) -> Any:

@@ -1,6 +1,6 @@
 """EAGLE-3, which drafts token by token from its own states, and P-EAGLE, which does so from masks in one forward."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ class Eagle(nn.Module):
     Its first layer reads the token's embedding beside them; what it adds to is the state. It predicts token i + 2.
     """
 
+    layers: Any
+    fc_norm: Any
     sees_ahead = False
 
     def __init__(self, config: HeadConfig):

@@ -1,5 +1,6 @@
 """What one call feeds a head: the target's states of accepted tokens, row by row, and candidates while it drafts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Feed:
         number: candidates that are wanted of the row with most; `threshold` for what the head itself says of them.
     """
 
+    found: torch.Tensor
     width = 0  # of prompts in a cache: there is none
 
     def __init__(self, body: Any, embed: nn.Module, output: Any, ids: torch.Tensor | None):
@@ -53,13 +55,16 @@ class Feed:
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Note the states of new prompts but the last, which the next round gives."""
-        states, positions = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
+        states, placed = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
         assert states is not None
-        placed = positions is not None and positions.ndim == 3 and len(rows) == len(self.held)  # as images have them
+        if placed is not None and placed.ndim == 3 and len(rows) == len(self.held):  # as images have them
+            placed = placed[-3].expand(len(rows), -1)
+        else:
+            placed = None
         for index, row in enumerate(rows):
             self.known[row] = known = min(batch.prompt_lengths[row], states.shape[1]) - 1
             self.first[row], self.held[row] = batch.prompt_lengths[row] - known - 1, known
-            own = positions[-3].expand(len(rows), -1)[index, -known - 1 : -1] if placed else None
+            own = None if placed is None else placed[index, -known - 1 : -1]
             self.prompts[row] = states[index, states.shape[1] - known - 1 : -1], own
         self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
         first = self.target.first_position
@@ -131,12 +136,11 @@ class Feed:
         if not (width := max((len(states) for states, _ in found), default=0)):
             return
         rows, index = sent(order, batch.ids.device), sent([batch.rows.index(row) for row in order], self.device)
-        states = nn.utils.rnn.pad_sequence([one for one, _ in found], batch_first=True)
+        states, positions = padded([states for states, _ in found]), padded([placed for _, placed in found])
+        assert states is not None
         starts = batch.starts[rows] + sent([self.first[row] for row in order], batch.ids.device) + 1
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
-        positions = slots + self.offset[rows.to(self.device)]
-        if found[0][1] is not None:
-            positions = nn.utils.rnn.pad_sequence([one for _, one in found], batch_first=True).to(self.device)
+        positions = slots + self.offset[rows.to(self.device)] if positions is None else positions.to(self.device)
         self.slots.reserve(len(batch.rows), width, states.to(self.device, self.dtype))
         self.slots.rows = None if len(order) == len(batch.rows) else index
         for first in range(0, width, AT_ONCE):
@@ -198,3 +202,9 @@ class Feed:
         states = self.body.next(self, tokens)[:, 0]
         self._in_vocabulary(self.body.score(self, states, 1, tokens))
         synchronize(self.device)
+
+
+def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
+    known = [row for row in rows if row is not None]
+    return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None

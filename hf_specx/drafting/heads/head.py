@@ -11,6 +11,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
@@ -25,7 +26,7 @@ from .reading import read_head
 from .tensors import check_tensors
 
 
-OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t")  # names beside those of the body
+OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t", "t2d")  # names beside those of the body
 
 
 class DraftHead(PreTrainedModel):
@@ -52,6 +53,7 @@ class DraftHead(PreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, target: PreTrainedModel, **loading: Any) -> "DraftHead":  # type: ignore[override]
@@ -80,15 +82,16 @@ class DraftHead(PreTrainedModel):
     def save_pretrained(self, save_directory: str | Path, **saving: Any) -> None:  # type: ignore[override]
         """Write the head in the form of the *speculators* library, which vLLM serves."""
         tensors = {name.removeprefix("body."): tensor for name, tensor in self.state_dict().items()}
-        if self.ids is not None:
-            tensors["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
         super().save_pretrained(save_directory, state_dict=tensors, **saving)
 
     def of(self, target: PreTrainedModel) -> HeadDrafter:
         """The drafter of one call."""
         config, output = self.config, getattr(self, "lm_head", None)
-        told = "the head is in training mode; call its eval()."
-        require(not self.training, told)
+        require(not self.training, "the head is in training mode; call its eval().")
+        sizes = config.target_hidden_size, config.vocab_size
+        found = target.config.get_text_config(decoder=True).hidden_size, vocabulary(target)
+        told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
+        require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
         embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
         feed = Feed(self.body, cast(nn.Module, embed), output or target.get_output_embeddings(), self.ids)
         most = {"medusa": config.medusa_num_heads, "peagle": None, "eagle3": None}
@@ -98,7 +101,8 @@ class DraftHead(PreTrainedModel):
     @property
     def ids(self) -> torch.Tensor | None:
         """[V_d], the target's ids of the head's tokens; None if they are the same."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if hasattr(self, "d2t") else None
+        offsets = getattr(self, "d2t", None)
+        return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
     def places(self, target: PreTrainedModel) -> list[Place]:
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
@@ -106,6 +110,8 @@ class DraftHead(PreTrainedModel):
             return []
         layers = find_layers(target, "a draft head for")[1]
         ids = self.config.layer_ids
+        told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; "
+        require(max(ids) <= len(layers), f"{told}give a head that was made for this target.")
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
 
     def step_size(self) -> ForwardSize:

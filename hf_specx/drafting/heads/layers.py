@@ -59,12 +59,12 @@ class Slots:
             sliding = kind == "sliding_attention" and window is not None
             whole = self.block and (not sliding or self.config.sliding_window_non_causal)
             seen = (keys <= queries[:, :, -1:]).expand(-1, -1, queries.shape[2], -1) if whole else keys <= queries
-            seen = seen & (keys > queries - window) if sliding else seen
+            seen = seen & (keys > queries - (window or 0)) if sliding else seen
             self.masks[kind] = tiled(seen, self.group, dtype)
         return self.masks[kind]
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[r, q, n * H * D] of queries [r, q, n * H, D], once keys and values [r, m, H, D] of all entries are there."""
+        """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""
         self.write(layer, key, value)
         keys, values = (stored[:, : self.extent] for stored in self.held[layer])
         if self.rows is not None:

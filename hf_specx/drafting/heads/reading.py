@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import brief, is_int, require, similar
+from hf_specx.common.wrappers import vocabulary
 
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig, fields_of, layer_fields
 from .files import HUB, read_files

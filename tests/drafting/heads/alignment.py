@@ -47,9 +47,9 @@ class Aligned:
                 self._compare(done, index, text.tolist(), length)
 
     def _compare(self, done: Round, index: int, text: list[int], length: int) -> None:
-        drafted = done.draft.tokens[index, :length].tolist()
+        drafted, states = done.draft.tokens[index, :length].tolist(), self.states(text)
         for place in range(length):
-            logits = self.logits(text, drafted[:place])
+            logits = self.logits(text, states, drafted[:place])
             self.compared += 1
             if done.draft.probs is None:
                 right = int(logits.argmax()) == drafted[place]
@@ -59,7 +59,7 @@ class Aligned:
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {done.rows[index]}, candidate {place}")
         if self.cut:
-            sure = confidences(self.head, self.target.get_input_embeddings().weight, text, self.states(text), drafted)
+            sure = confidences(self.head, self.target.get_input_embeddings().weight, text, states, drafted)
             assert (sure >= self.cut).all()
 
     def states(self, text: Sequence[int]) -> list[torch.Tensor]:
@@ -67,10 +67,10 @@ class Aligned:
         states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
         return [one[0, self.prefix :] for one in states]
 
-    def logits(self, text: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
+    def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
         embeddings = self.target.get_input_embeddings().weight
         output = self.target.get_output_embeddings().weight
-        return head_logits(self.head, embeddings, output, text[self.prefix :], self.states(text), drafted)
+        return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
 
 
 def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, form: str = "speculators", **loading: Any):

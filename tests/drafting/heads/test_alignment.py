@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, Aligned, followed, loaded, target_of
+from alignment import GREEDY, SAMPLED, followed, loaded, target_of
 from head_files import random_head
 from tiny import prompts
 
-from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx import SpeculativeDecoding
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -48,7 +48,8 @@ def test_heads(name: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
     draft = loaded(head, tmp_path / "head", target, form_of(name))
     watch = followed(head, draft, target, prompts(4), SAMPLED)
-    assert watch.compared > 100 and not watch.wrong
+    assert watch.compared > 100
+    assert not watch.wrong
     assert any(len(set(lengths)) > 1 for lengths in watch.lengths)  # rows that end draft fewer
 
 
@@ -59,7 +60,8 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     draft = loaded(head, tmp_path / "head", target, form_of(name))
     for settings in (GREEDY, SAMPLED):
         watch = followed(head, draft, target, prompts(3), settings, layout=layout)
-        assert watch.compared > 80 and not watch.wrong
+        assert watch.compared > 80
+        assert not watch.wrong
     expected = target.generate(**prompts(3), **GREEDY)
     found = target.generate(**prompts(3), **GREEDY, custom_generate=SpeculativeDecoding(draft, layout=layout))
     assert torch.equal(found, expected)
