@@ -13,6 +13,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.forward_times import ForwardSize
+from hf_specx.models.slots import CACHE
 
 from .config import HeadConfig
 from .driver import HeadDrafter
@@ -131,7 +132,7 @@ class Mtp:
         """[r, m, H] of a layer, for entries with these tokens [r, m] and states."""
         model, slots, turns = self.model, feed.slots, None
         embedded, positions = feed.embed(tokens), slots.positions + number + 1
-        kinds = getattr(model.config, "layer_types", None)
+        kinds: Any = getattr(model.config, "layer_types", None)
         if model.rotary_emb is not None:
             kind = {"layer_type": kinds[number]} if model.has_per_layer_rope else {}
             turns = model.rotary_emb(embedded, position_ids=positions, **kind)
@@ -140,7 +141,7 @@ class Mtp:
         found = []
         for slots.part in parts:  # without rotary positions a layer counts them for all rows alike
             inputs = {"position_embeddings": turns, "position_ids": positions[slots.part]}
-            inputs |= {"attention_mask": mask[slots.part], "past_key_values": slots}
+            inputs |= {"attention_mask": mask[slots.part], CACHE: slots}
             found.append(model.layers[number](embedded[slots.part], states[slots.part], **inputs))
         both = torch.cat(found) if len(found) > 1 else found[0]
         return model.shared_post_norm(both) if model.use_shared_post_norm else both
