@@ -147,18 +147,6 @@ class Round:
             found = [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
         return found
 
-    @property
-    def records(self) -> list[RoundRecord]:
-        """[R], the part of each row."""
-        lengths, steps, found = self.draft.lengths, self.draft.steps, []
-        for index, counts in enumerate(
-            zip(lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
-        ):
-            flags = () if self.draft.forced is None else self.draft.forced[index]
-            forced = tuple(i for i, is_forced in enumerate(flags) if is_forced)
-            found.append(RoundRecord(*counts, max(lengths), forced, steps))
-        return found
-
 
 class Listener(Protocol):
     """An object that wants to know what became of each round."""

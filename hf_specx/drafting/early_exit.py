@@ -101,8 +101,8 @@ class EarlyExitDraft(Drafter):
 class EarlyExitDrafter(SampledCandidateGenerator):
     """Samples candidates from the first layers of a target; see `EarlyExitDraft`.
 
-    Over the target's own cache there is nothing to read, keep or drop. A step writes keys and values where the target's
-    forward of the round writes them again, from the same inputs; the target was fed all emitted tokens but the last.
+    Over the target's own cache there is nothing to read, keep or drop. A step writes keys and values where the forward
+    of the round writes them again, from the same inputs; the target was fed all emitted tokens but the last.
     """
 
     source = "early exit"

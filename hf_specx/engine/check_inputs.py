@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import is_int, kind, require
+from hf_specx.common.errors import is_int, require
 from hf_specx.models.prompts import Prompt, position_table
-from hf_specx.models.slots import CACHE
+from hf_specx.models.slots import CACHE, tokens_held
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
@@ -49,7 +49,7 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     told = f"{CACHE} is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
     require(not isinstance(past, StaticCache), told)
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
-    told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
+    told = f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
     require(streamer is None or rows == 1 or tags_rows, told)
 
 
@@ -110,7 +110,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
     """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     past, decodes = kwargs.get(CACHE), name != "attention_mask"
-    held = 0 if past is None else past.get_seq_length()
+    held = 0 if past is None else tokens_held(past)
     widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
     mask = kwargs.get(name)
     known = getattr(prompt.generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # if all ones

@@ -131,7 +131,8 @@ def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel)
 
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Check that a draft can read what the target's encoder reads, or gives."""
-    name, encodes, draft_encodes = type(draft).__name__, *(x.config.is_encoder_decoder for x in (target, draft))
+    name, encodes = type(draft).__name__, target.config.is_encoder_decoder
+    draft_encodes = draft.config.is_encoder_decoder
     told = f"the draft {name} is an encoder-decoder, the target is decoder-only; choose a decoder-only draft."
     require(encodes or not draft_encodes, told)
     if draft_encodes and draft.get_encoder() is not target.get_encoder():

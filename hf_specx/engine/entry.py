@@ -255,8 +255,9 @@ def check_withheld(frame: FrameType | None, own_streamer: Any = None) -> None:
 
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
     """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
-    found = [getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config)]
-    return kwargs.get(name, found[1] if found[0] is None else found[0])
+    value = getattr(kwargs.get("generation_config"), name, None)
+    own = getattr(getattr(model, "generation_config", None), name, None)
+    return kwargs.get(name, own if value is None else value)
 
 
 def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

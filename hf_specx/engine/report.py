@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
@@ -79,7 +79,8 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        self.history += [[] for _ in range(self.rows - len(self.history))]
+        while len(self.history) < self.rows:
+            self.history.append([])
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -93,7 +94,11 @@ class SpeculationReport:
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
-        for row, record, source in zip(done.rows, done.records, done.draft.sources, strict=True):
+        lengths, steps, flags = done.draft.lengths, done.draft.steps, done.draft.forced
+        counts = zip(lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
+        for index, (row, numbers, source) in enumerate(zip(done.rows, counts, done.draft.sources, strict=True)):
+            forced = () if flags is None else tuple(compress(range(len(flags[index])), flags[index]))
+            record = RoundRecord(*numbers, longest, forced, steps)
             if record.drafted or self.emitted_per_row[row]:
                 self.steps[record.drafted, record.draft_steps, record.width] += 1
                 self.gained_in_steps += record.gained

@@ -82,8 +82,10 @@ class Run:
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
         self.dead_ends = DeadEnds(self.processors, call.stopping)
-        listeners = self.dead_ends, self.report, self.outputs, self.stream, *options.listeners, call.queue
-        self.listeners: list[Listener] = [each for each in listeners if each is not None]
+        self.listeners: list[Listener] = [self.dead_ends, self.report]
+        for listener in (self.outputs, self.stream, *options.listeners, call.queue):
+            if listener is not None:
+                self.listeners.append(listener)
         self.started = self.lapped = time.perf_counter()
 
     def _processors(self) -> tuple[Processors, Processors]:

@@ -139,7 +139,8 @@ class SpeculativeDecoding(NoModel):
         with ExitStack() as at_end:
             if self.streamer is not None:
                 at_end.callback(self.streamer.end)
-            return self.complete(self.call(given, seeds, **withheld), earlier)
+            call = make_call(self, given, self._drafter(given.model), seeds, **withheld)
+            return self.complete(call, earlier)
 
     def generate_many(
         self,
@@ -234,9 +235,9 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prepared, *seeds_and_queue: Any, **withheld: Any) -> Call:
-        """What a call or a batch of a queue asks for, checked; see `make_call`."""
-        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
+    def call(self, given: Prepared, *seeds_and_queue: Any) -> Call:
+        """What a batch of a queue asks for, checked."""
+        return make_call(self, given, self._drafter(given.model), *seeds_and_queue)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""

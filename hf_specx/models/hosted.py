@@ -6,6 +6,7 @@ other layout of such models.
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -39,6 +40,9 @@ class HostedDecoder(Decoder):
         super().read()
         self.length, last = self.width, self.width + self.prompt.max_new_tokens - 2
         self.last_column = last if self.max_positions is None else min(last, self.max_positions - 1)
+        mask = self.kwargs.get("attention_mask")
+        if mask is not None and takes_whole_masks(self.model):
+            self.kwargs["attention_mask"] = None if bool(mask.all()) else mask.bool()[:, None, None]  # [B, 1, 1, S]
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
@@ -99,6 +103,9 @@ class HostedDecoder(Decoder):
             first = self.width - absent[batch.index, None]
             given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
         given |= self._token_types(count)
+        mask = given.get("attention_mask")
+        if mask is not None and mask.ndim == 4:
+            given["attention_mask"] = mask.expand(-1, -1, count, -1)
         if "cross_attention_mask" in given:
             given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, count, -1, -1)
         return given
@@ -120,6 +127,16 @@ class HostedDecoder(Decoder):
         decoder = self.model.get_decoder()
         taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
         return not self.tables and "position_ids" in taken and "kwargs" in self.parameters
+
+
+def takes_whole_masks(model: PreTrainedModel) -> bool:
+    """Whether a decoder takes the mask of a text's encoder for each query, as transformers would make it of a 2D one.
+
+    There it asks in each forward whether the mask can be left out, and waits for the device: here once for each call.
+    """
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else None
+    makes = decoder is not None and hasattr(sys.modules[type(decoder).__module__], "create_bidirectional_mask")
+    return makes and model.main_input_name == "input_ids" and decoder.config._attn_implementation == "sdpa"
 
 
 @contextlib.contextmanager

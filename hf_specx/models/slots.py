@@ -187,6 +187,14 @@ def has_columns(cache: Cache) -> bool:
     return lengths <= {None} or lengths == {text.get_seq_length()}
 
 
+def tokens_held(cache: Cache) -> int:
+    """How many tokens a cache has read; 0 where it has recurrent states alone, which do not count them."""
+    try:
+        return cache.get_seq_length()
+    except ValueError:
+        return 0
+
+
 def cache_name(kwargs: Collection[str]) -> str:
     """The name of the cache among inputs that `generate` has prepared."""
     return "cache_params" if "cache_params" in kwargs else CACHE

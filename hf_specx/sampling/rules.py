@@ -15,7 +15,6 @@ from .verify import pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
-PURPOSES = ("drafting", "accepting", "choosing")
 
 
 class Rule:
@@ -70,8 +69,10 @@ class RejectionRule(Rule):
         self.streams: list[dict[str, torch.Generator]] = []  # for all rows, or of each
 
     def begin(self) -> None:
-        seeds = [None] if self.seeds is None else self.seeds
-        self.streams = [_streams(seed, self.device if seed is None else "cpu") for seed in seeds]
+        if self.seeds is None:
+            self.streams = [_streams(None, self.device)]
+        else:
+            self.streams = list(map(_streams, self.seeds))
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -173,5 +174,8 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
 def _streams(seed: int | None, device: Any = "cpu") -> dict[str, torch.Generator]:
     """A stream for each purpose, with seeds drawn by a generator with this seed, or by the default one of a device."""
     source = None if seed is None else torch.Generator().manual_seed(int(seed))
+    streams = {"drafting": torch.Generator(), "accepting": torch.Generator(), "choosing": torch.Generator()}
     own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
-    return dict(zip(PURPOSES, map(torch.Generator.manual_seed, (torch.Generator() for _ in own), own), strict=True))
+    for stream, number in zip(streams.values(), own, strict=True):
+        stream.manual_seed(number)
+    return streams

@@ -288,7 +288,7 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
-        ({"foo": 2}, "unknown argument 'foo'; generate_many takes those of generate, and SpeculativeDecoding"),
+        ({"foo": 2}, "unknown argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
         ({"max_new_token": 2}, "unknown argument 'max_new_token'; did you mean 'max_new_tokens'"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
         ({"requests": 7}, "requests is an int; give a list of prompts, each a list of token ids"),

@@ -63,7 +63,7 @@ def test_nothing_to_compare():
     target, of_other_type, of_other_end = tiny(eos_token_id=5), tiny("gpt2"), tiny(seed=1, eos_token_id=7)
     (told,) = warned(target, of_other_type)
     assert f"{APART} the target is of type llama and the draft of type gpt2" in told
-    assert told.endswith("pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which then compares and "
+    assert told.endswith("pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and "
                          "matches their tokens.")  # fmt: skip
     assert warned(target, of_other_type) == []
     (told,) = warned(target, of_other_end, tokenizer=tokenizer_of(WORDS))

@@ -157,8 +157,6 @@ KINDS = {
     "streamer": Kind(options={"streamer": RowCollector}),
 }
 OVER = {  # kinds that are over the bounds, by how much and why
-    "t5 padded": "5.4 waits: in each forward transformers asks whether the encoder's mask can be left out",
-    "t5 lockstep": "5.1 waits: as above",
     "masks": "7.3 waits: a grammar follows the text on the host, so each candidate is read back before the next",
     "masks, sampled": "6.8 waits: as above",
     "watermark": "7.4 waits: the last tokens are read back, since transformers draws the list of each on the host",

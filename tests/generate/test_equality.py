@@ -149,9 +149,10 @@ def positions_off_by_one(self: RaggedDecoder, batch: Batch, emitted: torch.Tenso
     return POSITIONS(self, batch, emitted + 1, *others)
 
 
-def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], num_new: list[int]):
-    kept, ended = CUT(self, batch, tokens, num_new)
-    return [min(number + 1, most) for number, most in zip(kept, num_new, strict=True)], ended
+def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]):
+    kept = CUT(self, batch, tokens, gained, stops)
+    self.stopped_at = {row: count + 1 for row, count in self.stopped_at.items()}
+    return [min(number + 1, most) for number, most in zip(kept, gained, strict=True)]
 
 
 def noise_of_another_row(self: StockNoise, batch: Batch, probs: torch.Tensor, ahead: int):

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hf_specx.hub import publish
@@ -18,8 +17,6 @@ class HubOnDisk:
 
     def __init__(self, home: Path):
         self.home, self.commits = home, 0
-        self.tokens: list[str | None] = []
-        self.private: list[bool | None] = []
 
     def place(self, repo_id: str) -> Path:
         return self.home / "hub" / f"models--{repo_id.replace('/', '--')}"
@@ -46,7 +43,6 @@ class HubOnDisk:
         return commit
 
     def create_repo(self, repo_id: str, private: bool | None = None, exist_ok: bool = False) -> None:
-        self.private.append(private)
         if not self.place(repo_id).exists():
             self.put(repo_id, {".gitattributes": b""})
 
@@ -75,15 +71,9 @@ class HubOnDisk:
         return SimpleNamespace(oid=self.put(repo_id, kept | sent, revision or "main"))
 
     @contextmanager
-    def published_to(self) -> Iterator[None]:
-        """Let `publish` upload here, by the methods of `HfApi`, with arguments that these have."""
-
-        def api(token: str | None = None) -> HfApi:
-            self.tokens.append(token)
-            made = mock.create_autospec(HfApi, instance=True)
+    def published_to(self) -> Iterator[mock.Mock]:
+        """Let `publish` upload here, by the methods of `HfApi`, with arguments that these have; yields that class."""
+        with mock.patch.object(publish, "HfApi", autospec=True) as api:
             for name in ("create_repo", "create_branch", "list_repo_files", "upload_folder"):
-                getattr(made, name).side_effect = getattr(self, name)
-            return made
-
-        with mock.patch.object(publish, "HfApi", api):
-            yield
+                getattr(api.return_value, name).side_effect = getattr(self, name)
+            yield api

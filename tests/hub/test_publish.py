@@ -37,7 +37,7 @@ def expected(draft: int) -> list[list[int]]:
 @pytest.fixture
 def hub(tmp_path: Path):
     made = HubOnDisk(tmp_path / "home")
-    with made.published_to():
+    with made.published_to() as made.api:
         yield made
 
 
@@ -135,7 +135,8 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     hub.put(NAME, {"README.md": b"mine"})
     a_pair().push_to_hub(NAME, token="hf_owner", private=True)
     assert "specx_config.json" in hub.files(NAME)
-    assert (hub.tokens[-1], hub.private[-1]) == ("hf_owner", True)
+    assert hub.api.call_args.kwargs == {"token": "hf_owner"}
+    assert hub.api.return_value.create_repo.call_args.kwargs["private"] is True
 
 
 def test_no_network_is_said(hub: HubOnDisk, monkeypatch: pytest.MonkeyPatch):
@@ -147,6 +148,6 @@ def test_no_network_is_said(hub: HubOnDisk, monkeypatch: pytest.MonkeyPatch):
     def fail(*given: object, **options: object) -> None:
         raise TransportError("no route")
 
-    monkeypatch.setattr(hub, "create_repo", fail)
+    monkeypatch.setattr(hub.api.return_value.create_repo, "side_effect", fail)
     with pytest.raises(ConnectionError, match="'org/pair' was not published: the Hub cannot be reached"):
         a_pair().push_to_hub(NAME)

@@ -1,4 +1,4 @@
-"""Each candidate of each round is the one that the reference proposes from the whole text, and the controls are not."""
+"""Each candidate of each round is the one that the reference proposes from the whole text; controls are not."""
 
 from pathlib import Path
 from typing import Any
