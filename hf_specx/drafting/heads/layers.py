@@ -98,17 +98,17 @@ class Rotary:
         if kind == "default":
             size = int(config.head_dim * config.partial_rotary_factor)
             powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-            self.frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
+            frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
         else:
-            self.frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+        self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the signs that the halves take, [r, m, 1, D'] of positions [r, m]."""
         angles = (positions[..., None] * self.frequencies)[:, :, None]
-        both = torch.cat([-angles, angles], -1)
         if self.scaling == 1.0:
-            return both.cos(), both.sin()
-        return both.cos() * self.scaling, both.sin() * self.scaling
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 def turned(states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
