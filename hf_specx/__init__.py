@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.drafting.drafter import Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft
     from hf_specx.drafting.heads.head import DraftHead
+    from hf_specx.drafting.heads.mtp import MtpDraft
     from hf_specx.drafting.suffix import SuffixDraft
     from hf_specx.drafting.suffix_pool import SuffixPool
     from hf_specx.engine.outputs import BatchStreamer
@@ -38,6 +39,7 @@ __all__ = [
     "DraftTargetPair",
     "Drafter",
     "EarlyExitDraft",
+    "MtpDraft",
     "Request",
     "SampledCandidateGenerator",
     "SpeculationReport",
@@ -55,6 +57,7 @@ _MODULES = {
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.heads.head": ("DraftHead",),
+    "drafting.heads.mtp": ("MtpDraft",),
     "drafting.suffix": ("SuffixDraft",),
     "drafting.suffix_pool": ("SuffixPool",),
     "engine.outputs": ("BatchStreamer",),

@@ -25,7 +25,8 @@ OTHER_MODES = {  # fields of a config that select another way of generating
     "constraints": "decoding under constraints",
     "force_words_ids": "decoding with forced words",
 }
-DRAFTS_INSTEAD = {"prompt_lookup_num_tokens": "SuffixDraft", "assistant_early_exit": "EarlyExitDraft"}
+DRAFTS_INSTEAD = {"prompt_lookup_num_tokens": "SuffixDraft({})", "assistant_early_exit": "EarlyExitDraft({})"}
+DRAFTS_INSTEAD |= {"use_mtp": "MtpDraft()"}
 
 
 def check_mode(prompt: Prompt, streamer: Any) -> None:
@@ -38,7 +39,7 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
         value = getattr(config, name, None)
         instead = "for greedy decoding or sampling"
         if name in DRAFTS_INSTEAD:
-            instead = f"a draft here: use SpeculativeDecoding({DRAFTS_INSTEAD[name]}({value})) and"
+            instead = f"a draft here: use SpeculativeDecoding({DRAFTS_INSTEAD[name].format(value)}) and"
         told = f"{name}={value!r} selects {mode}; {instead} leave it out, also of model.generation_config."
         require(value is None or value is False, told)
     used, cache, past = prompt.kwargs.get("use_cache"), config.cache_implementation, prompt.kwargs.get(CACHE)

@@ -15,6 +15,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
+from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
@@ -38,6 +39,7 @@ NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self",
 LOADER_OPTIONS: tuple[str, ...] = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 KNOWN_EXITS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
+OWN_LAYERS = MtpDraft()  # likewise, and so that a target's layers are read once
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -52,8 +54,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
             `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
-            `prompt_lookup_num_tokens` means a `SuffixDraft`, see `lookup_draft`; else it is looked for as `find_draft`
-            says, and the options that its pair recommends are used. With `custom_generate`, that is called instead.
+            `use_mtp=True` means `MtpDraft()`; else `prompt_lookup_num_tokens` means a `SuffixDraft`, see
+            `lookup_draft`; else it is looked for as `find_draft` says, and the options that its pair recommends are
+            used. With `custom_generate`, that is called instead.
     """
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
@@ -89,6 +92,9 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
         unset("assistant_early_exit", model, kwargs)
         check_exit_layer("assistant_early_exit", exit_layer, model)
         return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer))), {}, Costs()
+    if setting("use_mtp", model, kwargs):
+        unset("use_mtp", model, kwargs)
+        return OWN_LAYERS, {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
         return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()

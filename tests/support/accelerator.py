@@ -284,6 +284,14 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return OnDevice(found)
 
 
+def rms_norm(given: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: Any = None) -> torch.Tensor:
+    """One kernel; on the CPU torch computes it step by step."""
+    if not isinstance(weight, OnDevice):
+        raise RuntimeError("Expected all tensors to be on the same device in rms_norm")
+    Accelerator.current.launches += 1
+    return OnDevice(nn.functional.rms_norm(given.inner, shape, weight.inner, eps))
+
+
 BINDINGS: dict[Any, Callable] = {
     torch.Tensor.tolist: waiting("tolist"),
     torch.Tensor.nonzero: waiting("nonzero"),
@@ -299,4 +307,5 @@ BINDINGS: dict[Any, Callable] = {
     torch.Tensor.copy_: aten.copy_,
     torch.Tensor.new_tensor: new_tensor,
     nn.functional.scaled_dot_product_attention: attention,
+    nn.functional.rms_norm: rms_norm,
 }

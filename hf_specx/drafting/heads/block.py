@@ -51,14 +51,16 @@ class Block(nn.Module):
             feed.slots.write(layer.number, *layer.self_attn.keys(context, feed.slots))
 
     def begin(self, feed: "Feed", size: int) -> torch.Tensor:
-        """Take up the new entries, and draft: states [R, n, H] of the block's places that have candidates."""
+        """Take up the new entries, and draft: states [R, n, H] of the places whose candidates are wanted."""
         tokens = nn.functional.pad(feed.last, (0, size - 1), value=self.config.mask_token_id)
         context, states = self.fused(feed.states), feed.embed(tokens)
         for layer in self.layers:
             read = layer.input_layernorm(states)
             keys = layer.self_attn.keys(torch.cat([context, read], 1), feed.slots)
             states = layer.after(states, read, keys, feed.slots)
-        return self.norm(states if self.config.sample_from_anchor else states[:, 1:])
+        found = self.norm(states if self.config.sample_from_anchor else states[:, 1:])[:, : feed.number]
+        feed.kept["scores"] = feed.head(found)
+        return found
 
     def next(self, feed: "Feed", tokens: torch.Tensor) -> torch.Tensor:
         """There is nothing behind a block."""
@@ -66,7 +68,7 @@ class Block(nn.Module):
 
     def score(self, feed: "Feed", states: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] by normed states [R, H] and for DSpark by the tokens [R, 1] before."""
-        scores = feed.head(states)
+        scores = feed.kept["scores"][:, place]
         if not self.config.markov_rank:
             return scores
         before = self.markov_head.markov_w1(tokens[:, 0])

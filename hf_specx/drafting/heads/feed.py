@@ -29,7 +29,7 @@ class Feed:
         prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
         waiting: states [R, m, W] of the decoding rows, of which each has its own number.
         tokens, states: [r, m] and [r, m, W], the entries that come now, each token behind its state; `slots` knows
-            where. `newest` [R, 1] is the last of each row, and `last` [R, 1] its last token.
+            where. `new` [R, 1] says how many of them are a row's, and `last` [R, 1] is its last token.
         kept: what the head keeps during a round.
         number: candidates that are wanted of the row with most; `threshold` for what the head itself says of them.
     """
@@ -113,7 +113,7 @@ class Feed:
         width = max(fresh)
         self.rows, held = batch.index.to(device), sent([self.held[row] for row in batch.rows], device)[:, None]
         new, step = sent(fresh, device)[:, None], torch.arange(width + extra, device=device)
-        self.newest, self.ends = (new - 1).clamp(min=0), held + new
+        self.new, self.ends = new, held + new
         columns = batch.ends[:, None] - new.to(batch.ids.device) + torch.arange(width, device=batch.ids.device)
         self._take(batch, batch.index, columns, self.waiting[:, :width])
         self.last = batch.last(1).to(device)
@@ -160,6 +160,11 @@ class Feed:
         lengths = [min(pair) for pair in zip(draft.lengths, ends, strict=True)]
         return draft._replace(lengths=lengths)
 
+    @property
+    def newest(self) -> torch.Tensor:
+        """[R, 1], the last one of each row among the entries that come now."""
+        return (self.new - 1).clamp(min=0)
+
     def catch_up(self, batch: Batch) -> None:
         """Take up what waits if it is much, though no candidates are wanted."""
         if self.waiting is not None and self.waiting.shape[1] > MOST_WAITING and min(self.fresh(batch)):
@@ -170,7 +175,7 @@ class Feed:
         return self.embedding(tokens).to(self.device, self.dtype)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V_d] of normed states [R, H], by the head's own output or the target's."""
+        """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
         weight = self.output.weight
         return self.output(states.to(weight.device, weight.dtype)).to(self.device)
 

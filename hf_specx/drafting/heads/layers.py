@@ -46,7 +46,8 @@ class Slots:
         window, or in all if the config says so.
         """
         config = self.config
-        self.slots, self.extent = slots, extent
+        rows = torch.arange(len(slots), device=slots.device) if self.rows is None else self.rows
+        self.index, self.extent = (rows[:, None], slots), extent
         self.rotary = self.rotary or Rotary(config, slots.device)
         self.turns = self.rotary(positions)
         self.queries, self.block, self.masks = slots[:, -block:, None][:, None], block, {}
@@ -80,8 +81,7 @@ class Slots:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values [r, m, H, D] that nothing attends to yet."""
         keys, values = self.held[layer]
-        rows = torch.arange(len(keys), device=keys.device) if self.rows is None else self.rows
-        keys[rows[:, None], self.slots], values[rows[:, None], self.slots] = key, value
+        keys[self.index], values[self.index] = key, value
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
@@ -98,17 +98,17 @@ class Rotary:
         if kind == "default":
             size = int(config.head_dim * config.partial_rotary_factor)
             powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-            self.frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
+            frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
         else:
-            self.frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+        self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [r, m, 1, D'] of positions [r, m]."""
+        """Cosines, and sines with the signs that the halves take, [r, m, 1, D'] of positions [r, m]."""
         angles = (positions[..., None] * self.frequencies)[:, :, None]
-        both = torch.cat([angles, angles], -1)
         if self.scaling == 1.0:
-            return both.cos(), both.sin()
-        return both.cos() * self.scaling, both.sin() * self.scaling
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
 def turned(states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -116,8 +116,8 @@ def turned(states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> to
     cosines, sines = (turn[:, -states.shape[1] :].to(states.dtype) for turn in turns)
     size = cosines.shape[-1]
     leading = states[..., :size]
-    other = torch.cat([-leading[..., size // 2 :], leading[..., : size // 2]], -1)
-    found = leading * cosines + other * sines
+    other = torch.cat([leading[..., size // 2 :], leading[..., : size // 2]], -1)
+    found = torch.addcmul(leading * cosines, other, sines)
     return found if size == states.shape[-1] else torch.cat([found, states[..., size:]], -1)
 
 

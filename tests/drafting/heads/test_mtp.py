@@ -1,0 +1,144 @@
+"""The target's own multi-token layers propose what transformers' `use_mtp` proposes, row by row at any batch size."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mtp_models import TYPES, VOCAB_SIZE, mtp_target
+from tiny import tiny
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+import hf_specx
+from hf_specx import MtpDraft, SpeculativeDecoding
+
+
+NEW = 24
+LENGTHS = (9, 4, 1, 6)
+KNOWN_BY_NUMBER = ("deepseek_v3", "glm4_moe")  # whose class names the layers of real checkpoints
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def target(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        named = request.param.startswith(KNOWN_BY_NUMBER)
+        yield mtp_target(request.param, tmp_path_factory.mktemp("target"), patch if named else None)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB_SIZE - 1, (1, length), generator=generator) for length in LENGTHS]
+
+
+class Noted:
+    """What each row was proposed, by the number of tokens that it had."""
+
+    def __init__(self, rows: int):
+        self.found: list[dict[int, list[int]]] = [{} for _ in range(rows)]
+
+    def observe(self, done) -> None:
+        for index, (row, before, length) in enumerate(zip(done.rows, done.before, done.draft.lengths, strict=True)):
+            if length:
+                self.found[row][before] = done.draft.tokens[index, :length].tolist()
+
+
+def ours(target, inputs, rows: int, **options):
+    noted = Noted(rows)
+    strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), **options)
+    strategy.listeners = (noted,)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, custom_generate=strategy)
+    return out, noted.found, strategy.report
+
+
+def layers_of(target) -> int:
+    return target.config.get_text_config().num_mtp_layers
+
+
+def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    width = max(len(prompt[0]) for prompt in prompts)
+    ids = torch.cat([torch.nn.functional.pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(x), (width - x.shape[1], 0)) for x in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_candidates_and_text_are_those_of_transformers(target, prompts, monkeypatch):
+    own, theirs = MTPCandidateGenerator.get_candidates, {}
+    prompt = prompts[0]
+
+    def noted(self, input_ids, *args, **kwargs):
+        ids, logits = own(self, input_ids, *args, **kwargs)
+        if ids.shape[1] > input_ids.shape[1]:
+            theirs[input_ids.shape[1] - prompt.shape[1]] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    wanted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, use_mtp=True)
+    out, (found,), report = ours(target, {"inputs": prompt}, 1)
+    assert torch.equal(out, wanted)
+    assert 0 < report.accepted < report.drafted
+    both = theirs.keys() & found.keys()
+    assert len(both) >= len(theirs) - 2  # near the limit transformers proposes more than can be emitted
+    for before in both:
+        assert found[before] == theirs[before][: len(found[before])]
+
+
+def test_each_row_of_a_batch_is_that_of_its_own_run(target, prompts):
+    inputs = left_padded(prompts)
+    plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    out, found, _ = ours(target, inputs, len(prompts))
+    assert torch.equal(out, plain)
+    for row, prompt in enumerate(prompts):
+        alone, (single,), _ = ours(target, {"inputs": prompt}, 1)
+        if not torch.equal(out[row, -NEW:], alone[0, -NEW:]):
+            assert target.config.model_type == "inkling_text"  # whose own text depends on pads
+            continue
+        shared = single.keys() & found[row].keys()
+        assert shared
+        for before in shared:
+            count = min(len(single[before]), len(found[row][before]))
+            assert found[row][before][:count] == single[before][:count]
+
+
+def test_layers_are_read_once_a_model(tmp_path: Path, prompts, monkeypatch):
+    target, read, reads = mtp_target("mellum", tmp_path), MtpModel.from_pretrained, []
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
+    inputs = left_padded(prompts)
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for _ in range(2):
+        out = hf_specx.generate(**inputs, model=target, max_new_tokens=8, do_sample=False, use_mtp=True)
+        assert torch.equal(out, wanted)
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("name", ["mellum", "deepseek_v3 of three"])
+def test_sampled_texts_and_queues(tmp_path: Path, prompts, monkeypatch, name):
+    """The very tokens of plain sampling, and a queue whose rows are filled again, in which each row is its own."""
+    target = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None)
+    inputs = left_padded(prompts)
+    torch.manual_seed(5)
+    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0)
+    torch.manual_seed(5)
+    strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), verification="coupled")
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0, custom_generate=strategy)
+    assert torch.equal(out, wanted)
+    assert strategy.report.accepted > 0
+    requests = [prompt[0].tolist() for prompt in prompts * 2]
+    done = strategy.generate_many(target, requests, batch_size=3, ordered=True, max_new_tokens=9, do_sample=False)
+    for prompt, completion in zip(requests, done, strict=True):
+        alone = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+        assert completion.tokens == alone[0, len(prompt) :].tolist()
+    assert strategy.report.accepted > 0
+
+
+def test_targets_without_such_layers_are_refused(prompts):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no multi-token layers.*give a draft model"):
+        tiny().generate(prompts[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+
+
+def test_layers_that_the_files_lack_are_named(tmp_path: Path, prompts):
+    target = mtp_target("mellum", tmp_path)
+    target.save_pretrained(tmp_path / "without")
+    again = type(target).from_pretrained(tmp_path / "without").eval()
+    with pytest.raises(ValueError, match=r"cannot be read from .*without.*missing"):
+        again.generate(prompts[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))

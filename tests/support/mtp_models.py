@@ -1,0 +1,79 @@
+"""Tiny random targets with multi-token layers of their own, saved as their checkpoints have them."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+
+VOCAB_SIZE = 8  # so that candidates of random layers are often right
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+TYPES = {
+    "deepseek_v3": EXPERTS | LATENT | {"num_nextn_predict_layers": 1},
+    "deepseek_v3 of three": EXPERTS | LATENT | {"num_nextn_predict_layers": 3},
+    "glm4_moe": EXPERTS | {"head_dim": 8, "num_nextn_predict_layers": 2},
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_nextn_predict_layers": 1}
+    | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "step3p7": {"head_dim": 8, "num_nextn_predict_layers": 2, "sliding_window": 6, "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "share_expert_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"mlp_layer_types": ["dense", "sparse", "dense", "dense"]},
+    "inkling_text": {"head_dim": 8, "num_mtp_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def mtp_target(name: str, folder: Path, monkeypatch=None, seed: int = 0) -> PreTrainedModel:
+    """A target of one of `TYPES`, loaded from the folder, where its files and those of its layers are put."""
+    kind, settings = name.split()[0], COMMON | TYPES[name]
+    torch.manual_seed(seed)
+    if kind == "step3p7":
+        vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14}
+        config = AutoConfig.for_model(kind, text_config=settings, vision_config=vision, image_token_id=VOCAB_SIZE - 1)
+        model = AutoModelForImageTextToText.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    if monkeypatch is not None:  # the names in real checkpoints have the number of real layers
+        numbers = range(COMMON["num_hidden_layers"], COMMON["num_hidden_layers"] + 4)
+        patterns = [rf"model\.layers\.{number}\..*" for number in numbers]
+        monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
+    count = model.config.get_text_config().num_mtp_layers
+    layers = MtpModel(model, count)
+    model.save_pretrained(folder)
+    found = load_file(folder / "model.safetensors")
+    own = {key: value for key, value in layers.state_dict().items() if key.startswith(("layers.", "shared_post"))}
+    for key, value in own.items():
+        value = 0.25 * torch.randn(value.shape) + ("norm" in key)
+        found[_name(kind, key)] = value
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    loader = AutoModelForImageTextToText if kind == "step3p7" else AutoModelForCausalLM
+    return loader.from_pretrained(folder).eval()
+
+
+def _name(kind: str, key: str) -> str:
+    """The name in a checkpoint of a tensor that transformers' `MtpModel` has by another."""
+    if kind == "mellum":
+        outer = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+        part = key.split(".")[2]
+        return f"mtp.{outer[part]}.weight" if part in outer else f"mtp.{key.replace('mtp_block.', '')}"
+    if kind == "inkling_text":
+        return f"model.mtp.{key.replace('mtp_block.', 'transformer_block.')}"
+    _, number, rest = key.split(".", 2)
+    rest = rest.removeprefix("mtp_block.") if "mtp_block" in rest else rest.replace("post_norm.", "shared_head.norm.")
+    return f"model.layers.{COMMON['num_hidden_layers'] + int(number)}.{rest}"
