@@ -29,7 +29,7 @@ KINDS = {
     "several": "ours with the better of that and the draft model",
     EXIT_NAME: "ours with the target's first layers as the draft",
 }
-AFTER_KINDS = "stock:2, exit:2: with its first 2 layers; -5: 5 candidates in each round; -auto: chosen as it goes"
+AFTER_KINDS = "stock:2, exit:2: the target's first 2 layers draft; -5: 5 candidates in each round; -auto: as it goes"
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
 SUFFIX, EXIT, SEVERAL_EXITS = "suffix", "exit:", "exits"  # drafts; the last stands for several numbers of layers
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
