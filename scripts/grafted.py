@@ -48,6 +48,9 @@ RECIPES = {
     "30M-low": replace(SMALL, epsilon=0.184, alpha=0.5),
     "30M-deep": replace(SMALL, draft_layers=5, epsilon=0.056, alpha=0.9),
     "30M-unrelated": replace(SMALL, unrelated=True),
+    "30M-self": replace(SMALL, draft_layers=SMALL.layers),  # a draft as slow as its target
+    "30M-right": replace(SMALL, epsilon=0.002),  # one that is nearly always right
+    "3M-unrelated": Recipe(192, 512, 6, 3, heads=4, kv_heads=4, vocab=4096, unrelated=True),
     "163M": MIDDLE,
     "1B": Recipe(2048, 8192, 16, 2, heads=32, kv_heads=8, vocab=128256),  # the shapes of Llama 3.2 1B
     "7B": Recipe(4096, 14336, 32, 2, heads=32, kv_heads=8, vocab=32768, tied=False),  # those of Mistral 7B v0.3

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
+from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
 from .forward_times import on_grid, timed
 
 
@@ -16,9 +16,7 @@ MEMORY = 100  # how many candidates the acceptance of earlier calls is worth whe
 PAYS_FOR_TIMING = 400  # rounds with candidates; timing the forwards of a batch size takes about as long as 20 of them
 RECENT = 15  # at most so many last rounds of a size count; their median is used
 ENOUGH = 4  # rounds of a size to be seen before they are used
-FORGIVEN = 1 / 16  # of what rounds with candidates took too long, in a call that had none
 ASSUMED = 0.2  # what a candidate, or a step of a draft, adds to a round, as a part of it, where no times may be used
-ALIKE = 2  # batch sizes up to so many times as large are alike
 
 
 class Costs:
@@ -81,14 +79,14 @@ class Costs:
         self.unspent += rounds
         if judged:
             old = self.alpha.get(verification, PRIOR_ALPHA)
-            weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
+            weight = MEMORY if verification in self.alpha else WEIGHT
             self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
     def remember_rounds(self, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         """Add how long the rounds of a call took: seconds, by batch size and number of candidates.
 
-        Times of numbers of candidates that it did not use are dropped if it used others. If it had no candidates at
-        all, what their rounds took too long is forgiven little by little: it may have been by chance.
+        One that is known moves halfway, so that no call decides alone. Those of numbers of candidates that the call
+        did not use are dropped if it used others.
         """
         found: dict[int, dict[int, float]] = {}
         for (batch, drafted), seconds in seen.items():
@@ -96,14 +94,9 @@ class Costs:
                 found.setdefault(batch, {})[drafted] = statistics.median(seconds)
         for batch, times in found.items():
             known = self.rounds.get(batch, {})
-            mean = {n: math.sqrt(known[n] * seconds) if n in known else seconds for n, seconds in times.items()}
-            if any(times):
-                kept = {0: known[0]} if 0 in known else {}
-            else:
-                ratio = mean[0] / self.forwards(batch, 0)
-                expected = {number: ratio * self.forwards(batch, number) for number in known}
-                kept = {n: seconds * min(1, expected[n] / seconds) ** FORGIVEN for n, seconds in known.items()}
-            self.rounds[batch] = {number: on_grid(seconds) for number, seconds in (kept | mean).items()}
+            kept = {n: seconds for n, seconds in known.items() if n == 0 or not any(times)}
+            halfway = {n: on_grid(math.sqrt(known.get(n, seconds) * seconds)) for n, seconds in times.items()}
+            self.rounds[batch] = kept | halfway
 
     def target(self, batch: int, query_length: float) -> float:
         """T_t(B, q) in seconds, on a line between measured query lengths.
@@ -220,21 +213,28 @@ class Pace:
         self.costs, self.online = costs, online
         self.known: Costs | None = None
         self.seen: dict[tuple[int, int], deque[float]] = {}
+        self.found: dict[tuple[int, int, bool], list[float]] = {}  # of `times`, until others are known
         self.ended: float | None = None
         self.drafted = 0
 
     def times(self, rows: int, most: int, steps: bool = True) -> list[float]:
-        """T(B, γ), γ = 0 to `most`; without `steps`, of candidates that take no step of a draft model."""
-        known, rows = self._known(rows)
-        plain, drafting = self._ratios(rows)
-        step = known.draft(rows) if steps else 0.0
-        longer = [known.target(rows, 1 + number) + step * number for number in range(1, most + 1)]
-        return [plain * known.target(rows, 1), *(drafting * seconds for seconds in longer)]
+        """T(B, γ), γ = 0 to `most`; without `steps`, of candidates that take no step of a draft model.
+
+        It is the same list again until other times are known.
+        """
+        asked = rows, most, steps
+        if asked not in self.found:
+            known, rows = self._known(rows)
+            plain, drafting = self._ratios(rows)
+            step = known.draft(rows) if steps else 0.0
+            longer = [known.target(rows, 1 + number) + step * number for number in range(1, most + 1)]
+            self.found[asked] = [plain * known.target(rows, 1), *(drafting * seconds for seconds in longer)]
+        return self.found[asked]
 
     def reading(self, rows: int, tokens: int) -> float:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
         known, rows = self._known(rows)
-        return known.draft(rows) * known.target(rows, tokens) / known.target(rows, 1)
+        return known.draft(rows) * known.target(rows, tokens) / known.target(rows, 1) if tokens else 0.0
 
     def position(self, rows: int) -> float:
         """What one more position of the target's forward costs, in plain steps."""
@@ -243,11 +243,11 @@ class Pace:
         return (known.target(rows, 9) - plain) / 8 / plain
 
     def has_seen_plain(self, rows: int) -> bool:
-        """Whether it is known how long plain steps take, of about so many rows."""
+        """Whether it is known how long plain steps take, of half to twice as many rows."""
         known, _ = self._known(rows)
         sizes = [size for size, seconds in known.rounds.items() if 0 in seconds]
         sizes += [size for (size, drafted), seen in self.seen.items() if not drafted and len(seen) >= ENOUGH]
-        return any(rows <= ALIKE * size and size <= ALIKE * rows for size in sizes)
+        return any(rows <= 2 * size and size <= 2 * rows for size in sizes)
 
     def skip(self) -> None:
         """A round of another kind has ended, or a prompt is read: the time up to the next `observe` does not count."""
@@ -261,10 +261,11 @@ class Pace:
         if self.ended is not None and (not drafted or self.drafted):
             seen = self.seen.setdefault((rows, drafted), deque(maxlen=RECENT))
             seen.append(now - self.ended)
-            if self.online and len(seen) >= ENOUGH:
-                known, _ = self._known(rows)
-                if known is not NOT_TIMED:
-                    known.rounds.setdefault(rows, {})[drafted] = statistics.median(seen)
+            if self.online and len(seen) >= ENOUGH and self._known(rows)[0] is not NOT_TIMED:
+                of_size, seconds = self._known(rows)[0].rounds.setdefault(rows, {}), on_grid(statistics.median(seen))
+                if of_size.get(drafted) != seconds:
+                    of_size[drafted] = seconds
+                    self.found.clear()
         self.ended, self.drafted = now, drafted
 
     def _known(self, rows: int) -> tuple[Costs, int]:

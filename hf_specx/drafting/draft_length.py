@@ -10,9 +10,8 @@ from collections.abc import Sequence
 MAX_DRAFT_TOKENS = 20  # the largest number that "auto" considers
 FIXED_DRAFT_TOKENS = 5  # what "auto" drafts if costs are not known or must not be used
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-PRIOR_WEIGHT, LEARNED_WEIGHT = 4.0, 6.0  # candidates that this, or what earlier calls have seen, is worth
-DEPTH_WEIGHT = 4.0  # how many candidates the mean of all depths is worth at each depth
-FORGET = 0.98  # factor on the weight of earlier rounds at each round, while this is more than `LEARNED_WEIGHT`
+WEIGHT = 4.0  # candidates that this, or what earlier calls have seen, is worth, and at each depth the mean of all
+FORGET = 0.98  # factor on the weight of earlier rounds at each round
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -46,25 +45,20 @@ class Survival:
 
     It is the product of estimated ratios S_i / S_{i-1}. They come from the probabilities at all candidates, also after
     a rejection, so they have no bias. A depth i that was seldom seen is estimated by the mean of all; at first all are
-    `alpha`, which is worth `weight` candidates. If rows advance `together`, S_i is the chance that all keep i
-    candidates.
+    `alpha`. If rows advance `together`, S_i is the chance that all keep i candidates.
     """
 
-    def __init__(self, alpha: float, weight: float, together: bool = False):
+    def __init__(self, alpha: float, together: bool = False):
         self.together = together
-        self.all = [alpha * weight, weight]  # kept and tried at all depths
+        self.all = [alpha * WEIGHT, WEIGHT]  # kept and tried at all depths
         self.depths: list[list[float]] = []  # the same at each depth
 
-    def take(self, survival: Sequence[list[float]]) -> float:
-        """Count a round; returns the tokens that a row could expect from it.
-
-        `survival` is `Verdict.survival` of each row that took part, at its own candidates; one at least.
-        """
-        worth = max(FORGET, min(1.0, LEARNED_WEIGHT / self.all[1]))
+    def take(self, survival: Sequence[list[float]]) -> None:
+        """Count a round: `Verdict.survival` of each row that took part, at its own candidates; one at least."""
         deepest = max(map(len, survival))
         self.depths += [[0.0, 0.0] for _ in range(deepest - len(self.depths))]
         for counts in (self.all, *self.depths):
-            counts[:] = [count * worth for count in counts]
+            counts[:] = [count * FORGET for count in counts]
         if self.together:
             survival = [[math.prod(column) for column in zip(*survival, strict=False)]]
         for row in survival:
@@ -72,13 +66,12 @@ class Survival:
                 for kept_and_tried in (self.all, counts):
                     kept_and_tried[0] += chance
                     kept_and_tried[1] += before
-        return 1 + sum(map(sum, survival)) / len(survival)
 
     def chances(self, count: int) -> list[float]:
         """S_i for i = 1 to `count`."""
         ratio, chance, found = self.all[0] / self.all[1], 1.0, []
         for depth in range(count):
             kept, tried = self.depths[depth] if depth < len(self.depths) else (0.0, 0.0)
-            chance *= (kept + DEPTH_WEIGHT * ratio) / (tried + DEPTH_WEIGHT)
+            chance *= (kept + WEIGHT * ratio) / (tried + WEIGHT)
             found.append(chance)
         return found

@@ -16,10 +16,8 @@ from hf_specx.sampling.processors import Processors
 from .costs import Pace
 from .draft_length import (
     FIXED_DRAFT_TOKENS,
-    LEARNED_WEIGHT,
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
-    PRIOR_WEIGHT,
     Survival,
     best_number,
 )
@@ -30,10 +28,8 @@ UNSET = {  # what `generate` fills in before it calls a strategy, whether or not
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-TRIES = 4.0  # tokens to be expected of rounds before a draft of which nothing was known can be found not to pay
-PROBE_SHARE = 0.01  # of the time of plain steps that may go into rounds that try a draft that does not pay
-TOO_SLOW = 0.98  # speed compared with plain steps below which drafting ends
-CLEAR = 1.5  # speed compared with plain steps from which it is not asked how long these take
+TRIAL = 5  # rounds that try a draft, one of which may take the time to read what is missing
+PROBE_SHARE = 0.01  # of the time of plain steps that may go into trying a draft that does not pay
 
 
 class Drafting(NamedTuple):
@@ -151,29 +147,27 @@ class Auto(Schedule):
     """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. While plain steps are
-    faster the draft is not asked, and reads nothing; a hundredth of their time goes into rounds that try it again. A
-    draft of which nothing is known is tried at first in any case. Where drafting is hardly faster than plain steps are
-    assumed to be, some of these are timed.
+    faster the draft is not asked, and reads nothing; a hundredth of their time goes into trying it again. A draft of
+    which nothing is known is tried at first in any case, and so are plain steps whose time is not known.
 
     Attributes:
-        on: whether drafting pays, by what is known.
-        tries: tokens that are still to be expected of rounds before a draft that was never seen can be judged.
+        trial: rounds for which a draft that does not pay is tried.
         unread: tokens of a row, at most, that the draft has not read.
         saved: plain steps' worth of time that may go into trying the draft.
+        seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
     def __init__(self, pace: Pace, verification: str, batch: Batch, processors: Processors | None = None):
         super().__init__(0, False, pace, processors)
         assert pace.costs is not None
-        self.costs, self.rows, self.prompt = pace.costs, len(batch.rows), max(batch.prompt_lengths)
-        known = verification in self.costs.alpha
-        alpha, weight = (self.costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
-        self.survival = Survival(alpha ** (self.rows if batch.lockstep else 1), weight, batch.lockstep)
-        self.tries, self.unread, self.saved = 0.0 if known else TRIES, self.prompt, self.costs.saved
-        seconds, best, gain = self._best()
-        read = pace.reading(self.rows, self.prompt)
-        self.on = max(batch.limits) * (1 - 1 / gain) * seconds[0] > read  # what it saves, and what it costs to begin
-        self.wanted = self._next(seconds, best, gain)
+        self.costs, self.rows, self.room = pace.costs, len(batch.rows), max(batch.limits)
+        alpha = self.costs.alpha.get(verification)
+        assumed = PRIOR_ALPHA if alpha is None else alpha
+        self.survival = Survival(assumed ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
+        self.unread = self.prompt = max(batch.prompt_lengths)
+        self.trial, self.saved = TRIAL if alpha is None else 0, self.costs.saved
+        self.seconds: list[float] = []
+        self.wanted = self._next(learned=True)
 
     def number(self, row: int) -> int:
         return FIXED_DRAFT_TOKENS if self.seeded.get(row, False) else self.wanted
@@ -184,35 +178,37 @@ class Auto(Schedule):
         if not any(done.before):
             return  # the prompts' own step
         drafted = done.draft.steps
+        self.trial -= self.trial > 0
         self.unread = 0 if drafted else self.unread + max(done.gained)
-        # others were finished before, had nothing to draft after, or have candidates from elsewhere
-        free = done.draft.free or [False] * len(done.rows)
-        live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
-        chances = done.chances
-        survival = [chances[n] for n in live if chances[n]]
-        if survival:
-            self.tries -= self.survival.take(survival) * (1 if self.survival.together else len(survival))
-        seconds, best, gain = self._best()
-        self.on = gain >= (TOO_SLOW if self.on else 1.0)
         self.saved += 0 if drafted else PROBE_SHARE
-        self.wanted = self._next(seconds, best, gain)
+        survival = []
+        if any(done.draft.lengths):
+            # others were finished before, had nothing to draft after, or have candidates from elsewhere
+            free = done.draft.free or [False] * len(done.rows)
+            live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
+            survival = [chances for chances in map(done.chances.__getitem__, live) if chances]
+        if survival:
+            self.survival.take(survival)
+        self.wanted = self._next(learned=bool(survival))
 
-    def _best(self) -> tuple[list[float], int, float]:
-        """Seconds of rounds, the best number from 1 on, and its speed compared with plain steps."""
-        seconds = self.pace.times(self.rows, MAX_DRAFT_TOKENS)
-        return seconds, *best_number(self.survival.chances(MAX_DRAFT_TOKENS), seconds, least=1)
-
-    def _next(self, seconds: list[float], best: int, gain: float) -> int:
+    def _next(self, learned: bool) -> int:
         """The number for the next round."""
-        if self.tries > 0:
-            return best
-        if self.on:
-            return best if gain > CLEAR or self.pace.has_seen_plain(self.rows) else 0
-        price = (seconds[best] - seconds[0] + self.pace.reading(self.rows, self.unread)) / seconds[0]
-        if price > self.saved:
+        seconds, self.seconds = self.seconds, self.pace.times(self.rows, MAX_DRAFT_TOKENS)
+        if learned or seconds is not self.seconds:
+            self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, least=1)
+        if self.trial:
+            return self.best
+        plain, reading = self.seconds[0], 0.0
+        price = TRIAL * (self.seconds[self.best] / plain - 1)
+        if self.unread and (self.gain > 1 or price <= self.saved):
+            reading = self.pace.reading(self.rows, self.unread) / plain
+        if self.room * (1 - 1 / self.gain) > reading:  # what it saves, and what it costs to begin
+            return self.best if self.pace.has_seen_plain(self.rows) else 0
+        if price + reading > self.saved:
             return 0
-        self.saved -= price
-        return best
+        self.saved -= price + reading
+        self.trial = TRIAL
+        return self.best
 
     def admit(self, row: int, seeded: bool) -> None:
         super().admit(row, seeded)

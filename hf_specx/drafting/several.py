@@ -12,7 +12,7 @@ from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
 
 from .costs import Pace
-from .draft_length import LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Survival
+from .draft_length import PRIOR_ALPHA, Survival
 from .drafter import Drafter, Reading
 from .forced import within_masks
 from .forward_times import NOTHING, ForwardSize
@@ -60,8 +60,8 @@ class SeveralDrafts(Drafter):
         self.pace = Pace(None) if self.apart else reading.pace
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
-        self.prior = prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
-        own = [[Survival(*prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
+        self.prior = prior = PRIOR_ALPHA if alpha is None else alpha
+        own = [[Survival(prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
         self.survival = [found if self.apart else found * rows for found in own]  # of each part and row
         self.taken: list[int] = []  # [R], the number of the part that each row took in the last round
 
@@ -93,7 +93,7 @@ class SeveralDrafts(Drafter):
         if self.apart:
             for survival in self.survival:
                 for row in rows:
-                    survival[row] = Survival(*self.prior)
+                    survival[row] = Survival(self.prior)
 
     def observe(self, done: Round) -> None:
         """Learn from the candidates that were taken from each part."""

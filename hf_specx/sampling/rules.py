@@ -81,11 +81,14 @@ class RejectionRule(Rule):
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
         rows, most = draft.tokens.shape
+        choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
+        if not most:  # what verification comes to then
+            nothing = probs.new_zeros(rows, 0)
+            return Judgement(draft.tokens.new_zeros(rows), pick(probs[:, 0], choice), nothing, nothing, undefined)
         draft_probs = draft.probs
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, most, draft.lengths)
-        choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 

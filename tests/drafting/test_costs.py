@@ -17,7 +17,7 @@ from hf_specx.drafting.costs import ASSUMED, ENOUGH, MEMORY, NOT_TIMED, PAYS_FOR
 from hf_specx.drafting.draft_length import (
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
-    PRIOR_WEIGHT,
+    WEIGHT,
     expected_speedup,
     expected_tokens,
 )
@@ -178,7 +178,7 @@ def test_a_copy_remembers_other_calls():
 def test_acceptance_is_remembered_by_verification():
     """What is assumed gives way to what was seen; then 100 judged candidates weigh as much as all before."""
     costs = Costs()
-    costs.remember("block", 0.1, judged=PRIOR_WEIGHT)
+    costs.remember("block", 0.1, judged=WEIGHT)
     costs.remember("token", 0.5, judged=0)
     assert costs.alpha == {"block": pytest.approx((PRIOR_ALPHA + 0.1) / 2)}  # nothing was seen of the other
     costs.remember("block", 0.8, judged=MEMORY)
@@ -198,14 +198,10 @@ def test_later_calls_know_what_was_seen_often_enough():
     assert remembered(costs, (1, 8.0)) == {1: pytest.approx(4.0, rel=0.02)}  # halfway, so that no call decides alone
 
 
-def test_numbers_that_were_slow_by_chance_are_forgiven():
-    """At once by a call that drafts other numbers, little by little by plain steps, which stay known themselves."""
-    costs = Costs({4: ROW})
-    slow = 4 * costs.forwards(4, 5)
-    costs.rounds[4] = {0: 1.0, 5: slow}
-    seen = [remembered(costs, (0, 1.0))[5] for _ in range(64)]
-    assert seen[0] > 0.85 * slow
-    assert costs.forwards(4, 5) < seen[-1] < 1.25 * costs.forwards(4, 5)
+def test_times_of_numbers_that_a_call_left_for_others_are_dropped():
+    """Plain steps stay known, and a call of plain steps leaves all others as they are."""
+    costs = Costs({4: ROW}, rounds={4: {0: 1.0, 5: 9.0}})
+    assert remembered(costs, (0, 1.0))[5] == 9.0
     assert remembered(costs, (1, 2.0)).keys() == {0, 1}
 
 
@@ -227,7 +223,7 @@ def test_rounds_take_what_they_were_seen_to_take():
     for rows in (4, 2):  # another batch size goes by the nearest
         forwards = [costs.forwards(rows, number) for number in range(6)]
         ratios = [t / b for t, b in zip(lasting(costs, seen, online=True).times(rows, 5), forwards, strict=True)]
-        assert ratios == pytest.approx([3, 4, 4, 4, 4, 4])
+        assert ratios == pytest.approx([3, 4, 4, 4, 4, 4], rel=0.02)
     assert lasting(costs, seen, online=False).times(4, 5) == bare
     assert lasting(costs, seen[:ENOUGH], online=True).times(4, 5) == bare
     assert Pace(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]

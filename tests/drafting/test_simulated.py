@@ -155,17 +155,29 @@ def test_a_short_call_does_not_read_a_long_prompt_for_little():
         assert (call.drafted[0] > 0) is drafts
 
 
-def test_plain_steps_are_timed_where_drafting_is_hardly_faster():
-    """Once; where it is much faster nothing that they could take would count."""
-    for alpha, plain in ((0.6, True), (0.95, False)):
-        costs = Costs(alpha={"greedy": alpha})
-        pace = Line(1.0, 0.2, costs)
-        pace.timed = False
-        auto = Auto(pace, "greedy", prompted(1, 100))
-        assert (auto.wanted == 0) is plain
-        pace.timed = True
-        auto.observe(made_round([0], [0]))
-        assert auto.wanted > 0
+def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
+    pace = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
+    pace.timed = False
+    auto = Auto(pace, "greedy", prompted(1, 100))
+    assert auto.wanted == 0
+    pace.timed = True
+    auto.observe(made_round([0], [0]))
+    assert auto.wanted > 0
+
+
+def test_a_draft_that_was_slow_by_chance_is_timed_again():
+    """What was seen of it is weighed against rounds that try it, as many as are needed to count."""
+    now = [0.0]
+    costs = Costs({1: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}}, {"greedy": 0.9}, {1: {0: 1.0, 5: 9.0}})
+    costs.clock, costs.saved = lambda: now[0], 100.0
+    for _ in range(8):
+        auto = Auto(Pace(costs, online=True), "greedy", prompted(1, 60))
+        for _ in range(20):
+            now[0] += costs.forwards(1, auto.wanted)
+            auto.observe(made_round([auto.wanted], [auto.wanted]))
+        auto.end()
+    assert auto.wanted > 0
+    assert costs.rounds[1][auto.wanted] < 1.5 * costs.forwards(1, auto.wanted)
 
 
 def test_a_seeded_row_of_a_queue_has_the_number_of_a_batch_of_one():
