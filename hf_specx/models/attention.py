@@ -122,7 +122,7 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
 
     Torch may compile this into forwards that are `traced`, and must not into those that a user compiles.
     """
-    place = AttentionInterface._global_mapping
+    place: Any = AttentionInterface._global_mapping
     with LOCK:
         found = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])
         usual = found[-1] is sdpa_attention_forward

@@ -135,8 +135,10 @@ def takes_whole_masks(model: PreTrainedModel) -> bool:
     There it asks in each forward whether the mask can be left out, and waits for the device: here once for each call.
     """
     decoder = model.get_decoder() if model.config.is_encoder_decoder else None
-    makes = decoder is not None and hasattr(sys.modules[type(decoder).__module__], "create_bidirectional_mask")
-    return makes and model.main_input_name == "input_ids" and decoder.config._attn_implementation == "sdpa"
+    if decoder is None or decoder.config._attn_implementation != "sdpa":
+        return False
+    makes = hasattr(sys.modules[type(decoder).__module__], "create_bidirectional_mask")
+    return makes and model.main_input_name == "input_ids"
 
 
 @contextlib.contextmanager
