@@ -28,8 +28,9 @@ class Feed:
         first, held: [B], of each row; `offset` [B, 1], by which an entry's position is more than its slot.
         prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
         waiting: states [R, m, W] of the decoding rows, of which each has its own number.
-        tokens, states: [r, m] and [r, m, W], the entries that come now, each token behind its state; `slots` knows
-            where. `new` [R, 1] says how many of them are a row's, and `last` [R, 1] is its last token.
+        states: [r, m, W], of the entries that come now; `slots` knows where. `newest` [R, 1] is the last of a row's,
+            and `last` [R, 1] the last token of its text.
+        behind: ids, rows [r] and columns [r] where the tokens behind these states begin.
         kept: what the head keeps during a round.
         number: candidates that are wanted of the row with most; `threshold` for what the head itself says of them.
     """
@@ -96,10 +97,10 @@ class Feed:
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
         for place in range(ahead - skipped, ahead + 1):
-            tokens = batch.last(1, place).to(self.device)
             if place == 0:
                 self.begin(batch)
-            elif place >= self.found.shape[1]:
+            tokens = batch.last(1, place).to(self.device) if place else self.last
+            if place >= self.found.shape[1]:
                 self._aim(batch, place)
                 self.found = torch.cat([self.found, self.body.next(self, tokens)], 1)
             scores = self.body.score(self, self.found[:, place], place, tokens)
@@ -111,11 +112,13 @@ class Feed:
         assert self.waiting is not None
         fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
         width = max(fresh)
-        self.rows, held = batch.index.to(device), sent([self.held[row] for row in batch.rows], device)[:, None]
-        new, step = sent(fresh, device)[:, None], torch.arange(width + extra, device=device)
-        self.new, self.ends = new, held + new
-        columns = batch.ends[:, None] - new.to(batch.ids.device) + torch.arange(width, device=batch.ids.device)
-        self._take(batch, batch.index, columns, self.waiting[:, :width])
+        held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
+        step = torch.arange(width + extra, device=device)
+        self.rows, self.ends = batch.index.to(device), held + new
+        if not self.body.sees_ahead:
+            self.newest = (new - 1).clamp(min=0)
+        self.states = self.waiting[:, :width].to(device, self.dtype)
+        self.behind = batch.ids, batch.index, batch.ends - new[:, 0].to(batch.ids.device)
         self.last = batch.last(1).to(device)
         extent = max([self.held[row] for row in batch.rows]) + width + extra
         self.slots.reserve(len(batch.rows), extent + self.number, self.states)
@@ -145,8 +148,10 @@ class Feed:
         self.slots.rows = None if len(order) == len(batch.rows) else index
         for first in range(0, width, AT_ONCE):
             last = min(first + AT_ONCE, width)
-            columns = starts[:, None] + torch.arange(first, last, device=starts.device)
-            self._take(batch, rows, columns, states[:, first:last])
+            self.behind, self.states = (
+                (batch.ids, rows, starts + first),
+                states[:, first:last].to(self.device, self.dtype),
+            )
             self.slots.aim(slots[:, first:last], positions[:, first:last], last)
             self.body.read(self)
         self.slots.rows = None
@@ -161,9 +166,11 @@ class Feed:
         return draft._replace(lengths=lengths)
 
     @property
-    def newest(self) -> torch.Tensor:
-        """[R, 1], the last one of each row among the entries that come now."""
-        return (self.new - 1).clamp(min=0)
+    def tokens(self) -> torch.Tensor:
+        """[r, m], what stands behind the states of the entries that come now."""
+        ids, rows, starts = self.behind
+        columns = starts[:, None] + torch.arange(self.states.shape[1], device=ids.device)
+        return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)].to(self.device)
 
     def catch_up(self, batch: Batch) -> None:
         """Take up what waits if it is much, though no candidates are wanted."""
@@ -178,10 +185,6 @@ class Feed:
         """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
         weight = self.output.weight
         return self.output(states.to(weight.device, weight.dtype)).to(self.device)
-
-    def _take(self, batch: Batch, rows: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
-        tokens = batch.ids[rows[:, None], columns.clamp(max=batch.ids.shape[1] - 1)]
-        self.tokens, self.states = tokens.to(self.device), states.to(self.device, self.dtype)
 
     def _aim(self, batch: Batch, place: int) -> None:
         """The next entries are of the candidates before `place`."""

@@ -22,6 +22,7 @@ class Slots:
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.held: list[list[torch.Tensor]] = []  # keys and values of each layer, once something is written
         self.rows: torch.Tensor | None = None  # [r], whose entries come now; None is all
+        self.every = torch.empty(0)  # [R], the indices of all rows
         self.rotary: Rotary | None = None
         self.masks: dict[str, torch.Tensor] = {}
 
@@ -46,8 +47,9 @@ class Slots:
         window, or in all if the config says so.
         """
         config = self.config
-        rows = torch.arange(len(slots), device=slots.device) if self.rows is None else self.rows
-        self.index, self.extent = (rows[:, None], slots), extent
+        if self.rows is None and len(self.every) != len(slots):
+            self.every = torch.arange(len(slots), device=slots.device)
+        self.index, self.extent = ((self.every if self.rows is None else self.rows)[:, None], slots), extent
         self.rotary = self.rotary or Rotary(config, slots.device)
         self.turns = self.rotary(positions)
         self.queries, self.block, self.masks = slots[:, -block:, None][:, None], block, {}

@@ -255,7 +255,7 @@ class MtpFeed(Feed):
     def rehearse(self, batch: Batch, count: int) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
-        self.tokens, width = tokens, self.body.model.config.hidden_size
+        width, self.behind = self.body.model.config.hidden_size, (batch.ids, batch.index, batch.ends - 1)
         self.states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         self.rows, self.ends, self.newest = batch.index.to(self.device), tokens * 0 + max(self.held) + 1, tokens * 0
         self._aim(batch, 1)
