@@ -137,15 +137,14 @@ def check_draft(draft_model: Any) -> None:
     if isinstance(draft_model, list | tuple):
         _check_drafts(draft_model)
         return
-    told = f"draft_model={str(draft_model)!r} is a name; load it first with AutoModelForCausalLM.from_pretrained, or "
-    told += "a target with its draft by DraftTargetPair.from_pretrained."
-    require(not isinstance(draft_model, str | Path), told)
+    if isinstance(draft_model, str | Path):  # what it names is checked once it is loaded
+        return
     told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it."
     require(not isinstance(draft_model, type), told)
     given = "draft_model is None" if draft_model is None else f"draft_model is {kind(draft_model)}"
     drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
     is_model = isinstance(draft_model, PreTrainedModel) and not drafts
-    told = "give a model, a CandidateGenerator, a Drafter of yours (inherit from hf_specx.Drafter), or a draft "
+    told = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
     known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
     require(known, f"{given}; {told}without a model, as SuffixDraft().")
     require(not is_model or draft_model.can_generate(), f"{given}, {NO_HEAD}")
@@ -164,7 +163,8 @@ def _check_drafts(drafts: Sequence[Any]) -> None:
         check_draft(draft)
         is_new = not any(draft is other for other in drafts[:number])
         require(is_new, f"draft_model has the same {type(draft).__name__} twice; give each draft once.")
-    models = [type(draft).__name__ for draft in drafts if isinstance(draft, PreTrainedModel) or has_forwards(draft)]
+    named = (PreTrainedModel, str, Path)
+    models = [type(draft).__name__ for draft in drafts if isinstance(draft, named) or has_forwards(draft)]
     told = f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
     require(len(models) <= 1, told)
 

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.heads.named import loaded
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.decoder import compilations
@@ -49,7 +51,8 @@ class SpeculativeDecoding(NoModel):
 
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
-            `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
+            `SuffixDraft`; `EarlyExitDraft`; `DraftHead`; `MtpDraft`; a `Drafter` of yours; the name or folder of a
+            model or head, which the first call loads for its target; or a list of these with at most one that runs
             forwards: each row and round takes what promises more.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
@@ -87,7 +90,7 @@ class SpeculativeDecoding(NoModel):
 
     def __init__(
         self,
-        draft_model: AnyDraft | Sequence[AnyDraft],
+        draft_model: AnyDraft | str | Path | Sequence[AnyDraft | str | Path],
         *misplaced: Any,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
@@ -101,7 +104,7 @@ class SpeculativeDecoding(NoModel):
         costs: Costs | None = None,
         **unknown: Any,
     ):
-        self.draft_model = unwrapped_draft(draft_model)
+        self.draft_model: Any = unwrapped_draft(draft_model)
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
@@ -229,7 +232,15 @@ class SpeculativeDecoding(NoModel):
             del own["generate"]
             own.update(before)
 
+    def load(self, target: PreTrainedModel) -> None:
+        """Load what was given by its name, for this target."""
+        parts = self.draft_model if isinstance(self.draft_model, list) else [self.draft_model]
+        if any(isinstance(part, str | Path) for part in parts):
+            self.draft_model = loaded(self.draft_model, target)
+            check_draft(self.draft_model)
+
     def _drafter(self, target: PreTrainedModel) -> Drafter:
+        self.load(target)
         draft, ours, other = self.draft_model, self.tokenizer, self.draft_tokenizer
         if ours is not None and other is not None and not same_tokens(ours, other):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)

@@ -84,7 +84,8 @@ def _merged(room: str, modules: list[Module]) -> str:
             for name, meaning in _meanings(node, module):
                 if meanings.setdefault(name, meaning) != meaning:
                     raise ValueError(f"{name} has two meanings in {room}: {meanings[name]}, and {meaning}.")
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if for_types or isinstance(node, ast.Import | ast.ImportFrom):  # annotations in quotes need no import
                 lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
         comment = [f"# {module.shown}:", *lines[: described.end_lineno]]
         sections.append("\n".join(comment) + "\n\n\n" + "\n".join(lines[described.end_lineno :]).strip("\n") + "\n")

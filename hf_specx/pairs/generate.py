@@ -75,6 +75,7 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
         draft, recommended, costs = take_draft(model, kwargs)
         strategy = SpeculativeDecoding(draft, **recommended | options)
+        strategy.load(model)
         if "costs" in options:
             return run(strategy, owner, model, inputs, kwargs, reached)
         strategy.costs = costs.apart()  # times at batch sizes of other calls must not count

@@ -178,7 +178,6 @@ def test_without_a_model():
         (lambda draft: [draft, SuffixDraft(), draft], "the same LlamaForCausalLM twice; give each draft once"),
         (lambda draft: [SuffixDraft(), [draft]], "has a list inside its list; give all drafts in one"),
         (lambda draft: [draft, tiny()], r"2 drafts that run forwards \(LlamaForCausalLM, LlamaForCausalLM\); give at"),
-        (lambda draft: [SuffixDraft(), "draft"], "draft_model='draft' is a name; load it first"),
     ],
 )
 def test_lists_that_are_refused(drafts, message: str):

@@ -43,7 +43,6 @@ def on_meta():
 
 PLAIN = [
     # What a strategy is made of
-    ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
     ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
     ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
     ("give it an object: custom_generate=SpeculativeDecoding.draft_model.", of_a_class),

@@ -38,6 +38,7 @@ def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded_folder())
     model = tiny(vocab_size=len(tokenizer), max_position_embeddings=512, num_hidden_layers=5)
+    write(random_head(vocab=len(tokenizer), layer_ids=(1, 2, 3)), tmp_path / "org" / "head")
     prompts, draft_model = ["import os", "def main("], near(model, 0.1)
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
     strategy, trainer = hf_specx.SpeculativeDecoding(draft_model), SimpleNamespace(train=lambda: None)

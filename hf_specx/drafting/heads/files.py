@@ -22,41 +22,49 @@ WEIGHTS = (
 )
 
 
-def read_files(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What is in the config and in the weights of a repository or folder."""
-    path = _file(name, "config.json", hub)
-    told = f"{name} has no config.json, so it is no draft head; give a folder or a repository of one."
+def read_config(name: str | Path, **hub: Any) -> dict[str, Any]:
+    """What is in the config of a repository or folder."""
+    path = find_file(name, "config.json", **hub)
+    told = f"{name} has no config.json, so it is no draft head or model; give a folder or a repository of one."
     require(path is not None, told)
     try:
         raw = json.loads(Path(str(path)).read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}; get it again.") from error
     require(isinstance(raw, dict), f"{path} is not a JSON object; get it again.")
-    found = next((file for file in WEIGHTS if _file(name, file, hub) is not None), None)
+    return raw
+
+
+def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a repository or folder; of safetensors perhaps only their names and shapes."""
+    found = next((file for file in WEIGHTS if find_file(name, file, **hub) is not None), None)
     require(found is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
     files = [str(found)]
     if str(found).endswith(".index.json"):
-        index = json.loads(Path(str(_file(name, str(found), hub))).read_bytes())
+        index = json.loads(Path(str(find_file(name, str(found), **hub))).read_bytes())
         files = sorted(set(index["weight_map"].values()))
         for file in files:
             plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin"))
             require(plain, f"{name}: {found} names {file!r}, which is no file of weights beside it; get it again.")
     weights: dict[str, torch.Tensor] = {}
     for file in files:
-        weights |= _tensors(Path(str(_file(name, file, hub))))
-    return raw, weights
+        weights |= _tensors(Path(str(find_file(name, file, **hub))), "meta" if names_alone else "cpu")
+    return weights
 
 
-def _file(name: str | Path, file: str, hub: dict[str, Any]) -> Path | None:
+def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
     """The path of a file on this machine, got from the Hub if need be; None if there is no such file."""
-    found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+    try:
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+    except OSError as error:
+        raise ValueError(f"{str(name)!r} is no folder here, and cannot be got from the Hub: {error}") from error
     return None if found is None else Path(found)
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
+def _tensors(path: Path, where: str) -> dict[str, torch.Tensor]:
     """The tensors in a file; of a pickle nothing else is made."""
     try:
-        found = load_state_dict(str(path), weights_only=True)
+        found = load_state_dict(str(path), where, weights_only=True)
     except Exception as error:  # of types that only pickle and safetensors have
         told = f"{path} cannot be read as tensors alone ({error}); convert it to safetensors if you trust it."
         raise ValueError(told) from error

@@ -32,9 +32,6 @@ class MtpDraft(Drafter):
 
     Raises:
         ValueError: from a call, if the target has no such layers, or their weights are not found.
-
-    Example:
-        >>> model.generate(**inputs, max_new_tokens=128, custom_generate=SpeculativeDecoding(MtpDraft()))
     """
 
     has_probs = True

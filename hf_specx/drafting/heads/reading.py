@@ -10,7 +10,7 @@ from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import vocabulary
 
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig, fields_of, layer_fields
-from .files import HUB, read_files
+from .files import HUB, read_config, read_weights
 from .tensors import Weights, check_vocabulary, linear_layers
 
 
@@ -22,6 +22,9 @@ NAMES = (  # how the name of a tensor begins in some form, and how it begins her
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
     (r"^(layers\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm."),
+)
+OF_HEADS = re.compile(
+    r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
 )
 NOT_READ = re.compile(r"(verifier_norm|verifier_lm_head|.*rotary_emb)\.")  # copies of the target's, or computed
 GIVE = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
@@ -69,7 +72,7 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     told = f"unknown option {unknown!r} for a draft head; {similar(unknown, known)}it takes {', '.join(known)}."
     require(not unknown, told)
     layer_ids = loading.pop("layer_ids", None)
-    raw, found = read_files(name, **loading)
+    raw, found = read_config(name, **loading), read_weights(name, **loading)
     said = raw | (raw.get("eagle_config") or {}) | (raw.get("dflash_config") or {})
     weights = canonical(found)
     _check_supported(name, raw, said, weights)
@@ -96,12 +99,19 @@ def canonical(weights: Weights) -> Weights:
 
 
 def describes_head(raw: dict[str, Any]) -> bool:
-    """Whether a config is that of a draft head, and of no model."""
-    names = ("speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size")
+    """Whether a config says that it is a draft head's; some say nothing of it."""
+    keys = ("speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size")
     made_for = " ".join(map(str, raw.get("architectures") or ()))
-    return any(name in raw for name in (*names, "target_layer_ids")) or bool(
-        re.search("eagle3|dflash|dspark|medusa", made_for, re.IGNORECASE)
-    )
+    says = re.search("eagle3|dflash|dspark|medusa", made_for, re.IGNORECASE) is not None
+    return says or any(key in raw for key in (*keys, "target_layer_ids"))
+
+
+def is_head(name: str | Path, raw: dict[str, Any]) -> bool:
+    """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
+    found = any(OF_HEADS.match(weight) for weight in read_weights(name, names_alone=True))
+    told = f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "
+    require(found or not describes_head(raw), f"{told}yourself, by DraftHead.from_pretrained(...) or as a model.")
+    return found
 
 
 def _check_supported(name: str | Path, raw: dict[str, Any], said: dict[str, Any], weights: Weights) -> None:

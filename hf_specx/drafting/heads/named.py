@@ -1,0 +1,70 @@
+"""Drafts that are given by a name: what its files say is loaded, a head or a model."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
+
+from hf_specx.common.devices import last_device
+from hf_specx.common.errors import require
+
+from .files import find_file, read_config
+from .head import DraftHead
+from .reading import is_head
+
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+NO_ADAPTERS = {"subfolder": "none", "local_files_only": True}  # where transformers looks for one if peft is installed
+KERNEL = re.compile(r'"_?\w*_implementation": "[^"]*[/:]')  # a repository whose code would be run
+LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
+
+
+def loaded(draft: Any, target: PreTrainedModel) -> Any:
+    """A draft, or a list of drafts, with those that are names loaded for a target, once for each."""
+    if isinstance(draft, list | tuple):
+        return [loaded(part, target) for part in draft]
+    if not isinstance(draft, str | Path):
+        return draft
+    known = LOADED.setdefault(target, {})
+    if str(draft) not in known:
+        known[str(draft)] = load_draft(str(draft), target)
+    return known[str(draft)]
+
+
+def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    """A head or a model from a folder or the Hub, in the precision of its files; no code of theirs is run.
+
+    Raises:
+        ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
+    """
+    told = f"draft_model={name!r} is a pair; give the folder of its draft, or load it by DraftTargetPair."
+    require(find_file(name, "specx_config.json") is None, f"{told}from_pretrained.")
+    raw = read_config(name)
+    if is_head(name, raw):
+        return DraftHead.from_pretrained(name, target=target)
+    told = f"the config of {name!r} names code for parts of the model, which is not run; load the model yourself if "
+    require(KERNEL.search(json.dumps(raw)) is None, f"{told}you trust it, and give the model.")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        loader: Any = next(auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping)
+        options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "adapter_kwargs": NO_ADAPTERS}
+        model, seen = loader.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError, StopIteration) as error:
+        told = f"draft_model={name!r} is no draft head, and cannot be loaded as a model that generates text, in "
+        raise ValueError(f"{told}safetensors and without code of its own ({error}); load it yourself.") from error
+    lacking = sorted(map(str, [*seen["missing_keys"], *seen["mismatched_keys"]]))
+    told = (
+        f"{name!r} lacks {len(lacking)} of the model's weights, {min(lacking, default='')!r} among them; get it again."
+    )
+    require(not lacking, told)
+    return model.eval().to(last_device(target))

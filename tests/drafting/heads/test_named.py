@@ -1,0 +1,99 @@
+"""A draft is given by its name or folder, and what the files are is loaded: a head, or a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from head_files import random_head, write
+from tiny import prompts, tiny
+from transformers import PreTrainedModel
+
+import hf_specx
+from hf_specx import DraftHead, SpeculativeDecoding, SuffixDraft
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny(num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("drafts")
+    tiny(seed=1).save_pretrained(root / "model")
+    write(random_head(draft_vocab=24), root / "head")
+    write(random_head(theta=10000.0), root / "plain config", "safeailab")
+    write(random_head("medusa"), root / "medusa", "medusa")
+    return {path.name: path for path in root.iterdir()}
+
+
+CLASSES = {"model": "LlamaForCausalLM", "head": "DraftHead", "plain config": "DraftHead", "medusa": "DraftHead"}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_the_files_say_is_loaded(target, folders, name):
+    inputs, strategy = prompts(3), SpeculativeDecoding(str(folders[name]), num_draft_tokens=2)
+    assert strategy.draft_model == str(folders[name])
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for _ in range(2):
+        out = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=strategy)
+        assert torch.equal(out, wanted)
+    assert type(strategy.draft_model).__name__ == CLASSES[name]
+    assert strategy.report.drafted > 0
+
+
+def test_names_in_calls_and_in_lists(target, folders):
+    inputs = prompts(2)
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    options = {"model": target, "max_new_tokens": 8, "do_sample": False, "num_draft_tokens": 2}
+    assert torch.equal(hf_specx.generate(**inputs, draft_model=folders["head"], **options), wanted)
+    both = SpeculativeDecoding([SuffixDraft(), folders["head"]], num_draft_tokens=2)
+    out = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=both)
+    assert torch.equal(out, wanted)
+    assert isinstance(both.draft_model[1], DraftHead)
+    with pytest.raises(ValueError, match=r"2 drafts that run forwards"):
+        SpeculativeDecoding([str(folders["head"]), str(folders["model"])])
+
+
+def changed(folder: Path, to: Path, **config) -> Path:
+    """A copy with other entries in its config."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    old = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(old | config))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "told"),
+    [
+        ("model", {"draft_vocab_size": 48}, r"is ambiguous.*DraftHead\.from_pretrained"),
+        ("model", {"attn_implementation": "org/kernel"}, r"names code for parts of the model"),
+        ("model", {"num_hidden_layers": 5}, r"lacks .* of the model's weights"),
+        ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, r"without code of its own"),
+        ("head", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping"),
+    ],
+)
+def test_files_that_are_refused(target, folders, tmp_path: Path, source, config, told):
+    folder = changed(folders[source], tmp_path / "changed", **config)
+    with pytest.raises(ValueError, match=told):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
+
+
+def test_names_that_lead_nowhere_and_pairs_are_refused(target, folders, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"org/no-such-draft has no config\.json"):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding("org/no-such-draft"))
+    folder = changed(folders["model"], tmp_path / "pair")
+    (folder / "specx_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a pair; give the folder of its draft"):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
+
+
+def test_a_model_in_a_pickle_is_refused(target, folders, tmp_path: Path):
+    folder = changed(folders["model"], tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny(seed=1).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"cannot be loaded as a model.*safetensors"):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
