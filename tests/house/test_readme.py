@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from head_files import random_head, write
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
@@ -72,6 +73,7 @@ def home(tmp_path: Path) -> Path:
         folder = in_the_cache(tmp_path, name)
         model.save_pretrained(folder)
         own.save_pretrained(folder)
+    write(random_head(vocab=280, layer_ids=(0, 1, 2)), in_the_cache(tmp_path, "RedHatAI/Qwen3-4B-speculator.eagle3"))
     pair = in_the_cache(tmp_path, "org/pair")
     DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(pair)
     write_code(pair, "org/pair", COMMIT)
