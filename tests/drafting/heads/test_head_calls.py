@@ -39,7 +39,8 @@ def test_queues(kind: str, tmp_path: Path):
     strategy.listeners, asked = (watch,), requests(12)
     done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **ENDS)
     texts = {one.index: one.tokens for one in done}
-    assert watch.compared > 200 and not watch.wrong
+    assert watch.compared > 200
+    assert not watch.wrong
     for index, request in enumerate(asked):
         ids = torch.tensor([request.input_ids])
         expected = target.generate(ids, do_sample=False, max_new_tokens=12, **ENDS)
@@ -58,7 +59,8 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
         )
         found.append({one.index: one.tokens for one in done})
     assert found[0] == found[1]
-    assert watch.compared > 100 and not watch.wrong
+    assert watch.compared > 100
+    assert not watch.wrong
 
 
 def test_a_long_queue(tmp_path: Path):
@@ -83,14 +85,15 @@ def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
     strategy.listeners = (watch,)
     found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
     assert torch.equal(found, target.generate(**inputs, **GREEDY))
-    assert watch.compared > 50 and not watch.wrong
+    assert watch.compared > 50
+    assert not watch.wrong
     assert "no hidden states of the given cache" in strategy.report.layout_reason
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
-    head, draft, target = made(kind, tmp_path, draft_vocab=6)
+    _head, draft, target = made(kind, tmp_path, draft_vocab=6)
     texts, proposed = [], []
     for verification in (None, "token", "coupled"):
         settings = GREEDY if verification is None else SAMPLED
@@ -120,16 +123,19 @@ class Proposed:
 
 
 def test_numbers(tmp_path: Path):
-    """A block has no more candidates than places; a threshold ends rows, by the head's own confidence if it has one."""
+    """A block has no more candidates than places; a threshold ends rows by the head's own confidence."""
     head, draft, target = made("dspark", tmp_path, confidence=True, block=4)
     watch = followed(head, draft, target, prompts(3), num_draft_tokens=9)
-    assert max(map(max, watch.lengths)) == 4 and not watch.wrong
+    assert max(map(max, watch.lengths)) == 4
+    assert not watch.wrong
     watch = followed(head, draft, target, prompts(3), num_draft_tokens="auto")
-    assert max(map(max, watch.lengths)) == 4 and not watch.wrong
+    assert max(map(max, watch.lengths)) == 4
+    assert not watch.wrong
     strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=4), Aligned(head, target, cut=0.5)
     strategy.listeners = (watch,)
     target.generate(**prompts(3), **GREEDY, assistant_confidence_threshold=0.5, custom_generate=strategy)
-    assert not watch.wrong and any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
+    assert not watch.wrong
+    assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
 
 
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -141,4 +147,5 @@ def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: py
     number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731
     monkeypatch.setattr(schedule, number)
     watch = followed(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30})
-    assert watch.compared > 40 and not watch.wrong
+    assert watch.compared > 40
+    assert not watch.wrong

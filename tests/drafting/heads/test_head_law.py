@@ -1,4 +1,4 @@
-"""The law of sampled tokens with random heads, whose q is far from p, by enumeration; and the tokens of plain sampling.
+"""The law of tokens with random heads, whose q is far from p, by enumeration; and the tokens of plain sampling.
 
 Over all choices of seeds, some test of the right law would fail with probability 1e-4.
 """
