@@ -6,6 +6,8 @@ What a call takes for a round is the difference of a long and a short one, so wh
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ import zoo
 from accelerator import emulated, on_device
 from automaton import Automaton
 from collectors import RowCollector
+from head_files import random_head, write
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
 
 
 MOST = 1.5  # waits of a round, and as many blocking sends
@@ -75,6 +78,11 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name == "t5":
         target = zoo.build("seq2seq", "t5")
         return target, near(target, 0.25)
+    if name in ("eagle3", "dspark"):
+        target = tiny(num_hidden_layers=4)
+        head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=24)
+        with TemporaryDirectory() as folder:
+            return target, DraftHead.from_pretrained(write(head, Path(folder)), target=target)
     changes = {"three layers": {"num_hidden_layers": 3}, "few tokens": {"vocab_size": 12}}
     target = tiny(**changes.get(name, {}))
     return target, near(target, 0.05)
@@ -154,6 +162,10 @@ KINDS = {
     "queue, greedy": Kind(many=True, settings=GREEDY),
     "seeds": Kind(settings=SAMPLED | {"seeds": SEEDS}),
     "seeds, coupled": Kind(settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
+    "eagle3": Kind("eagle3"),
+    "eagle3, queue": Kind("eagle3", many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "dspark": Kind("dspark"),
+    "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "streamer": Kind(options={"streamer": RowCollector}),
 }
 OVER = {  # kinds that are over the bounds, by how much and why

@@ -1,5 +1,6 @@
 """Each candidate of each round is the one that the reference proposes from the whole text; controls are not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from alignment import GREEDY, SAMPLED, followed, loaded, target_of
 from head_files import random_head
 from tiny import prompts
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx.common.round import Round
+from hf_specx.drafting.heads.feed import Feed
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -65,3 +68,63 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     expected = target.generate(**prompts(3), **GREEDY)
     found = target.generate(**prompts(3), **GREEDY, custom_generate=SpeculativeDecoding(draft, layout=layout))
     assert torch.equal(found, expected)
+
+
+def swapped(draft: DraftHead) -> None:
+    attention = draft.body.layers[0].self_attn
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        part.weight = torch.nn.Parameter(part.weight.roll(part.in_features // 2, 1), requires_grad=False)
+
+
+def renormed(draft: DraftHead) -> None:
+    draft.config.norm_output = not draft.config.norm_output
+
+
+def unshifted(feed: Feed) -> torch.Tensor:
+    ids, rows, starts = feed.behind
+    columns = starts[:, None] - 1 + torch.arange(feed.states.shape[1])
+    return ids[rows[:, None], columns.clamp(min=0)]
+
+
+def own_states_kept(feed: Feed, done: Round) -> None:
+    """What was written for accepted candidates while drafting stays, in place of the target's states."""
+    OBSERVE(feed, done)
+    waiting = feed.fresh(done.batch)
+    for row, count in zip(done.batch.rows, waiting, strict=True):
+        feed.held[row] += count - 1
+    feed.waiting = feed.waiting.gather(1, (torch.tensor(waiting) - 1)[:, None, None].expand(-1, 1, 96))
+
+
+def rejected_states_kept(feed: Feed, done: Round) -> None:
+    """The state of a row's last token is that of the candidate that was rejected behind it."""
+    OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
+
+
+OBSERVE = Feed.observe
+CONTROLS: dict[
+    str, tuple[dict[str, Any], Any, dict[str, Any]]
+] = {  # loading, what is done to the head, what is patched
+    "nothing": ({}, None, {}),
+    "ids one off": ({"layer_ids": [3, 5, 6]}, None, {}),
+    "tokens not shifted": ({}, None, {"Feed.tokens": property(unshifted)}),
+    "halves swapped": ({}, swapped, {}),
+    "offsets as ids": ({}, None, {"DraftHead.ids": property(lambda draft: draft.d2t)}),
+    "own states kept": ({}, None, {"Feed.observe": own_states_kept}),
+    "rejected states kept": ({}, None, {"Feed.observe": rejected_states_kept}),
+    "wrong norm fed back": ({}, renormed, {}),
+}
+OWNERS = {"Feed": Feed, "DraftHead": DraftHead}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_wrong_variants_are_seen(control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loading, change, patched = CONTROLS[control]
+    target, head = target_of(), head_of("eagle3")
+    draft = loaded(head, tmp_path / "head", target, **loading)
+    if change is not None:
+        change(draft)
+    for name, wrong in patched.items():
+        owner, attribute = name.split(".")
+        monkeypatch.setattr(OWNERS[owner], attribute, wrong)
+    watch = followed(head, draft, target, prompts(4), SAMPLED)
+    assert bool(watch.wrong) is (control != "nothing")

@@ -1,0 +1,151 @@
+"""Heads in queues, under grammars, with caches of the user, and with the numbers that a call asks for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alignment import GREEDY, LOOSE, SAMPLED, Aligned, followed, loaded, target_of
+from automaton import Automaton
+from head_files import TinyHead, random_head
+from tiny import prompts
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+
+
+KINDS = ("eagle3", "peagle", "dspark", "medusa")
+ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
+
+
+def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
+    target, is_medusa = target_of(), kind == "medusa"
+    head = random_head(kind, **({} if is_medusa else {"draft_vocab": 24}) | more)
+    return head, loaded(head, folder / "head", target, kind if is_medusa else "speculators"), target
+
+
+def requests(number: int, seeded: bool = False) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 14, (number,), generator=generator).tolist()
+    texts = [torch.randint(1, 48, (length,), generator=generator).tolist() for length in lengths]
+    return [Request(text, seed=number if seeded else None) for number, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queues(kind: str, tmp_path: Path):
+    """Rows come in the places of others and bring their states; each has the text of a batch of one."""
+    head, draft, target = made(kind, tmp_path)
+    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target)
+    strategy.listeners, asked = (watch,), requests(12)
+    done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **ENDS)
+    texts = {one.index: one.tokens for one in done}
+    assert watch.compared > 200
+    assert not watch.wrong
+    for index, request in enumerate(asked):
+        ids = torch.tensor([request.input_ids])
+        expected = target.generate(ids, do_sample=False, max_new_tokens=12, **ENDS)
+        assert texts[index] == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
+    head, draft, target = made(kind, tmp_path)
+    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target)
+    strategy.listeners = (watch,)
+    asked, found = requests(8, seeded=True), []
+    for size in (1, 3):
+        done = strategy.generate_many(
+            target, asked, batch_size=size, do_sample=True, top_k=0, temperature=LOOSE, max_new_tokens=10, **ENDS
+        )
+        found.append({one.index: one.tokens for one in done})
+    assert found[0] == found[1]
+    assert watch.compared > 100
+    assert not watch.wrong
+
+
+def test_a_long_queue(tmp_path: Path):
+    _, draft, target = made("eagle3", tmp_path)
+    asked = requests(300)
+    options = {"do_sample": False, "max_new_tokens": 6, **ENDS}
+    done = SpeculativeDecoding(draft, num_draft_tokens=2).generate_many(target, asked, batch_size=16, **options)
+    texts = {one.index: one.tokens for one in done}
+    plain = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)
+    assert texts == {one.index: one.tokens for one in plain.generate_many(target, asked, batch_size=16, **options)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
+    """The head goes on with what comes after it, and the report says so."""
+    head, draft, target = made(kind, tmp_path)
+    ids = torch.randint(1, 48, (3, 11), generator=torch.Generator().manual_seed(1))
+    inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache()
+    with torch.no_grad():
+        target(input_ids=ids[:, :7], past_key_values=cache)
+    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target, prefix=7)
+    strategy.listeners = (watch,)
+    found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
+    assert torch.equal(found, target.generate(**inputs, **GREEDY))
+    assert watch.compared > 50
+    assert not watch.wrong
+    assert "no hidden states of the given cache" in strategy.report.layout_reason
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_grammars(kind: str, tmp_path: Path):
+    """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
+    _head, draft, target = made(kind, tmp_path, draft_vocab=6)
+    texts, proposed = [], []
+    for verification in (None, "token", "coupled"):
+        settings = GREEDY if verification is None else SAMPLED
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+        strategy.listeners = (Proposed(proposed, draft),)
+        torch.manual_seed(2)
+        mask = [Automaton(48, 11)]
+        found = target.generate(**prompts(3), **settings, logits_processor=mask, custom_generate=strategy)
+        torch.manual_seed(2)
+        if verification != "token":
+            assert torch.equal(found, target.generate(**prompts(3), **settings, logits_processor=[Automaton(48, 11)]))
+        texts.append(found)
+    assert set(proposed) == {True}
+
+
+class Proposed:
+    """Whether each candidate that is not forced is one of the head's tokens."""
+
+    def __init__(self, found: list[bool], draft: DraftHead):
+        self.found, self.known = found, set(draft.ids.tolist())
+
+    def observe(self, done: Any) -> None:
+        for index, length in enumerate(done.draft.lengths):
+            for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
+                forced = done.draft.forced is not None and done.draft.forced[index][place]
+                self.found.append(forced or token in self.known)
+
+
+def test_numbers(tmp_path: Path):
+    """A block has no more candidates than places; a threshold ends rows by the head's own confidence."""
+    head, draft, target = made("dspark", tmp_path, confidence=True, block=4)
+    watch = followed(head, draft, target, prompts(3), num_draft_tokens=9)
+    assert max(map(max, watch.lengths)) == 4
+    assert not watch.wrong
+    watch = followed(head, draft, target, prompts(3), num_draft_tokens="auto")
+    assert max(map(max, watch.lengths)) == 4
+    assert not watch.wrong
+    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=4), Aligned(head, target, cut=0.5)
+    strategy.listeners = (watch,)
+    target.generate(**prompts(3), **GREEDY, assistant_confidence_threshold=0.5, custom_generate=strategy)
+    assert not watch.wrong
+    assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
+
+
+def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through rounds without candidates, of many tokens, the head misses nothing."""
+    head, draft, target = made("eagle3", tmp_path)
+    monkeypatch.setattr("hf_specx.drafting.heads.feed.MOST_WAITING", 6)
+    changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
+    schedule = "hf_specx.drafting.schedule.Schedule.__call__"
+    number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731
+    monkeypatch.setattr(schedule, number)
+    watch = followed(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30})
+    assert watch.compared > 40
+    assert not watch.wrong
