@@ -14,6 +14,9 @@ from transformers.modeling_utils import load_state_dict
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.files import read_config
+from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.drafting.heads.reading import is_head
 
 from .facts import COMMIT, auto_class
 from .fetch import Files, get_files
@@ -67,6 +70,25 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
         setattr(model.config, COMMIT, files.revision)
     assert isinstance(model, PreTrainedModel)
     return model.eval()
+
+
+def holds_head(files: Files, subfolder: str) -> bool:
+    """Whether what a pair's files have as its draft is a head."""
+    folder = files.root / subfolder
+    return is_head(folder, read_config(folder))
+
+
+def load_draft(
+    files: Files, subfolder: str, target: PreTrainedModel, trust_remote_code: bool, **kwargs: Any
+) -> PreTrainedModel:
+    """The draft in a pair's files for its target: a model, or a head in the precision of its files."""
+    if not holds_head(files, subfolder):
+        return load_model(files, subfolder, trust_remote_code, **kwargs)
+    head = DraftHead.from_pretrained(files.root / subfolder, target=target)
+    head.name_or_path = files.name
+    if files.revision is not None:
+        setattr(head.config, COMMIT, files.revision)
+    return head
 
 
 def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:
