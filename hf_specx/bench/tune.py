@@ -14,7 +14,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
 from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_tokenizer
-from hf_specx.hub.load_model import load_config, load_draft, load_model
+from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.hub.schema import check_place
 from hf_specx.pairs.loading import LoadedPair
@@ -116,10 +116,8 @@ def load(name: str, revision: str | None, study: Study, device_map: Any, target:
     trust, files = study.trust_remote_code, find_files(name, revision, study)
     with looking_for(name):
         files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
-    if target is None:
-        model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
-    else:
-        model = load_draft(files, "", target.model, trust, dtype=study.dtype, device_map=device_map)
+    of_target = None if target is None else target.model
+    model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
     on_hub = files.revision is not None
     facts = model_facts(model)
     facts.name, facts.revision = files.name if on_hub else None, files.revision

@@ -15,7 +15,7 @@ from hf_specx.drafting.costs import Costs
 
 from .facts import COMMIT, KIND, check_kind, commit_of, differing
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
-from .load_model import get_head, load_draft, with_head
+from .load_model import get_head, load_model, with_head
 from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
@@ -94,7 +94,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
-    draft = load_draft(files, config.draft.subfolder, target, trust_remote_code=False, dtype=target.dtype)
+    draft = load_model(files, config.draft.subfolder, False, target, dtype=target.dtype)
     check_kind(f"the draft of {name}", config.draft, draft)
     options, costs = recommended(config, target)
     own = config.draft_tokenizer

@@ -21,7 +21,7 @@ from hf_specx.hub.fetch import (
     is_changed,
 )
 from hf_specx.hub.find_draft import warn_of_another_target
-from hf_specx.hub.load_model import get_head, holds_head, load_config, load_draft, load_model, with_head
+from hf_specx.hub.load_model import get_head, holds_head, load_config, load_model, with_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
@@ -170,11 +170,7 @@ def _load(found: FoundModel, target: PreTrainedModel | None = None, **kwargs: An
     if found.model is not None:
         return found.model
     assert found.files is not None
-    where = found.files, found.source.subfolder
-    if target is None:
-        model = load_model(*where, found.trusted, **kwargs)
-    else:
-        model = load_draft(*where, target, found.trusted, **kwargs)
+    model = load_model(found.files, found.source.subfolder, found.trusted, target, **kwargs)
     check_kind(found.files.name, found.source, model)
     return model
 
