@@ -9,6 +9,7 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.engine.check_models import check_own_text, check_pair, vocabularies_of_other_sizes
@@ -68,10 +69,12 @@ def find_fit(
     return found
 
 
-def find_own(target: PreTrainedModel, draft: WeightlessDraft) -> list[Finding]:
+def find_own(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) -> list[Finding]:
     """What such a draft is made of; raises a ValueError if it cannot serve this target."""
     make_drafter(draft, target)
     drafting = "none: what followed the same tokens"
+    if isinstance(draft, DraftHead):
+        drafting = f"{draft.config.num_hidden_layers} of its own, by the states {draft.config.layer_ids}"
     if isinstance(draft, EarlyExitDraft):
         drafting = f"the first {draft.exit_layer} of them"
     return [Finding("layers", str(_text_config(target).num_hidden_layers), drafting)]

@@ -111,18 +111,21 @@ def find_files(name: str, revision: str | None, study: Study) -> Files:
         return get_files(name, revision, SMALL_FILES, **study.hub)
 
 
-def load(name: str, revision: str | None, study: Study, device_map: Any) -> Loaded:
-    """A model and its tokenizer, if it has one, from an id or a folder."""
+def load(name: str, revision: str | None, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
+    """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
     trust, files = study.trust_remote_code, find_files(name, revision, study)
     with looking_for(name):
         files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
-    model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
+    of_target = None if target is None else target.model
+    model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
     on_hub = files.revision is not None
     facts = model_facts(model)
     facts.name, facts.revision = files.name if on_hub else None, files.revision
     facts.fingerprint = fingerprint(files.root)
     if study.dtype != "auto" and on_hub:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
+    if target is not None and not model.can_generate():  # a head, whose tokens are the target's
+        return Loaded(model, target.tokenizer, facts)
     return Loaded(model, get_tokenizer(files, "", None, trust), facts)
 
 
@@ -153,7 +156,8 @@ def try_draft(
     try:
         draft = Loaded(weightless_draft(name))
         if draft.model is None:
-            draft = load(name, revision, study, {"": last_device(target.model)})
+            draft = load(name, revision, study, {"": last_device(target.model)}, target)
+        if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
             both = target.tokenizer, draft.tokenizer
             trial.findings = find_fit(target.model, draft.model, *both, study.prompts)
         else:

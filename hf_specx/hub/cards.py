@@ -15,6 +15,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
+
 from .facts import AUTO_CLASSES
 from .folders import without_folders
 from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
@@ -46,6 +48,7 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         "weightless_class": type(config.weightless_draft()).__name__,
         "options": vars(weightless) if weightless else {},
         "auto_class": auto_class_of(config.target),
+        "is_head": config.draft.model_type in HEADS,
         "ids": shlex.join([model.name or "" for model in models]),
         "runs": [
             list(rows) for _, rows in groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))

@@ -51,7 +51,7 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
         name=None if commit is None else str(model.name_or_path),
         revision=commit,
         auto_class=auto_class(model.config).__name__,
-        model_type=text.model_type,
+        model_type=getattr(text, "kind", text.model_type),  # a head's
         vocab_size=vocabulary(model),
         parameters=model.num_parameters(),
         max_positions=getattr(text, "max_position_embeddings", None),

@@ -94,7 +94,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
-    draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
+    draft = load_model(files, config.draft.subfolder, False, target, dtype=target.dtype)
     check_kind(f"the draft of {name}", config.draft, draft)
     options, costs = recommended(config, target)
     own = config.draft_tokenizer

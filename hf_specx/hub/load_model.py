@@ -14,6 +14,9 @@ from transformers.modeling_utils import load_state_dict
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.files import read_config
+from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.drafting.heads.reading import is_head
 
 from .facts import COMMIT, auto_class
 from .fetch import Files, get_files
@@ -37,12 +40,21 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
     return config
 
 
-def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
+def load_model(
+    files: Files,
+    subfolder: str,
+    trust_remote_code: bool,
+    target: PreTrainedModel | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
     """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
 
-    Its code runs only if it is trusted; `kwargs` are for `from_pretrained`. A ValueError says which weights are
-    missing, have another shape, or belong to layers that the model does not have.
+    For a `target` it may be a draft head, in the precision of its files. Its code runs only if it is trusted; `kwargs`
+    are for `from_pretrained`. A ValueError says which weights are missing, have another shape, or belong to layers
+    that the model does not have.
     """
+    if target is not None and holds_head(files, subfolder):
+        return _noted(files, DraftHead.from_pretrained(files.root / subfolder, target=target))
     config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
     folder = files.root / subfolder  # not by the repository's name, whose code may have changed since it was checked
     loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
@@ -62,11 +74,21 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
         seen["unexpected_keys"] = []
     _check_loaded(f"{files.name} {subfolder}".strip(), seen, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
+    return _noted(files, model).eval()
+
+
+def _noted(files: Files, model: PreTrainedModel) -> PreTrainedModel:
+    """A model that says where it came from."""
     model.name_or_path = model.config._name_or_path = files.name
     if files.revision is not None:
         setattr(model.config, COMMIT, files.revision)
-    assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    return model
+
+
+def holds_head(files: Files, subfolder: str) -> bool:
+    """Whether what a pair's files have as its draft is a head."""
+    folder = files.root / subfolder
+    return is_head(folder, read_config(folder))
 
 
 def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.engine.check_options import check_choices
 
 from .cards import SPEECH, auto_class_of
@@ -55,19 +56,22 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
-    word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None)
+    kind = config.draft.model_type if config.draft.model_type in HEADS else None
+    word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None) if kind is None else None
     told = f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move "
     require(word is None, f"{told}it.")
     sizes, own = (config.target.vocab_size, config.draft.vocab_size), config.draft_tokenizer is not None
-    mapped = own or (None not in sizes and sizes[0] != sizes[1])
+    mapped = kind is None and (own or (None not in sizes and sizes[0] != sizes[1]))
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "
     told += "which a draft inside does not have: save the pair with draft='reference'."
     require(not mapped or own or config.draft.name is not None, told)
     number, reason = _number(config, num_draft_tokens)
     method = "block" if config.verification in (None, "block") else "standard"
     judged = {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
-    speculative = {"method": "draft_model", **draft, "num_speculative_tokens": number}
-    speculative |= {"use_heterogeneous_vocab": True} if mapped else judged
+    named = "eagle3" if kind == "peagle" else kind or "draft_model"
+    speculative = {"method": named, **draft, "num_speculative_tokens": number}
+    speculative |= {"use_heterogeneous_vocab": True} if mapped else judged if kind in (None, "eagle3") else {}
+    speculative |= {"parallel_drafting": True} if kind == "peagle" else {}
     remarks = {
         reason: True,
         "vLLM has no coupled mode; rejection sampling is used instead.": config.verification == "coupled",

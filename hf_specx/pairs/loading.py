@@ -21,7 +21,7 @@ from hf_specx.hub.fetch import (
     is_changed,
 )
 from hf_specx.hub.find_draft import warn_of_another_target
-from hf_specx.hub.load_model import get_head, load_config, load_model, with_head
+from hf_specx.hub.load_model import get_head, holds_head, load_config, load_model, with_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
@@ -91,7 +91,7 @@ def load_pair(
     if weightless is not None:
         return LoadedPair(loaded, with_head(weightless, head, loaded), *tokenizers, config, _sources(found))
     placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
-    loaded_draft = _load(found["draft"], **shared | {"device_map": placed} | own["draft"])
+    loaded_draft = _load(found["draft"], loaded, **shared | {"device_map": placed} | own["draft"])
     return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
 
 
@@ -123,7 +123,7 @@ class FoundModel(NamedTuple):
 
     files: Files | None
     source: ModelSource  # where in the files it is
-    config: PreTrainedConfig
+    config: PreTrainedConfig | None  # of a head there is none, and it takes little room
     trusted: bool = False  # whether its code may run
     model: PreTrainedModel | None = None
 
@@ -150,7 +150,8 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     if changed:
         config.forget()
     trusted = trust[0] and source.is_pinned
-    return FoundModel(files, source, load_config(files, source.subfolder, trusted), trusted)
+    is_model = role == "target" or not holds_head(files, source.subfolder)
+    return FoundModel(files, source, load_config(files, source.subfolder, trusted) if is_model else None, trusted)
 
 
 def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
@@ -160,14 +161,16 @@ def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
         return Placement({})
     needs = None if draft is None or draft.model is not None else draft.config
     how += (target.trusted,)
+    assert target.config is not None
     return plan(target.config, needs, *how)
 
 
-def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
+def _load(found: FoundModel, target: PreTrainedModel | None = None, **kwargs: Any) -> PreTrainedModel:
+    """A model; a draft for its target."""
     if found.model is not None:
         return found.model
     assert found.files is not None
-    model = load_model(found.files, found.source.subfolder, found.trusted, **kwargs)
+    model = load_model(found.files, found.source.subfolder, found.trusted, target, **kwargs)
     check_kind(found.files.name, found.source, model)
     return model
 

@@ -30,7 +30,7 @@ class DraftTargetPair(NoModel):
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
+        draft: a smaller model, a `DraftHead`, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
         tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
         draft_tokenizer: the draft's, where it has another one than the target.
@@ -92,7 +92,8 @@ class DraftTargetPair(NoModel):
     @property
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft if it is a model, or that among several drafts."""
-        return [self.target, *(draft for draft in self.drafts if isinstance(draft, PreTrainedModel))]
+        models = [draft for draft in self.drafts if isinstance(draft, PreTrainedModel) and draft.can_generate()]
+        return [self.target, *models]
 
     @property
     def prompts(self) -> list[str]:

@@ -85,7 +85,7 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
 ):
     folder, loads = publish(tmp_path / "pair", target, 0.1), []
     load = resolve.load_model
-    monkeypatch.setattr(resolve, "load_model", lambda *args, **kwargs: loads.append(args) or load(*args, **kwargs))
+    monkeypatch.setattr(resolve, "load_model", lambda *args, **kwargs: loads.append(args[:2]) or load(*args, **kwargs))
     model = AutoModelForCausalLM.from_pretrained(folder)
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)

@@ -79,9 +79,9 @@ def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
     seen, load = [], pair_loading.load_model
 
-    def note(files, subfolder, trust, **kwargs):
+    def note(files, subfolder, *trust_and_target, **kwargs):
         seen.append((subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
-        return load(files, subfolder, trust, **kwargs)
+        return load(files, subfolder, *trust_and_target, **kwargs)
 
     monkeypatch.setattr(pair_loading, "load_model", note)
     monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: Placement({}))

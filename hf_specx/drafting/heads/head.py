@@ -104,6 +104,9 @@ class DraftHead(PreTrainedModel):
         offsets = getattr(self, "d2t", None)
         return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
+    def get_output_embeddings(self) -> None:
+        """None that scores all tokens, as that of a model does."""
+
     def places(self, target: PreTrainedModel) -> list[Place]:
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
         if self.config.kind == "medusa":
