@@ -76,7 +76,7 @@ class Block(nn.Module):
             seen = [states, before] if self.config.confidence_head_with_markov else [states]
             sure = self.confidence_head.proj(torch.cat(seen, -1)).sigmoid()
             feed.kept["sure"] = torch.cat([feed.kept["sure"], sure], 1) if place else sure
-        return scores + self.markov_head(feed, states, before, place)
+        return self.markov_head(feed, scores, states, before, place)
 
 
 class MarkovHead(nn.Module):
@@ -92,8 +92,10 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
 
-    def forward(self, feed: "Feed", states: torch.Tensor, before: torch.Tensor, place: int) -> torch.Tensor:
-        """[R, V_d] of states [R, H] and what the first table has for the tokens before, [R, r]."""
+    def forward(
+        self, feed: "Feed", scores: torch.Tensor, states: torch.Tensor, before: torch.Tensor, place: int
+    ) -> torch.Tensor:
+        """Scores [R, V_d] with what it adds, by states [R, H] and what the first table has for the tokens before."""
         if self.kind == "gated":
             before = self.gate_proj(torch.cat([states, before], -1)).sigmoid() * before
         elif self.kind == "rnn":
@@ -101,7 +103,7 @@ class MarkovHead(nn.Module):
             gate, new, out = self.joint_proj(torch.cat([memory, before, states], -1)).chunk(3, -1)
             feed.kept["memory"] = torch.lerp(new.tanh(), memory, gate.sigmoid())
             before = out.tanh()
-        return self.markov_w2(before)
+        return torch.addmm(scores, before, self.markov_w2.weight.T)
 
 
 class ConfidenceHead(nn.Module):
