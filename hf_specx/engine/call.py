@@ -254,8 +254,6 @@ def _check_together(call: Call) -> None:
         return
     check_noise(ids.device, call.verification)
     if call.options.compile:
-        told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
-        require(not drafter.needs_hidden, told)
         ranks = call.synced or call.shared
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length

@@ -142,8 +142,9 @@ class CompiledDecoder(RaggedDecoder):
             tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = kept
-        logits = self.regions(
+        logits, states = self.regions(
             self.model,
+            self.hidden,
             self.buffers,
             self._placed(tokens),
             keep=kept,
@@ -151,8 +152,12 @@ class CompiledDecoder(RaggedDecoder):
             **self.given,
             **given,
         )
-        logits = logits[: len(counts)]
-        return logits if length == count else logits[:, count - keep : count]
+        first = 0 if length == count else count - keep
+        self.states = None if states is None else states[: len(counts), first : first + keep]
+        return logits[: len(counts), first : first + keep]
+
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        return self.states
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
         """The query length for `count` tokens; a round that the end of the text cuts short has the usual one."""

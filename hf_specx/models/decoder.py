@@ -41,7 +41,8 @@ class Forward(NamedTuple):
 class HiddenStates:
     """What modules give, or are given, in forwards of this thread: read by hooks, which are there in a context alone.
 
-    With `output_hidden_states=True` a forward would keep the states of all layers.
+    With `output_hidden_states=True` a forward would keep the states of all layers. Torch compiles what the hooks do
+    into a forward, if it compiles one in the context; such a forward gives the states itself.
     """
 
     def __init__(self, places: Sequence[Place]):
@@ -58,13 +59,18 @@ class HiddenStates:
             hook.remove()
 
     def _note(self, reads: bool, found: list[torch.Tensor], module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self.thread:
+        if self.is_here():
             states = args if reads else output
             found.append(states if isinstance(states, torch.Tensor) else states[0])
 
+    @torch.compiler.assume_constant_result
+    def is_here(self) -> bool:
+        """Whether this thread is that of the context."""
+        return threading.get_ident() == self.thread
+
     def last(self, keep: int) -> torch.Tensor:
-        """[R, keep, H], of the last positions of the forward in the context, those of all places joined."""
-        states = [found[-1][:, -keep:] for found in self.found]
+        """[R, keep, H], of the last positions of the forward in the context, those of all places joined; once."""
+        states = [found.pop()[:, -keep:] for found in self.found]
         return torch.cat([x.to(states[-1].device) for x in states], -1) if len(states) > 1 else states[0]
 
     def all(self) -> torch.Tensor:
@@ -127,7 +133,7 @@ class Decoder:
         if self.cache is None:  # the model makes one of its own
             self.cache = getattr(output, self.cache_name)
         self.after_prompt = output.logits[:, -1:].to(home)
-        self.prompt_hidden = self._prompt_hidden()
+        self.prompt_hidden = None if self.hidden is None else self.hidden.all()
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
         if mask is not None:
             self.width = mask.shape[1]
@@ -165,17 +171,12 @@ class Decoder:
         most = draft.tokens.shape[1]
         if self.opening and not most and not any(batch.counts):
             return Forward(self.after_prompt, None if self.prompt_hidden is None else self.prompt_hidden[:, -1:])
-        with self.hidden or contextlib.nullcontext():
-            logits = self.feed(batch, 1 + most, most, 1 + most)
+        logits = self.feed(batch, 1 + most, most, 1 + most)
         return Forward(logits, self._last_hidden(1 + most))
 
     def _last_hidden(self, keep: int) -> torch.Tensor | None:
         """[R, keep, H], states at the positions of the last `keep` logits; None unless they are read."""
         return None if self.hidden is None else self.hidden.last(keep)
-
-    def _prompt_hidden(self) -> torch.Tensor | None:
-        """[R, L, H], states at the last L columns of the prompts, of all that were fed; None unless they are read."""
-        return None if self.hidden is None else self.hidden.all()
 
     def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.
@@ -183,7 +184,8 @@ class Decoder:
         One that was fed before is fed again in the same slot. Returns logits [R, keep, V] after the last `keep`.
         """
         tokens = self._known(batch.last(count, ahead))
-        logits = self._forward(batch, tokens, ahead, keep)
+        with self.hidden or contextlib.nullcontext():
+            logits = self._forward(batch, tokens, ahead, keep)
         for row in batch.rows:
             self.held[row] = self.valid[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
@@ -215,7 +217,8 @@ class Decoder:
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
-        self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
+        with self.hidden or contextlib.nullcontext():
+            self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
         self.held, self.valid = [count] * len(self.held), [0] * len(self.held)
         for device in {self.device, self.last_device}:
             synchronize(device)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .attention import grouped_queries
+from .decoder import HiddenStates
 from .prepacked import Prepacked, use_prepacked
 from .ragged import Masks
 from .slots import CACHE, Columns, SlotLayer, Slots
@@ -27,7 +28,8 @@ EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
 SHARED = vars(torch.nn.Module()).keys() - HELD - {"training"}  # what every module has
-OTHERS = re.compile(r"\bmodel\b")  # in the source of a guard
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+OTHERS = re.compile(r"\b(model|hidden)\b")  # in the source of a guard
 SLOW = (
     "compile=True compiles the forwards of {} once for each size that occurs, which takes seconds for each; later "
     "calls of these sizes find them compiled."
@@ -128,26 +130,38 @@ class Regions:
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
-        self.functions: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
+        self.functions: dict[tuple[Any, ...], Callable[..., Outputs]] = {}
 
-    def __call__(self, model: PreTrainedModel, buffers: Columns, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
-        """Logits of a compiled `forward`, with its arguments."""
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        hidden: HiddenStates | None,
+        buffers: Columns,
+        tokens: torch.Tensor,
+        keep: int,
+        **given: Any,
+    ) -> Outputs:
+        """What a compiled `forward` gives, with its arguments."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         names = (name for name in given if given[name] is not None)
-        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names)
+        places = [] if hidden is None else [(id(module), read) for module, read in hidden.places]
+        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names, *places)
         with self.lock:
             if size not in self.functions:
-                self.functions[size] = self._compiled("_".join(map(str, size)), captures)
+                self.functions[size] = self._compiled(f"forward_{len(self.functions)}", captures)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with grouped_queries(traced=True), self.prepacked.in_use():
-            logits = self.functions[size](model, self.masks, buffers, tokens, keep=keep, **given)
-        return logits.clone() if captures else logits  # graphs write their outputs to the same place again
+            outputs = self.functions[size](model, hidden, self.masks, buffers, tokens, keep=keep, **given)
+        if not captures:
+            return outputs
+        logits, states = outputs  # which graphs write to the same place again
+        return logits.clone(), None if states is None else states.clone()
 
-    def _compiled(self, name: str, captures: bool) -> Callable[..., torch.Tensor]:
+    def _compiled(self, name: str, captures: bool) -> Callable[..., Outputs]:
         """`forward` with a code object of its own, since torch compiles each code object for a few sizes only."""
-        code = forward.__code__.replace(co_name=f"forward_{name}")
+        code = forward.__code__.replace(co_name=name)
         alone = FunctionType(code, forward.__globals__, code.co_name)
         alone.__kwdefaults__ = forward.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
@@ -192,14 +206,20 @@ def traits(model: PreTrainedModel) -> int:
                 found += [(key, x.shape, x.dtype, x.device) for key, x in value.items() if x is not None]
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    found += map(id, value.values())
+                    found += [id(hook) for hook in value.values() if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))
 
 
+def reads_states(hook: Any) -> bool:
+    """Whether a hook of a module is one of `HiddenStates`, which comes and goes with forwards."""
+    return getattr(getattr(hook, "func", None), "__func__", None) is HiddenStates._note
+
+
 def forward(
     model: PreTrainedModel,
+    hidden: HiddenStates | None,
     masks: Masks,
     buffers: Columns,
     tokens: torch.Tensor,
@@ -211,24 +231,29 @@ def forward(
     holes: torch.Tensor | None = None,
     keep: int,
     **others: torch.Tensor,
-) -> torch.Tensor:
+) -> Outputs:
     """One forward over buffers of fixed size; no value in it has to be known before it runs.
+
+    Gives logits [R, keep, V] and hidden states [R, keep, H] at the same positions.
 
     Args:
         model, masks, buffers: the model's.
+        hidden: in the context of which it runs; None unless states are wanted.
         tokens: [R, q] int64, which go to consecutive slots of the buffers.
         starts: [R] int64, the slot of each row's first one.
         offsets: [..., R, 1] int64, position minus slot.
         last: as `offsets`, the last slot whose position exists; later ones get the same position.
         pads: [R] int64, leading slots that hold no token.
         holes: [R, C] bool, other slots that are hidden.
-        keep: for how many of the last tokens logits [R, keep, V] are wanted.
+        keep: for how many of the last tokens.
         others: what else the forward is given.
     """
     slots, capacity = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), buffers[0][0].shape[2]
     places = Slots()
     places.aim(slots, 0, capacity)
-    return model(
+    for states in hidden.found if hidden is not None else ():
+        states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
+    logits = model(
         input_ids=tokens,
         attention_mask=masks(slots, pads, capacity, holes),
         position_ids=offsets + torch.minimum(slots, last),
@@ -236,7 +261,8 @@ def forward(
         use_cache=True,
         return_dict=True,
         **others,
-    ).logits[:, -keep:]
+    ).logits
+    return logits[:, -keep:], None if hidden is None else hidden.last(keep)
 
 
 def on_inputs(guards: Sequence[Any]) -> list[bool]:

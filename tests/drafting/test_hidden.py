@@ -10,6 +10,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.models.compiled import has_compiler
 from hf_specx.models.decoder import HiddenStates
 
 
@@ -55,11 +56,26 @@ def test_states_are_those_that_logits_come_from(layout: str, rows: int):
     assert strategy.report.drafted > 0
 
 
-def test_states_are_not_compiled():
-    target = tiny()
-    strategy = SpeculativeDecoding(Heads(target), compile=True)
-    with pytest.raises(ValueError, match="Heads reads hidden states, which compiled forwards .*; use compile=False"):
-        target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+@pytest.mark.parametrize("compiles", [True, False])
+def test_states_of_compiled_forwards(compiles: bool, request: pytest.FixtureRequest):
+    """Those of a later call have been compiled, also while hooks of another thread's forward are there."""
+    if not compiles:
+        request.getfixturevalue("traced")
+    elif not has_compiler("cpu"):
+        pytest.skip("torch finds no C++ compiler")
+    target = tiny(num_hidden_layers=1 if compiles else 3, seed=1)
+    rows, other = 1 if compiles else 4, HiddenStates([(target.model.layers[0], False)])
+    expected, compilations = target.generate(**prompts(rows), **GREEDY), []
+    for context in (contextlib.nullcontext(), other):
+        strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
+        with context, ThreadPoolExecutor(1) as pool:
+            found = pool.submit(target.generate, **prompts(rows), **GREEDY, custom_generate=strategy).result()
+        assert torch.equal(found, expected)
+        assert strategy.report.drafted > 0
+        compilations.append(strategy.report.compilations > 0)
+    assert compilations == [True, False]
+    assert other.found == [[]]
 
 
 def test_states_of_a_layer():
@@ -73,6 +89,7 @@ def test_states_of_a_layer():
         with ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), hidden:
             target(ids)
             raise KeyError(pool.submit(target, ids[:1, :2]).result())
-    assert torch.equal(hidden.all(), torch.cat([expected[3], expected[2]], -1))
-    assert torch.equal(hidden.last(2), hidden.all()[:, -2:])
+    states = torch.cat([expected[3], expected[2]], -1)
+    assert torch.equal(hidden.all(), states)
+    assert torch.equal(hidden.last(2), states[:, -2:])
     assert dict(layer._forward_hooks) == before

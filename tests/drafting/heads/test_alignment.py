@@ -70,6 +70,25 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+def test_compiled_forwards(traced: None, tmp_path: Path):
+    """One target for heads that read it in other places, whose forwards are compiled apart."""
+    target = target_of()
+    for name in ("eagle3", "eagle3 of three layers"):
+        head = head_of(name)
+        draft = loaded(head, tmp_path / name, target)
+        watch = followed(head, draft, target, prompts(2), SAMPLED, compile=True)
+        assert watch.compared > 40
+        assert not watch.wrong
+        for settings in (GREEDY, SAMPLED):
+            strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", compile=True)
+            texts = []
+            for custom in (None, strategy):
+                torch.manual_seed(4)
+                texts.append(target.generate(**prompts(2), **settings, custom_generate=custom))
+            assert torch.equal(*texts)
+
+
 def swapped(draft: DraftHead) -> None:
     attention = draft.body.layers[0].self_attn
     for part in (attention.q_proj, attention.k_proj, attention.v_proj):
