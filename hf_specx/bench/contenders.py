@@ -25,7 +25,7 @@ class Contender:
 
     Args:
         name: as `ways.way` reads it; any other for a strategy.
-        target, draft: of the pair; what drafts without a model needs no draft.
+        target, draft: of the pair, a model or a head; what drafts without one needs no draft.
         strategy: ours, in place of the one that the name says.
         tokenizers: the target's and the draft's, where these are not the same.
         early_exit: the pair's own, which may have a head; taken for its number of layers.
@@ -47,7 +47,8 @@ class Contender:
         self.way = way(name) if strategy is None else Way("given", compiled=strategy.compile)
         self.compiled = self.way.compiled
         needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
-        require(draft is not None or not needs, f"{name} needs a draft model, and this pair has none.")
+        has = draft is not None and (self.way.kind != STOCK_NAME or draft.can_generate())  # a head of ours cannot
+        require(has or not needs, f"{name} needs a draft model, and this pair has none.")
         # ours remembers what it learned from call to call
         self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
 

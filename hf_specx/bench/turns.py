@@ -23,10 +23,10 @@ FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_spe
 
 def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
     """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
-    model, own = draft_parts(pair)
+    draft, own = draft_parts(pair)
     names = [PLAIN_NAME]
-    if model is not None:
-        names += ["stock", "block-auto", "coupled-auto"]
+    if draft is not None:
+        names += ["stock"] * (draft in pair.models) + ["block-auto", "coupled-auto"]
     if isinstance(pair.draft, list):
         names.append("several-auto")
     if own is not None:
@@ -35,10 +35,9 @@ def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
 
 
 def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExitDraft | None]:
-    """The model and the first layers that draft, where they do."""
-    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    own = next((draft for draft in drafts if isinstance(draft, EarlyExitDraft)), None)
-    return next(iter(pair.models[1:]), None), own
+    """The model or head and the first layers that draft, where they do."""
+    own = next((draft for draft in pair.drafts if isinstance(draft, EarlyExitDraft)), None)
+    return next((draft for draft in pair.drafts if isinstance(draft, PreTrainedModel)), None), own
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     seeds = range(cell.seed, cell.seed + cell.repeats)
     timings = Timer(make, [inputs], cell.options, seeds, advance, keep_going=True).time(names)
     torch.compiler.reset()
-    sizes = [model.num_parameters() for model in pair.models]
+    sizes = [model.num_parameters() for model in (pair.target, draft) if model is not None]
     return {
         "cell": asdict(cell) | {"contenders": list(names)},
         "pair": dict(zip(("target_parameters", "draft_parameters"), sizes, strict=False)),

@@ -1,11 +1,14 @@
 """A cell of `specx bench`: who takes part, what is said of each, and the figures that follow from times."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from head_files import random_head, write
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import turns
 from hf_specx.bench.timer import TimedCall, Timing
 from hf_specx.bench.turns import figures, measure_cell, usual_contenders
@@ -61,6 +64,19 @@ def test_one_that_fails_is_said_and_the_others_go_on():
     found = measure_cell(cell("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["contenders"]
     assert found["block-2"]["unavailable"] == "ValueError: block-2 needs a draft model, and this pair has none."
     assert len(found["suffix-2"]["runs"]) == 1
+
+
+def test_a_head_drafts_for_our_contenders(tmp_path: Path):
+    """In place of a draft model, which stock's assisted decoding needs."""
+    target = tiny(num_hidden_layers=8)
+    head = DraftHead.from_pretrained(write(random_head("eagle3"), tmp_path / "head"), target=target)
+    made = DraftTargetPair(target, head)
+    assert usual_contenders(made) == ("plain", "block-auto", "coupled-auto", "lookup-10", "suffix-auto")
+    found = measure_cell(cell("stock", "block-2", batch=2), made, "")
+    assert found["pair"]["draft_parameters"] == sum(x.numel() for x in head.parameters())
+    assert found["contenders"]["stock"]["unavailable"].endswith("stock needs a draft model, and this pair has none.")
+    assert 0 < found["contenders"]["block-2"]["alpha"] <= 1
+    assert len(found["contenders"]["block-2"]["runs"]) == 1
 
 
 @pytest.mark.parametrize(
