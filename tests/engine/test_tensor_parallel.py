@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from forking import run_on_ranks
+from head_files import random_head, write
 from tiny import near, prompts, tiny
 from torch import distributed, multiprocessing
 from transformers import LlamaForCausalLM
 
-from hf_specx import Request, SpeculativeDecoding
+from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine import run
 
@@ -73,6 +74,11 @@ def play(rank: int, folder: str, agreed: bool) -> None:
         assert target.tp_size == 2
         for name in CASES:
             found[name] = text(target, name, rank)
+        head = DraftHead.from_pretrained(f"{folder}/head", target=target)
+        strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
+        torch.manual_seed(0)
+        with_head = target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+        found["head"] = with_head.tolist(), strategy.report.drafted, strategy.report.accepted
         compiled = SpeculativeDecoding(near(tiny(), 0.1), compile=True)
         with pytest.raises(ValueError, match="compile=True takes models that lie whole on one"):
             target.generate(**prompts(3), **GREEDY, custom_generate=compiled)
@@ -89,6 +95,7 @@ def play(rank: int, folder: str, agreed: bool) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     tiny().save_pretrained(folder / "target")
+    write(random_head("eagle3", layer_ids=(0, 1), draft_vocab=24), folder / "head")
     return folder
 
 
@@ -103,6 +110,14 @@ def test_a_queue_on_both_ranks(outcomes: list[dict]):
     assert first == second
     strategy = SpeculativeDecoding(near(tiny(), 0.1), verification="coupled")
     assert sorted(first) == sorted(done.tokens for done in strategy.generate_many(tiny(), QUEUE, **SAMPLED))
+
+
+def test_every_rank_runs_a_head(outcomes: list[dict]):
+    first, second = (seen.get("head", seen.get("error")) for seen in outcomes)
+    assert first == second
+    text, drafted, accepted = first
+    assert text == plain(tiny(), "coupled")
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("name", CASES)
