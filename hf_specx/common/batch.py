@@ -70,6 +70,10 @@ class Batch:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
         self.writes += 1
+        if self.together is not None:
+            first = self.width + self.together + ahead
+            self.ids[:, first : first + tokens.shape[1]] = tokens
+            return
         self.ids[self.index[:, None], self._columns(ahead, tokens.shape[1])] = tokens
 
     def take(self, draft: Draft) -> Draft:
@@ -79,7 +83,8 @@ class Batch:
             shape = list(draft.tokens.shape)
             told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
-        self.put(draft.tokens)
+        if draft.tokens.shape[1]:
+            self.put(draft.tokens)
         return draft
 
     def prefix(self, emitted: int) -> torch.Tensor:

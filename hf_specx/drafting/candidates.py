@@ -94,6 +94,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             coming = [row for row in batch.rows if row in self.waiting]
             if coming:
                 decoder.admit(batch.until([0] * len(batch.counts)), coming)
+                decoder.opening = False  # these rows may have emitted tokens by now
             self.waiting.clear()
         return decoder
 

@@ -153,8 +153,9 @@ class Run:
             if any_rank(rows not in costs.table, device):
                 costs.measure(rows, forward, step)
             return
-        assumed = None
-        if not (costs.knows(rows) or call.shared or call.options.compile):  # which only timing tells
+        assumed = costs.table[rows] if rows in costs.assumed else None
+        # what is shared or compiled only timing tells
+        if assumed is None and not (costs.knows(rows) or call.shared or call.options.compile):
             target, draft = size_of(self.target.model), self.drafter.size()
             assumed = None if target is None or draft is None else assumed_times(target, draft, rows, device)
         costs.prepare(rows, forward, step, assumed)

@@ -91,7 +91,7 @@ class RaggedDecoder(Decoder):
         fresh = RaggedDecoder(prompt, self.known_ids)
         fresh.read()
         self.prompt_hidden = fresh.prompt_hidden
-        self.opening = False
+        self.opening, self.after_prompt = rows == list(range(len(batch.counts))), fresh.after_prompt
         self.cache.slots.limit = self.width + max(batch.limits) + MARGIN
         self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)

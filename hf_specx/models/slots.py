@@ -19,6 +19,7 @@ from hf_specx.common.errors import require
 # By which argument a model is given its cache: "cache" from 5.24 on, then Mamba too
 CACHE = ALL_CACHE_NAMES[0]
 MARGIN = 32  # slots for candidates after the last token that can be emitted
+COPIED_BYTES = 1 << 21  # of keys: up to here a CPU reads a copy sooner than slots of a larger buffer
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
 
@@ -72,6 +73,11 @@ class SlotLayer(CacheLayerMixin):
         count = key_states.shape[2]
         end = self.slots.extent if self.slots.aimed else self.held + count
         self.held = self.slots.written = end
+        adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
+        if adjoins and _is_small(key_states, end):
+            self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
+            self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
+            return self.keys, self.values
         if self.keys.shape[2] < end:
             self.keys, self.values = self._grown(self.keys, end), self._grown(self.values, end)
         if self.slots.index is None:
@@ -101,6 +107,11 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _is_small(states: torch.Tensor, end: int) -> bool:
+    """Whether a CPU is to copy `end` slots, which it then reads in order and finds in its cache."""
+    return states.device.type == "cpu" and states.nbytes // states.shape[2] * end <= COPIED_BYTES
 
 
 class SlotCache(Cache):

@@ -82,9 +82,8 @@ class RejectionRule(Rule):
         probs, undefined = distribution(scores)
         rows, most = draft.tokens.shape
         choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
-        if not most:  # what verification comes to then
-            nothing = probs.new_zeros(rows, 0)
-            return Judgement(draft.tokens.new_zeros(rows), pick(probs[:, 0], choice), nothing, nothing, undefined)
+        if not most:
+            return without_candidates(pick(probs[:, 0], choice), undefined)
         draft_probs = draft.probs
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
@@ -133,7 +132,10 @@ class CoupledRule(Rule):
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
         self.noise.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
-        verdict = verify_match(draft.tokens, race(probs, self.noise.at(batch, probs, 0)), draft.proposed)
+        choices = race(probs, self.noise.at(batch, probs, 0))
+        if not draft.tokens.shape[1]:
+            return without_candidates(choices[:, 0], undefined)
+        verdict = verify_match(draft.tokens, choices, draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 
     def admit(self, row: int, seed: int) -> None:
@@ -165,6 +167,12 @@ def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if probs.device.type != "cpu" or undefined.any():  # on other devices the question would wait for them
         probs.masked_fill_(undefined[..., None], 1 / probs.shape[-1])
     return probs, undefined
+
+
+def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Judgement:
+    """What every verification comes to in a round without candidates, in which rows choose `tokens` [R]."""
+    nothing = tokens.new_zeros(len(tokens), 0, dtype=torch.float32)
+    return Judgement(tokens.new_zeros(len(tokens)), tokens, nothing, nothing, undefined)
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 from transformers.cache_utils import Cache
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx.models import slots
 from hf_specx.models.choose import DECODERS
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.slots import MARGIN, SlotCache, has_columns, select_rows, self_attention, with_slots
@@ -35,7 +36,8 @@ def test_tokens_go_to_the_slots_of_their_rows_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
-def test_growth_keeps_what_was_written_and_is_rare(limit: int):
+def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch):
+    monkeypatch.setattr(slots, "COPIED_BYTES", 0)
     cache, buffers = SlotCache(limit), []
     for start in range(0, 400, 5):
         cache.slots.aim(None, start, start + 5)
@@ -45,6 +47,18 @@ def test_growth_keeps_what_was_written_and_is_rare(limit: int):
             buffers.append(cache.layers[0].keys)
     assert 1 < len(buffers) <= 7
     assert limit < 400 or buffers[-1].shape[2] == limit  # not doubled beyond what will be needed
+
+
+def test_a_short_text_of_even_rows_is_copied_and_what_was_not_kept_of_it_is_lost():
+    cache = SlotCache()
+    written(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.slots.aim(None, 2, 3)
+    assert written(cache, [[7], [8]]) == [[1, 2, 7], [4, 5, 8]]
+    cache.slots.aim(torch.tensor([[3, 4], [2, 3]]), 2, 5)
+    assert written(cache, [[9, 10], [11, 12]]) == [[1, 2, 7, 9, 10], [4, 5, 11, 12, 0]]
+    cache.slots.aim(None, 2, 3)
+    assert written(cache, [[13], [14]]) == [[1, 2, 13], [4, 5, 14]]
+    assert cache.layers[0].keys.is_contiguous()
 
 
 @pytest.fixture
