@@ -184,5 +184,6 @@ class PaddedDecoder(HostedDecoder):
 
     def columns(self, index: int, row: int) -> Columns:
         columns = self.width + self.held[row]
-        slots = torch.arange(self.length - columns, self.length)
-        return self.text.row(index, slots.masked_fill(torch.arange(columns) < self.padding[row], -1))
+        slots = torch.arange(self.length - columns, self.length, device=self.device)
+        slots[: self.padding[row]] = -1
+        return self.text.row(index, slots)

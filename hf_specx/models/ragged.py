@@ -115,7 +115,7 @@ class RaggedDecoder(Decoder):
         self.cache.widen(count)
 
     def columns(self, index: int, row: int) -> Columns:
-        return self.cache.row(index, torch.arange(self.width + self.held[row]))
+        return self.cache.row(index, torch.arange(self.width + self.held[row], device=self.device))
 
 
 class Masks:

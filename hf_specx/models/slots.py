@@ -168,11 +168,11 @@ class SlotCache(Cache):
         return target
 
     def row(self, index: int, slots: torch.Tensor) -> Columns:
-        """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
-        hidden = (slots < 0)[:, None]
+        """Keys and values [H, n, D] of one row at slots [n], made on the device; zeros where a slot is negative."""
 
         def found(stored: torch.Tensor) -> torch.Tensor:
-            return stored[index][:, slots.clamp(min=0)].masked_fill(hidden.to(stored.device), 0)
+            there = slots.to(stored.device)
+            return stored[index].index_select(1, there.clamp(min=0)).masked_fill((there < 0)[:, None], 0)
 
         return [(found(layer.keys), found(layer.values)) for layer in self._filled()]
 

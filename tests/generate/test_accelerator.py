@@ -65,7 +65,8 @@ class Kind:
             done = strategy.generate_many(target, asked, batch_size=3, **settings)
             texts = [one.tokens for one in sorted(done, key=lambda one: one.index)]
         else:
-            texts = target.generate(**inputs, **settings, custom_generate=strategy).tolist()
+            output = target.generate(**inputs, **settings, custom_generate=strategy)
+            texts = (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
         return texts, strategy.report.rounds + strategy.report.plain_steps
 
 
@@ -180,3 +181,13 @@ def test_kinds(kind: str, request: pytest.FixtureRequest):
     if kind in OVER:
         request.applymarker(pytest.mark.xfail(strict=True, raises=TooMany, reason=OVER[kind]))
     holds(KINDS[kind])
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_keys_of_rows_that_end_are_kept_without_a_send(layout: str):
+    settings = SAMPLED | {"eos_token_id": 7, "return_dict_in_generate": True}
+    with emulated():
+        moved, there = map(on_device, models("llama")), {name: x.to("cuda:0") for name, x in prompts(3).items()}
+    with emulated() as device:
+        Kind(options={"layout": layout}, settings=settings)(*moved, there, LONG)
+    assert not [line for line in device.sends if line.startswith("models/slots")]

@@ -7,7 +7,7 @@ import gc
 import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from hf_specx.models.regions import EXACT, Pool, capacity_bucket, length_bucket,
 
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="torch finds no C++ compiler")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 SAMPLED = {"do_sample": True, "top_k": 0}
 ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
 
@@ -45,38 +46,6 @@ def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, v
     return output, None if strategy is None else strategy.report
 
 
-@needs_compiler
-def test_two_buckets_of_rows():
-    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
-    target, draft = pair(num_hidden_layers=1)
-    before = torch._dynamo.config.get_config_copy()
-    compilations = []
-    for settings in (SAMPLED, {"do_sample": False}, SAMPLED):
-        expected, _ = run(target, None, **settings, **ENDS)
-        output, report = run(target, draft, **settings, **ENDS)
-        assert torch.equal(output, expected)
-        active = [sum(len(row) > i for row in report.history) for i in range(1, max(map(len, report.history)))]
-        assert {4, 3, 2} == set(active)
-        compilations.append(report.compilations)
-    # drafts of one token and of two, and the target's of three, for each bucket
-    assert compilations == [6, 0, 0]
-    assert before == torch._dynamo.config.get_config_copy()
-    assert ACTIVE.get() is None
-    block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
-    assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
-
-
-@pytest.mark.parametrize("model_type", ["mistral", "gpt2", "gemma2"])
-def test_models_of_other_kinds(traced: None, model_type: str):
-    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
-    target, draft = pair(model_type)
-    for settings in (SAMPLED, {"do_sample": False}):
-        expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)
-        output, report = run(target, draft, rows=3, max_new_tokens=31, **settings)
-        assert torch.equal(output, expected)
-    assert report.accepted > 0
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rows, capacity) of all buffers, in order."""
@@ -91,20 +60,48 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return sizes
 
 
+@pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
+def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.FixtureRequest):
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
+    if compiler == "traced":
+        request.getfixturevalue("traced")
+    target, draft = pair(num_hidden_layers=1)
+    before = torch._dynamo.config.get_config_copy()
+    compilations = []
+    for settings in (SAMPLED, {"do_sample": False}, SAMPLED):
+        expected, _ = run(target, None, **settings, **ENDS)
+        output, report = run(target, draft, **settings, **ENDS)
+        assert torch.equal(output, expected)
+        active = [sum(len(row) > i for row in report.history) for i in range(1, max(map(len, report.history)))]
+        assert {4, 3, 2} == set(active)
+        compilations.append(report.compilations)
+    # drafts of one token and of two, and the target's of three, for each bucket
+    assert compilations == [6, 0, 0]
+    assert before == torch._dynamo.config.get_config_copy()
+    assert ACTIVE.get() is None
+    assert taken[:4] == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft: places stay until half are idle
+    block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
+    assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
+
+
+@pytest.mark.parametrize("model_type", [slow("mistral"), slow("gpt2"), "gemma2"])
+def test_models_of_other_kinds(traced: None, model_type: str):
+    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
+    target, draft = pair(model_type)
+    for settings in (SAMPLED, {"do_sample": False}):
+        expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)
+        output, report = run(target, draft, rows=3, max_new_tokens=31, **settings)
+        assert torch.equal(output, expected)
+    assert report.accepted > 0
+
+
 def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "ROOM", 4)
     target, draft = pair()
-    call = {"max_new_tokens": 90, "do_sample": False, "rows": 2}
+    call = {"max_new_tokens": 60, "do_sample": False, "rows": 2}
     output, _ = run(target, draft, **call)
     assert torch.equal(output, run(target, None, **call)[0])
     assert {(2, 64), (2, 128)} <= set(taken)
-
-
-def test_places_stay_until_half_are_idle(traced: None, taken: list):
-    target, draft = pair(num_hidden_layers=1)
-    _, report = run(target, draft, **SAMPLED, **ENDS)
-    assert taken == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft
-    assert [len(row) for row in report.history] != [len(report.history[0])] * 4
 
 
 def test_a_round_that_the_end_cuts_short_is_filled_up(traced: None):
@@ -144,7 +141,7 @@ def test_any_query_length(traced: None):
     assert torch.allclose(*found, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", [slow("llama"), "gpt2"])
 @torch.no_grad()
 def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: str):
     """As when a draft has rested, and a prompt was admitted meanwhile: each row is fed its own tokens alone."""
@@ -255,7 +252,7 @@ def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     assert [size for size, _, _ in pool.known] == [(2, 32), (2, 64)]
 
 
-@pytest.mark.parametrize("positions", [11 + 15 - 1, 8])
+@pytest.mark.parametrize("positions", [slow(11 + 15 - 1), 8])
 def test_a_table_of_positions_that_ends(traced: None, positions: int):
     """The target's with the text, and the draft's perhaps within the prompt; the last round is filled up behind it."""
     target = tiny("gpt2", num_hidden_layers=1, max_position_embeddings=11 + 15 - 1)
@@ -279,7 +276,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [slow(True), False])
 def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: bool):
     """Buffers are kept from call to call."""
     target, draft = pair(num_hidden_layers=1)
