@@ -24,6 +24,7 @@ NOT_SHARED = """
     decoder_attention_mask decoder_position_ids decoder_input_ids output_attentions output_hidden_states
 """.split()  # noqa: SIM905
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 SIZES = {  # fields of a config, the first that it has
     "encoder": ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings"),
     "decoder": ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len"),
@@ -138,22 +139,32 @@ def _for_decoder(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) 
     """What a decoder reads, of what its target was `given` as well.
 
     It has the target's features of images if it can read them, since `generate` has dropped the pixels by now; else
-    it sees the placeholders of images as ordinary tokens.
+    the placeholders are hidden from it, and the words keep positions of their own.
     """
     ids, model = target.input_ids, target.model
     mask = target.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    alike = draft.config.model_type == model.config.model_type
+    sees = alike and _embedding_width(draft) == _embedding_width(model)
     if ids.shape[1]:
         mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        mask = mask if sees else _without_placeholders(mask, ids, model)
         given |= {"inputs_embeds": None, "input_ids": ids}
     else:
         _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
-    alike = draft.config.model_type == model.config.model_type
-    if "mm_encoder_outputs" in given and not (alike and _embedding_width(draft) == _embedding_width(model)):
+    if "mm_encoder_outputs" in given and not sees:
         given["mm_encoder_outputs"] = None
     positions = target.kwargs.get("position_ids")
     if alike and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
         given["position_ids"] = positions
     return given | {"attention_mask": mask}
+
+
+def _without_placeholders(mask: torch.Tensor, ids: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """A mask [B, L] without what stands for an image, video or sound in a model's prompt; the last token stays."""
+    mask, numbers = mask.clone(), [getattr(model.config, name, None) for name in PLACEHOLDERS]
+    for number in filter(None, numbers):
+        mask[:, :-1].masked_fill_(ids[:, :-1].eq(number), 0)
+    return mask
 
 
 def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
-from vision import END, IMAGE, MODEL_TYPES, START, seeing
+from vision import IMAGE, MODEL_TYPES, inputs, seeing
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.round import Round
 from hf_specx.models import choose as layouts
 
 
@@ -23,40 +24,6 @@ SETTINGS = {
 CALLS = [((1,), "two texts a row"), ((1, 0, 1), "greedy"), ((1, 1, 1), "two texts a row")]  # images in each row
 LAYOUTS = ("ragged", "padded", "lockstep")
 EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
-
-
-def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of unequal length with one image or none each; Qwen's images differ in size."""
-    name, generator = model.config.model_type, torch.Generator().manual_seed(0)
-    qwen, grids, rows = name.startswith("qwen"), [], []
-    for row, count in enumerate(images):
-        words = torch.randint(1, IMAGE, ((7, 3, 5)[row],), generator=generator).tolist()
-        grid = ((1, 4, 4), (1, 2, 4), (1, 4, 6))[row]
-        grids += [grid] * count
-        placeholders = [START, *[IMAGE] * (math.prod(grid) // 4 if qwen else 4), END] * count
-        rows.append(words[:1] + placeholders + words[1:])
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    given = {"input_ids": ids, "attention_mask": mask}
-    if qwen:
-        pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * 4 * 4, generator=generator)
-        return given | {
-            "pixel_values": pixels,
-            "image_grid_thw": torch.tensor(grids),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-        }
-    if name in ("idefics3", "smolvlm"):  # a row without an image has one of zeros
-        pixels = torch.randn(len(images), 1, 3, 16, 16, generator=generator)
-        return given | {"pixel_values": pixels * torch.tensor(images).view(-1, 1, 1, 1, 1)}
-    given["pixel_values"] = torch.randn(sum(images), 3, 8, 8, generator=generator)
-    if name == "mistral3":
-        given["image_sizes"] = torch.tensor([[8, 8]] * sum(images))
-    if name == "gemma3":
-        given["token_type_ids"] = (ids == IMAGE).long()
-    if name == "paligemma":
-        given["token_type_ids"] = torch.zeros_like(ids)
-    return given
 
 
 def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
@@ -177,3 +144,32 @@ def test_embeddings_that_the_draft_cannot_read():
     with Forwards(target) as forwards, pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
         generated(target, {"inputs_embeds": embeds}, custom_generate=strategy(narrow, "ragged"))
     assert not forwards.ids
+
+
+class Words:
+    """A listener that compares greedy candidates with those of the draft alone, for the text without images."""
+
+    def __init__(self, draft: PreTrainedModel):
+        self.draft, self.compared = draft, 0
+
+    def observe(self, done: Round) -> None:
+        for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
+            text = done.batch.row(row)[: done.batch.prompt_lengths[row] + done.before[index]]
+            words = text[text != IMAGE]
+            for token in done.draft.tokens[index, :length]:
+                scores = self.draft(words[None]).logits[0, -1].index_fill(0, torch.tensor([IMAGE]), -torch.inf)
+                assert scores.argmax() == token
+                words = torch.cat([words, token[None]])
+                self.compared += 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
+@pytest.mark.usefixtures("any_layout")
+def test_a_draft_of_text_reads_the_words_alone(model_type: str, layout: str):
+    """What stands for an image is hidden from it, and its positions count the words."""
+    target, draft = seeing(model_type), tiny()
+    watch, chosen = Words(draft), strategy(draft, layout)
+    chosen.listeners = (watch,)
+    generated(target, inputs(target, (1, 0, 1)), do_sample=False, custom_generate=chosen, suppress_tokens=[IMAGE])
+    assert watch.compared > NEW_TOKENS

@@ -1,5 +1,6 @@
 """Tiny random models that see images."""
 
+import math
 from functools import cache
 
 import torch
@@ -90,3 +91,37 @@ def seeing(model_type: str, seed: int = 0, **changes) -> PreTrainedModel:
             elif parameter.ndim > 1:
                 parameter.normal_(0, 2 * parameter[0].numel() ** -0.5)
     return model
+
+
+def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of unequal length with one image or none each; Qwen's images differ in size."""
+    name, generator = model.config.model_type, torch.Generator().manual_seed(0)
+    qwen, grids, rows = name.startswith("qwen"), [], []
+    for row, count in enumerate(images):
+        words = torch.randint(1, IMAGE, ((7, 3, 5)[row],), generator=generator).tolist()
+        grid = ((1, 4, 4), (1, 2, 4), (1, 4, 6))[row]
+        grids += [grid] * count
+        placeholders = [START, *[IMAGE] * (math.prod(grid) // 4 if qwen else 4), END] * count
+        rows.append(words[:1] + placeholders + words[1:])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    given = {"input_ids": ids, "attention_mask": mask}
+    if qwen:
+        pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * 4 * 4, generator=generator)
+        return given | {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        }
+    if name in ("idefics3", "smolvlm"):  # a row without an image has one of zeros
+        pixels = torch.randn(len(images), 1, 3, 16, 16, generator=generator)
+        return given | {"pixel_values": pixels * torch.tensor(images).view(-1, 1, 1, 1, 1)}
+    given["pixel_values"] = torch.randn(sum(images), 3, 8, 8, generator=generator)
+    if name == "mistral3":
+        given["image_sizes"] = torch.tensor([[8, 8]] * sum(images))
+    if name == "gemma3":
+        given["token_type_ids"] = (ids == IMAGE).long()
+    if name == "paligemma":
+        given["token_type_ids"] = torch.zeros_like(ids)
+    return given

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
 from hf_specx import DraftHead
-from hf_specx.drafting.heads.config import HeadConfig
-from hf_specx.drafting.heads.reading import describes_head, read_head
+from hf_specx.drafting.heads.reading import read_head
 
 
 LAYERS = 8  # then (2, 4, 5) are the states that EAGLE-3 reads unless it is said
@@ -80,26 +79,6 @@ def test_every_form_is_read_and_kept(target, tmp_path: Path, name: str):
     assert all(torch.equal(same[tensor], value) for tensor, value in weights.items())
 
 
-def test_forms_of_one_head_agree(target, tmp_path: Path):
-    """The same tensors, published by different trainers, are the same head (heads.md §7.1)."""
-    head = random_head(draft_vocab=24, theta=10000.0)
-    found = {}
-    for form in ("speculators", "safeailab", "specforge", "angelslim"):
-        config, weights = read_head(write(head, tmp_path / form, form), target)
-        found[form] = vars(config) | {"target": "", "target_architectures": [], "num_draft_tokens": 0}
-        assert weights.keys() == head.weights.keys()
-    assert all(config == found["speculators"] for config in found.values())
-
-
-def test_the_config_alone_comes_back(tmp_path: Path):
-    config = HeadConfig(
-        kind="dflash", layer_ids=[1, 2], hidden_size=8, num_attention_heads=2, head_dim=4, block_size=5
-    )
-    config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["speculators_model_type"] == "dflash"
-    assert HeadConfig.from_pretrained(tmp_path).block_size == 5
-
-
 def test_layer_ids_can_be_given(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
     assert read_head(folder, target, layer_ids=[1, 3, LAYERS])[0].layer_ids == [1, 3, LAYERS]
@@ -144,17 +123,3 @@ def test_a_head_in_the_cache_of_the_hub(target, tmp_path: Path):
     config, _ = read_head("org/head", target, cache_dir=tmp_path, local_files_only=True)
     assert config.kind == "eagle3"
     assert read_head("org/head", target, cache_dir=tmp_path, revision="a" * 40)[0].kind == "eagle3"
-
-
-@pytest.mark.parametrize(
-    ("config", "is_head"),
-    [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 48}, False),
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 48}, True),
-        ({"architectures": ["DFlashDraftModel"]}, True),
-        ({"speculators_model_type": "eagle3"}, True),
-        ({"medusa_num_heads": 3}, True),
-    ],
-)
-def test_a_head_is_told_from_a_model_by_its_config(config, is_head):
-    assert describes_head(config) == is_head

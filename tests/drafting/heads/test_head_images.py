@@ -1,0 +1,59 @@
+"""Heads of targets that see images: they read the states behind the pictures, at the target's positions."""
+
+from pathlib import Path
+
+import head_reference
+import pytest
+import torch
+from alignment import Aligned, loaded
+from head_files import random_head
+from head_reference import target_states
+from vision import IMAGE, inputs, seeing
+
+from hf_specx import SpeculativeDecoding
+
+
+SIDES = {0: 2, 2: 3}  # of the pictures in rows, in tokens; each is two tokens high
+CALL = {"max_new_tokens": 16, "pad_token_id": 0, "suppress_tokens": [IMAGE]}
+
+
+class Seen(Aligned):
+    """The comparison, with the row's picture for the target and Qwen's positions for the head."""
+
+    def _compare(self, done, index: int, text: list[int], length: int) -> None:
+        self.row = done.rows[index]
+        super()._compare(done, index, text, length)
+
+    def states(self, text):
+        ids = torch.tensor([list(text[:-1])])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+        if self.row in SIDES:
+            given["pixel_values"] = self.given["pixel_values"].split([16, 24])[self.row // 2]
+            given["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[self.row]]])
+        return [one[0] for one in target_states(self.target, self.head.layer_ids or [None], **given)]
+
+    def logits(self, *args) -> torch.Tensor:
+        return super().logits(*args).index_fill(0, torch.tensor([IMAGE]), -torch.inf)
+
+    def positions(self) -> torch.Tensor:
+        """A picture behind two words takes one position in time, and the next word comes behind its longer side."""
+        side = SIDES.get(self.row, 0)
+        return torch.cat([torch.arange(2), torch.full((2 * side,), 2), torch.arange(2 + side, 64)])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dspark", "medusa"])
+def test_heads_see_pictures_by_states_and_positions(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target, head = seeing("qwen2_5_vl", num_hidden_layers=8), random_head(kind)
+    draft = loaded(head, tmp_path / "head", target, "medusa" if kind == "medusa" else "speculators")
+    watch, rotate = Seen(head, target), head_reference._rotate
+    monkeypatch.setattr(head_reference, "_rotate", lambda x, at, head: rotate(x, watch.positions()[at], head))
+    watch.given = given = inputs(target, (1, 0, 1))
+    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        strategy.listeners = () if settings["do_sample"] else (watch,)
+        torch.manual_seed(4)
+        plain = target.generate(**given, **CALL, **settings)
+        torch.manual_seed(4)
+        assert torch.equal(target.generate(**given, **CALL, **settings, custom_generate=strategy), plain)
+    assert watch.compared > 50
+    assert not watch.wrong
