@@ -137,7 +137,8 @@ def check_weights(folder: Path) -> None:
     names, found = shards(folder), {path.name for path in folder.iterdir()}
     pickles = [name for name in sorted(found) if Path(name).suffix in PICKLES]
     told = f"{folder} has its weights in {next(iter(pickles), None)}, a pickle, which may run code; convert it to "
-    told += "safetensors, or load it yourself with use_safetensors=False if you trust it."
+    told += "safetensors, or load it yourself with use_safetensors=False if you trust it; of a draft head "
+    told += "DraftHead.from_pretrained(..., target=...) takes tensors alone, and save_pretrained() writes safetensors."
     require(not pickles or not found.isdisjoint(names), told)
     part = min(filter(OF_SEVERAL_PROCESSES.fullmatch, found), default=None)
     told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."

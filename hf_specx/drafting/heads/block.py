@@ -62,10 +62,6 @@ class Block(nn.Module):
         feed.kept["scores"] = feed.head(found)
         return found
 
-    def next(self, feed: "Feed", tokens: torch.Tensor) -> torch.Tensor:
-        """There is nothing behind a block."""
-        raise IndexError("a block has no more candidates")
-
     def score(self, feed: "Feed", states: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] by normed states [R, H] and for DSpark by the tokens [R, 1] before."""
         scores = feed.kept["scores"][:, place]

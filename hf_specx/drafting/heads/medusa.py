@@ -48,10 +48,6 @@ class Medusa(nn.Module):
         states = feed.states.gather(1, feed.newest[..., None].expand(-1, -1, feed.states.shape[2]))
         return states.expand(-1, self.config.medusa_num_heads or 0, -1)
 
-    def next(self, feed: "Feed", tokens: torch.Tensor) -> torch.Tensor:
-        """There are no more networks."""
-        raise IndexError("Medusa has no more candidates")
-
     def score(self, feed: "Feed", states: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] of states [R, H]."""
         return self.get_submodule(str(place))(states)
