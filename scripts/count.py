@@ -38,7 +38,7 @@ def count_lines() -> dict[str, int]:
 def count_call() -> dict[str, float]:
     """Files and functions that a call runs through, and calls of a round."""
     pair = DraftTargetPair.embedded()
-    tokenizer, strategy = pair.tokenizer, SpeculativeDecoding(pair.draft, num_draft_tokens=3)
+    target, tokenizer, strategy = pair.target, pair.tokenizer, SpeculativeDecoding(pair.draft, num_draft_tokens=3)
     assert tokenizer is not None
     inputs = tokenizer(pair.prompts[:2], return_tensors="pt", padding=True)
     seen: Counter[tuple[str, str]] = Counter()
@@ -53,7 +53,7 @@ def count_call() -> dict[str, float]:
         seen.clear()
         sys.setprofile(note)
         options = {"do_sample": True, "max_new_tokens": new_tokens, "custom_generate": strategy}
-        pair.target.generate(**inputs, **options)  # type: ignore[operator]
+        target.generate(**inputs, **options)  # type: ignore[operator]
         sys.setprofile(None)
         assert strategy.report is not None
         return seen.total(), strategy.report.rounds

@@ -6,12 +6,13 @@ The chi-square tests at the end fail by chance with probability 1e-6.
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
 from runs import COUPLED, GREEDY, KNOWN, run
 from tiny import Forwards, near, prompts, tiny
@@ -65,14 +66,10 @@ def known(rows: int = 4) -> Costs:
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(
-    ("numbers", "model_type", "layout", "settings"),
-    [(numbers, *kind, settings) for numbers, kind, settings in all_pairs([Forced, Uneven], EXACT, [GREEDY, COUPLED])],
-)
-def test_numbers_that_change_give_the_text_of_stock(
-    monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], model_type: str, layout: str, settings: dict
-):
+@pytest.mark.parametrize(("how", "model"), once(product([Forced, Uneven], [GREEDY, COUPLED]), EXACT))
+def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPatch, how: tuple, model: tuple):
     """Rows end at different steps, so that some leave while the draft is away."""
+    (numbers, settings), (model_type, layout) = how, model
     monkeypatch.setattr(schedule, "Auto", numbers)
     kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
@@ -149,15 +146,11 @@ class EachByItsPast(Uneven):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "draws"),
-    [(partial(ByThePast, numbers=[2]), {"batches": 200, "rows": 64}), (EachByItsPast, ENOUGH)],
-    ids=["all", "each"],
+    ("verification", "numbers"), once(["token", "block"], [partial(ByThePast, numbers=[2]), EachByItsPast])
 )
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_rounds_by_the_past_keep_the_law(
-    monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable, draws: dict
-):
+def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
+    draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}
     monkeypatch.setattr(schedule, "Auto", numbers)
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
     tokens = draw(verification, **draws, num_draft_tokens="auto")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import once
 from repeating import few_tokens, run
 from tiny import near, tiny
 
@@ -22,8 +23,7 @@ KINDS: dict[str, tuple[Callable, dict[str, Any]]] = {  # draft made of a draft m
 }
 
 
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "verification"), once(KINDS, ["coupled", "token", "block"]))
 def test_a_row_under_its_seed_is_the_same_in_any_batch(kind: str, verification: str):
     """Among mates that draft more or less, or end sooner."""
     target, inputs, drafted = tiny(vocab_size=12), few_tokens(4), []

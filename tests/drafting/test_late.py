@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import once
 from other_tokens import draft_of, target_of, texts, tokenizer_of
 from tiny import Forwards, near, prompts, tiny
 
@@ -82,8 +83,7 @@ def queued(kind: str | None) -> tuple:
     return target_of(kind), draft_of(kind, other), both, ids * 2
 
 
-@pytest.mark.parametrize("kind", [None, "byte-level"])
-@pytest.mark.parametrize("pause", [3, 12, 30])
+@pytest.mark.parametrize(("kind", "pause"), once([None, "byte-level"], [3, 12, 30]))
 def test_prompts_that_have_come_meanwhile(
     monkeypatch: pytest.MonkeyPatch, kind: str | None, pause: int, in_turns, compared: list[bool]
 ):

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, once
 from repeating import GREEDY, NEW_TOKENS, few_tokens, run
 from tiny import Forwards, near, tiny
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
@@ -118,8 +118,7 @@ def rows_in_turns(drafts: SeveralDrafts, batch, offered: list, hoped: list) -> l
     return [not other or row % 2 == 0 for row, other in zip(batch.rows, offered, strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("choose", [rounds_in_turns, rows_in_turns])
+@pytest.mark.parametrize(("layout", "choose"), once(LAYOUTS, [rounds_in_turns, rows_in_turns]))
 def test_the_model_reads_what_a_fresh_forward_reads(
     monkeypatch: pytest.MonkeyPatch, layout: str, choose: Callable, compared: list[bool]
 ):

@@ -63,7 +63,7 @@ def test_the_distribution_is_that_of_the_target(verification: str):
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("verification", [pytest.param("token", marks=pytest.mark.slow), "block"])
 def test_the_distribution_with_warpers(verification: str):
     tokens = draw(verification, **LARGE, temperature=0.7, top_p=TOP_P)
     law = exact_distribution([TemperatureLogitsWarper(0.7), TopPLogitsWarper(TOP_P)])

@@ -49,7 +49,7 @@ def test_the_distribution_is_that_of_the_target(monkeypatch: pytest.MonkeyPatch,
     assert min(p_values(draw(verification, **LARGE), exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("verification", [pytest.param("token", marks=pytest.mark.slow), "block"])
 def test_the_distribution_with_warpers(monkeypatch: pytest.MonkeyPatch, verification: str):
     monkeypatch.setattr(SeveralDrafts, "_asks_model", only_without_others)
     law = exact_distribution([TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)])

@@ -365,7 +365,8 @@ def forced_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verification", "wrong"), [("token", unmasked_q), ("token", no_rollback), ("block", forced_as_drawn)]
+    ("verification", "wrong"),
+    [("token", unmasked_q), pytest.param("token", no_rollback, marks=pytest.mark.slow), ("block", forced_as_drawn)],
 )
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, wrong):
     wrong(monkeypatch)
