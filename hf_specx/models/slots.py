@@ -74,7 +74,7 @@ class SlotLayer(CacheLayerMixin):
         end = self.slots.extent if self.slots.aimed else self.held + count
         self.held = self.slots.written = end
         adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
-        if adjoins and _is_small(key_states, end):
+        if adjoins and key_states.device.type == "cpu" and key_states.nbytes // count * end <= COPIED_BYTES:
             self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
             self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
             return self.keys, self.values
@@ -107,11 +107,6 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-def _is_small(states: torch.Tensor, end: int) -> bool:
-    """Whether a CPU is to copy `end` slots, which it then reads in order and finds in its cache."""
-    return states.device.type == "cpu" and states.nbytes // states.shape[2] * end <= COPIED_BYTES
 
 
 class SlotCache(Cache):

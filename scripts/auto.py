@@ -1,0 +1,95 @@
+"""What "auto" comes to: beside plain `generate` where drafts do not pay, and beside each fixed number where they do.
+
+    python scripts/auto.py [useless queue paying] [--turns 12]
+
+Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
+for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
+"""
+
+import argparse
+import statistics
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from grafted import RECIPES, graft
+
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft
+
+
+USELESS = ("30M-unrelated", "30M-self", "3M-unrelated", "suffix")
+PAYING = ("embedded", "30M-low", "30M-deep")
+NUMBERS = range(1, 9)
+FIRST, PROMPT, NEW_TOKENS, QUEUED = 3, 32, 64, 3  # calls that are not counted; tokens; batches of a queue
+OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+OPTIONS |= {"eos_token_id": None, "pad_token_id": 0}
+
+
+@cache
+def models(pair: str) -> tuple[Any, Any]:
+    """Target and draft; suffixes of random text are looked for with the target of the pair in the package."""
+    made: Any = graft(RECIPES[pair]) if pair in RECIPES else DraftTargetPair.embedded()
+    return made.target, SuffixDraft() if pair == "suffix" else made.draft
+
+
+def prompts(pair: str, rows: int, turn: int) -> torch.Tensor:
+    """Those of the pair in the package; for others random tokens."""
+    if pair == "embedded":
+        own: Any = DraftTargetPair.embedded()
+        texts = [own.prompts[(turn + row) % len(own.prompts)] for row in range(rows)]
+        return torch.tensor([(own.tokenizer(text)["input_ids"] * PROMPT)[:PROMPT] for text in texts])
+    made = torch.Generator().manual_seed(turn)
+    return torch.randint(3, models(pair)[0].config.vocab_size, (rows, PROMPT), generator=made)
+
+
+def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, rows: int, queue: bool) -> float:
+    """Of one way to complete all prompts, `rows` at once."""
+    target, started = models(pair)[0], time.thread_time()
+    if queue and strategy is not None:
+        list(strategy.generate_many(target, ids.tolist(), batch_size=rows, **OPTIONS))
+        return time.thread_time() - started
+    for batch in ids.split(rows):
+        target.generate(batch, attention_mask=torch.ones_like(batch), custom_generate=strategy, **OPTIONS)
+    return time.thread_time() - started
+
+
+def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
+    """Median seconds of each way."""
+    draft = models(pair)[1]
+    ways: dict[str, Any] = {"plain": None}
+    ways["auto"] = SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))
+    if part == "paying":
+        ways |= {str(number): SpeculativeDecoding(draft, num_draft_tokens=number) for number in NUMBERS}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns):
+        ids, names = prompts(pair, rows * (QUEUED if part == "queue" else 1), turn), list(ways)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            torch.manual_seed(turn)
+            found[name].append(seconds(pair, ways[name], ids, rows, part == "queue"))
+    return {name: statistics.median(each[FIRST:]) for name, each in found.items()}
+
+
+def main() -> None:
+    """Print a row for each cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["useless", "queue", "paying"])
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--pair", nargs="+", help="only these")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| part | pair | batch | plain, ms | auto, ms | plain / auto | best fixed / auto |\n" + "| --- " * 7 + "|")
+    for part in asked.parts:
+        for pair in PAYING if part == "paying" else USELESS:
+            for rows in asked.batch if pair in (asked.pair or (pair,)) else ():
+                found = cell(pair, rows, part, asked.turns)
+                plain, auto = found["plain"], found["auto"]
+                best = min(found.keys() - {"plain", "auto"}, key=found.__getitem__, default="")
+                fixed = f"{found[best] / auto:.3f} ({best})" if best else "-"
+                row = f"{1e3 * plain:.0f} | {1e3 * auto:.0f} | {plain / auto:.3f} | {fixed}"
+                print(f"| {part} | {pair} | {rows} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
