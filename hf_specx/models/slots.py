@@ -74,7 +74,8 @@ class SlotLayer(CacheLayerMixin):
         end = self.slots.extent if self.slots.aimed else self.held + count
         self.held = self.slots.written = end
         adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
-        if adjoins and key_states.device.type == "cpu" and key_states.nbytes // count * end <= COPIED_BYTES:
+        adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
+        if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
             self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
             self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
             return self.keys, self.values
