@@ -1,4 +1,4 @@
-"""What the layers of heads are made of: norms, rotary positions, and attention over keys in slots of each row."""
+"""What heads are made of: slots of each row for keys and values, attention over them, norms and rotary positions."""
 
 from typing import Any
 
@@ -11,53 +11,75 @@ from hf_specx.models.attention import tiled
 from .config import HeadConfig
 
 
-class Slots:
-    """Keys and values of all layers of a head, [R, C, H, D], written in place; and where the coming entries go.
+Held = dict[Any, torch.Tensor]  # [R, H, C, D] by name
 
-    Entries of a row lie in consecutive slots from 0 on. The last slot is never seen: fillers are written there.
+
+class Slots:
+    """What is kept of the entries of each row, which lie in consecutive slots from 0 on.
+
+    The last slot is never seen: fillers are written there.
     """
 
-    def __init__(self, config: HeadConfig):
-        self.config, self.capacity = config, 0
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        self.held: list[list[torch.Tensor]] = []  # keys and values of each layer, once something is written
-        self.rows: torch.Tensor | None = None  # [r], whose entries come now; None is all
-        self.every = torch.empty(0)  # [R], the indices of all rows
-        self.rotary: Rotary | None = None
-        self.masks: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self.rows, self.capacity = 0, 0
+        self.held: Held = {}
 
-    def reserve(self, rows: int, extent: int, like: torch.Tensor) -> None:
+    def reserve(self, rows: int, extent: int) -> None:
         """Have `extent` slots for each row, and the one for fillers."""
-        if extent < self.capacity:
-            return
-        heads, size = self.config.num_key_value_heads, self.config.head_dim
-        before, self.capacity = self.capacity, 2 * extent + 1
-        if not self.held:
-            empty = like.new_zeros(rows, 0, heads, size)
-            self.held = [[empty, empty] for _ in range(self.config.num_hidden_layers)]
-        for layer in self.held:
-            for number, stored in enumerate(layer):
-                layer[number] = stored.new_zeros(len(stored), self.capacity, heads, size)
-                layer[number][:, :before] = stored
+        self.rows = rows
+        if extent >= self.capacity:
+            self.capacity = 2 * extent + 1
+            for name, kept in self.held.items():
+                self.held[name] = kept.new_zeros(*kept.shape[:2], self.capacity, kept.shape[3])
+                self.held[name][:, :, : kept.shape[2]] = kept
 
-    def aim(self, slots: torch.Tensor, positions: torch.Tensor, extent: int, block: int = 0) -> None:
-        """Say where the coming entries go: slots and positions [r, q]; nothing from `extent` on is seen.
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']."""
+        self.held = {name: kept.index_select(0, stay.to(kept.device)) for name, kept in self.held.items()}
 
-        An entry sees those in its own slot and before. The last `block` entries see each other, in layers without a
-        window, or in all if the config says so.
-        """
-        config = self.config
-        if self.rows is None and len(self.every) != len(slots):
-            self.every = torch.arange(len(slots), device=slots.device)
-        self.index, self.extent = ((self.every if self.rows is None else self.rows)[:, None], slots), extent
-        self.rotary = self.rotary or Rotary(config, slots.device)
-        self.turns = self.rotary(positions)
-        self.queries, self.block, self.masks = slots[:, -block:, None][:, None], block, {}
+
+class Entries:
+    """The entries that come in one forward, and what they see.
+
+    Args:
+        slots: where they are written.
+        rows: [r, 1], the rows that they belong to.
+        coming, positions: [r, q], their slots, and their positions in the text.
+        extent: no slot from this one on is seen.
+    """
+
+    def __init__(
+        self, slots: Slots, rows: torch.Tensor, coming: torch.Tensor, positions: torch.Tensor, extent: int
+    ) -> None:
+        self.held, self.size = slots.held, (slots.rows, slots.capacity)
+        self.rows, self.slots, self.positions, self.extent = rows, coming, positions, extent
+
+    def write(self, name: Any, values: torch.Tensor) -> torch.Tensor:
+        """Write values [r, q, H, D] by this name; all that the rows hold by it, [r, H, S, D]."""
+        if name not in self.held:
+            self.held[name] = values.new_zeros(self.size[0], values.shape[2], self.size[1], values.shape[3])
+        kept = self.held[name]
+        kept[self.rows, :, self.slots] = values
+        kept = kept[:, :, : self.extent]
+        return kept if len(self.rows) == len(kept) else kept[self.rows[:, 0]]
+
+
+class HeadEntries(Entries):
+    """Entries that attend to the keys in their own slot and before.
+
+    The last `block` of them see each other, in layers without a window, or in all if the config says so.
+    """
+
+    def __init__(self, config: HeadConfig, rotary: "Rotary", slots: Slots, *entries: Any, block: int = 0) -> None:
+        super().__init__(slots, *entries)
+        self.config, self.block, self.masks = config, block, dict[str, torch.Tensor]()
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.turns = rotary(self.positions)
 
     def _mask(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """What layers of this kind see, [r, 1, n * q, S]; made once a forward."""
         if kind not in self.masks:
-            window, queries = self.config.sliding_window, self.queries
+            window, queries = self.config.sliding_window, self.slots[:, -self.block :, None][:, None]
             keys = torch.arange(self.extent, device=queries.device)
             sliding = kind == "sliding_attention" and window is not None
             whole = self.block and (not sliding or self.config.sliding_window_non_causal)
@@ -66,29 +88,18 @@ class Slots:
             self.masks[kind] = tiled(seen, self.group, dtype)
         return self.masks[kind]
 
+    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [r, m, H, D] of all entries; those that the rows hold, [r, H, S, D]."""
+        return self.write((layer, "key"), key), self.write((layer, "value"), value)
+
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""
-        self.write(layer, key, value)
-        keys, values = (stored[:, : self.extent] for stored in self.held[layer])
-        if self.rows is not None:
-            keys, values = keys[self.rows], values[self.rows]
+        keys, values = self.note(layer, key, value)
         count, types = query.shape[1], self.config.layer_types
         mask = self._mask("full_attention" if types is None else types[layer], query.dtype)
         folded = query.transpose(1, 2).reshape(len(query), -1, self.group * count, query.shape[3])
-        found = nn.functional.scaled_dot_product_attention(
-            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
-        )
+        found = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         return found.unflatten(2, (self.group, count)).permute(0, 3, 1, 2, 4).flatten(2)
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [r, m, H, D] that nothing attends to yet."""
-        keys, values = self.held[layer]
-        keys[self.index], values[self.index] = key, value
-
-    def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
-        for layer in self.held:
-            layer[:] = [stored.index_select(0, stay.to(stored.device)) for stored in layer]
 
 
 class Rotary:
@@ -137,13 +148,13 @@ class HeadAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def queries(self, states: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def queries(self, states: torch.Tensor, entries: HeadEntries) -> torch.Tensor:
         """[r, q, H, D] of states [r, q, width], those of the last q entries."""
-        return turned(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.size))), slots.turns)
+        return turned(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
 
-    def keys(self, states: torch.Tensor, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, states: torch.Tensor, entries: HeadEntries) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [r, m, H, D] of states [r, m, width]."""
-        key = turned(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.size))), slots.turns)
+        key = turned(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
         return key, self.v_proj(states).unflatten(-1, (-1, self.size))
 
 
@@ -171,20 +182,20 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, width or config.hidden_size)
         self.mlp = HeadMLP(config)
 
-    def forward(self, states: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, entries: HeadEntries) -> torch.Tensor:
         read = self.input_layernorm(states)
-        return self.after(states, read, self.self_attn.keys(read, slots), slots)
+        return self.after(states, read, self.self_attn.keys(read, entries), entries)
 
     def after(
         self,
         residual: torch.Tensor,
         read: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor],
-        slots: Slots,
+        entries: HeadEntries,
     ) -> torch.Tensor:
         """The layer's output for what it adds to, what its queries are made of, and the keys of all new entries."""
         attention = self.self_attn
-        states = residual + attention.o_proj(slots.attend(self.number, attention.queries(read, slots), *keys))
+        states = residual + attention.o_proj(entries.attend(self.number, attention.queries(read, entries), *keys))
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
