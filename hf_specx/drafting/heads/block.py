@@ -7,7 +7,7 @@ from torch import nn
 
 from .body import Body, Found, Scored
 from .config import HeadConfig
-from .layers import HeadEntries, HeadLayer, norm
+from .layers import Entries, HeadLayer, norm
 
 
 class Block(Body):
@@ -45,12 +45,12 @@ class Block(Body):
         """[r, m, H] of the target's states [r, m, n * H_t]."""
         return self.hidden_norm(self.fc(states))
 
-    def read(self, entries: HeadEntries, embedded: Any, states: torch.Tensor) -> None:
+    def read(self, entries: Entries, embedded: Any, states: torch.Tensor) -> None:
         context = self.fused(states)
         for layer in self.layers:
             entries.note(layer.number, *layer.self_attn.keys(context, entries))
 
-    def begin(self, entries: HeadEntries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
+    def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
         context, states = self.fused(states), embedded
         for layer in self.layers:
             read = layer.input_layernorm(states)

@@ -15,7 +15,7 @@ from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
 
 from .body import Body
-from .layers import HeadEntries, Rotary, Slots
+from .layers import Entries, Rotary, RowsCache
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
@@ -75,18 +75,18 @@ class HeadDrafter(SampledCandidateGenerator):
         if self.ids is not None:
             self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
         rows = len(reading.batch.counts)
-        self.target, self.slots, self.number = reading.target, Slots(), 1
+        self.target, self.cache, self.number = reading.target, self.new_cache(len(reading.batch.rows)), 1
         self.first, self.held = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.unread: torch.Tensor | None = None
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
-        self.every = torch.arange(rows, device=self.device)[:, None]
-        self.prepare()
+        self.every = torch.arange(rows, device=self.device)
+        self.rotary = Rotary(self.body.config, self.device)
         self.admit(reading.batch, reading.batch.rows)
 
-    def prepare(self) -> None:
-        """Have what the entries of a call need."""
-        self.rotary = Rotary(self.body.config, self.device)
+    def new_cache(self, rows: int) -> Any:
+        """A cache of the head's own."""
+        return RowsCache(rows)
 
     def _decoder(self, reading: Reading) -> None:
         """It has no model of its own."""
@@ -152,7 +152,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
-            self.slots.select(done.stay)
+            self.cache.select(done.stay)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
@@ -178,13 +178,12 @@ class HeadDrafter(SampledCandidateGenerator):
         states = self.unread[:, :width].to(device, self.dtype)
         self.behind = batch.ids, batch.index, batch.ends - new[:, 0].to(batch.ids.device)
         self.last = batch.last(1).to(device)
-        extent = max([self.held[row] for row in batch.rows]) + width + extra
-        self.slots.reserve(len(batch.rows), extent + self.number)
+        extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
         slots = held + step
-        if extra and min(fresh) < width:  # what fills up shorter rows goes where nobody looks
-            own = torch.where(step < new, slots, self.slots.capacity - 1)
+        if extra and min(fresh) < width:  # what fills up shorter rows goes to the last slot, where nobody looks
+            own = torch.where(step < new, slots, extent - 1)
             slots = torch.where(step < width, own, slots - width + new)
-        entries = self.entries(self.every[: len(fresh)], slots, slots + self.offset[self.rows], extent, extra)
+        entries = self.entries(slots, slots + self.offset[self.rows], extent, extra)
         for row, count in zip(batch.rows, fresh, strict=True):
             self.held[row] += count
         self.unread, self.states, self.scores = None, [], []
@@ -202,25 +201,24 @@ class HeadDrafter(SampledCandidateGenerator):
         starts = batch.starts[rows] + sent([self.first[row] for row in order], batch.ids.device) + 1
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
         positions = slots + self.offset[rows.to(self.device)] if positions is None else positions.to(self.device)
-        self.slots.reserve(len(batch.rows), width)
         for first in range(0, width, AT_ONCE):
             last = min(first + AT_ONCE, width)
             self.behind = batch.ids, rows, starts + first
-            entries = self.entries(index[:, None], slots[:, first:last], positions[:, first:last], last)
+            entries = self.entries(slots[:, first:last], positions[:, first:last], last, rows=index)
             part = states[:, first:last].to(self.device, self.dtype)
             self.body.read(entries, self._embedded(last - first), part)
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""
         slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
-        self.slots.reserve(len(batch.rows), extent)
-        entries = self.entries(self.every[: len(slots)], slots, slots + self.offset[self.rows], extent)
+        entries = self.entries(slots, slots + self.offset[self.rows], extent)
         self._note(self.body.next(entries, self.embed(tokens), self.state))
 
-    def entries(self, rows: torch.Tensor, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0) -> Any:
-        """Those of one forward; see `Entries`."""
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+        """Those of one forward, of all rows or some; see `Entries`."""
+        self.cache.slots.aim(slots, 0, extent, self.every[: len(slots)] if rows is None else rows)
         block = extra if self.body.sees_ahead else 0
-        return HeadEntries(self.body.config, self.rotary, self.slots, rows, slots, positions, extent, block=block)
+        return Entries(self.body.config, self.rotary, self.cache, slots, positions, extent, block)
 
     def tokens(self, width: int) -> torch.Tensor:
         """[r, m], what stands behind the states of the entries that come now."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from .body import Body, Found
 from .config import HeadConfig
-from .layers import HeadEntries, HeadLayer, norm
+from .layers import Entries, HeadLayer, norm
 
 
 class Eagle(Body):
@@ -52,10 +52,10 @@ class Eagle(Body):
         tokens = drafter.tokens(width)
         return nn.functional.pad(tokens, (0, extra), value=self.config.mask_token_id) if extra else tokens
 
-    def read(self, entries: HeadEntries, embedded: Any, states: torch.Tensor) -> None:
+    def read(self, entries: Entries, embedded: Any, states: torch.Tensor) -> None:
         self(entries, embedded, self.fused(states))
 
-    def begin(self, entries: HeadEntries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
+    def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
         fused, masks = self.fused(states), embedded.shape[1] - states.shape[1]
         if masks:
             fused = torch.cat([fused, self.fused(self.mask_hidden).expand(len(fused), masks, -1)], 1)
@@ -64,7 +64,7 @@ class Eagle(Body):
         found = self(entries, embedded, fused)
         return self._noted(found.gather(1, newest[..., None].expand(-1, -1, found.shape[2])))
 
-    def next(self, entries: HeadEntries, embedded: Any, state: Any) -> Found:
+    def next(self, entries: Entries, embedded: Any, state: Any) -> Found:
         return self._noted(self(entries, embedded, state))
 
     def _noted(self, states: torch.Tensor) -> Found:
@@ -72,7 +72,7 @@ class Eagle(Body):
         normed = self.norm(states)
         return normed, normed if self.config.norm_output else states
 
-    def forward(self, entries: HeadEntries, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, entries: Entries, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """[r, q, H] behind the last layer, of embedded tokens and fused states [r, q, H]."""
         first = self.layers[0]
         normed = first.hidden_norm(states)

@@ -1,80 +1,73 @@
-"""What heads are made of: slots of each row for keys and values, attention over them, norms and rotary positions."""
+"""What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specx.models.attention import tiled
+from hf_specx.models.slots import SlotCache, SlotLayer
 
 from .config import HeadConfig
 
 
-Held = dict[Any, torch.Tensor]  # [R, H, C, D] by name
+class RowsCache(SlotCache):
+    """Keys and values in slots of some rows, of which those that are aimed at are seen."""
 
+    layers: list[SlotLayer]  # type: ignore[assignment]
 
-class Slots:
-    """What is kept of the entries of each row, which lie in consecutive slots from 0 on.
-
-    The last slot is never seen: fillers are written there.
-    """
-
-    def __init__(self) -> None:
-        self.rows, self.capacity = 0, 0
-        self.held: Held = {}
-
-    def reserve(self, rows: int, extent: int) -> None:
-        """Have `extent` slots for each row, and the one for fillers."""
+    def __init__(self, rows: int):
+        super().__init__()
         self.rows = rows
-        if extent >= self.capacity:
-            self.capacity = 2 * extent + 1
-            for name, kept in self.held.items():
-                self.held[name] = kept.new_zeros(*kept.shape[:2], self.capacity, kept.shape[3])
-                self.held[name][:, :, : kept.shape[2]] = kept
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write states [r, H, q, D] of entries; all that these rows have, [r, H, extent, D]."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self.slots))
+        if not self.layers[layer_idx].is_initialized:
+            empty = (states[:1, :, :0].expand(self.rows, -1, -1, -1) for states in (key_states, value_states))
+            self.layers[layer_idx].lazy_initialization(*empty)
+        found = super().update(key_states, value_states, layer_idx)
+        assert self.slots.index is not None
+        rows = self.slots.index[0][:, 0]
+        return found if len(rows) == self.rows else (found[0][rows], found[1][rows])
 
     def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
-        self.held = {name: kept.index_select(0, stay.to(kept.device)) for name, kept in self.held.items()}
+        super().select(stay)
+        self.rows = len(stay)
 
 
 class Entries:
-    """The entries that come in one forward, and what they see.
+    """The entries of some rows that come in one forward; each attends to the keys in its own slot and before.
 
     Args:
-        slots: where they are written.
-        rows: [r, 1], the rows that they belong to.
-        coming, positions: [r, q], their slots, and their positions in the text.
+        config: the head's.
+        rotary: of its positions.
+        cache: of keys and values in slots of each row, aimed at those of the entries.
+        slots, positions: [r, q], and in the text.
         extent: no slot from this one on is seen.
+        block: how many of the last entries see each other, in layers without a window, or in all if the config says
+            so.
     """
 
     def __init__(
-        self, slots: Slots, rows: torch.Tensor, coming: torch.Tensor, positions: torch.Tensor, extent: int
-    ) -> None:
-        self.held, self.size = slots.held, (slots.rows, slots.capacity)
-        self.rows, self.slots, self.positions, self.extent = rows, coming, positions, extent
-
-    def write(self, name: Any, values: torch.Tensor) -> torch.Tensor:
-        """Write values [r, q, H, D] by this name; all that the rows hold by it, [r, H, S, D]."""
-        if name not in self.held:
-            self.held[name] = values.new_zeros(self.size[0], values.shape[2], self.size[1], values.shape[3])
-        kept = self.held[name]
-        kept[self.rows, :, self.slots] = values
-        kept = kept[:, :, : self.extent]
-        return kept if len(self.rows) == len(kept) else kept[self.rows[:, 0]]
-
-
-class HeadEntries(Entries):
-    """Entries that attend to the keys in their own slot and before.
-
-    The last `block` of them see each other, in layers without a window, or in all if the config says so.
-    """
-
-    def __init__(self, config: HeadConfig, rotary: "Rotary", slots: Slots, *entries: Any, block: int = 0) -> None:
-        super().__init__(slots, *entries)
-        self.config, self.block, self.masks = config, block, dict[str, torch.Tensor]()
+        self,
+        config: HeadConfig,
+        rotary: "Rotary",
+        cache: Cache,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        extent: int,
+        block: int = 0,
+    ):
+        self.config, self.cache, self.slots = config, cache, slots
+        self.extent, self.block, self.masks = extent, block, dict[str, torch.Tensor]()
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.turns = rotary(self.positions)
+        self.turns = rotary(positions)
 
     def _mask(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """What layers of this kind see, [r, 1, n * q, S]; made once a forward."""
@@ -89,8 +82,8 @@ class HeadEntries(Entries):
         return self.masks[kind]
 
     def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [r, m, H, D] of all entries; those that the rows hold, [r, H, S, D]."""
-        return self.write((layer, "key"), key), self.write((layer, "value"), value)
+        """Write keys and values [r, m, H, D] of all entries; those that the rows have, [r, H, S, D]."""
+        return self.cache.update(key.transpose(1, 2), value.transpose(1, 2), layer)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""
@@ -148,11 +141,11 @@ class HeadAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def queries(self, states: torch.Tensor, entries: HeadEntries) -> torch.Tensor:
+    def queries(self, states: torch.Tensor, entries: Entries) -> torch.Tensor:
         """[r, q, H, D] of states [r, q, width], those of the last q entries."""
         return turned(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
 
-    def keys(self, states: torch.Tensor, entries: HeadEntries) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, states: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [r, m, H, D] of states [r, m, width]."""
         key = turned(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
         return key, self.v_proj(states).unflatten(-1, (-1, self.size))
@@ -182,7 +175,7 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, width or config.hidden_size)
         self.mlp = HeadMLP(config)
 
-    def forward(self, states: torch.Tensor, entries: HeadEntries) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, entries: Entries) -> torch.Tensor:
         read = self.input_layernorm(states)
         return self.after(states, read, self.self_attn.keys(read, entries), entries)
 
@@ -191,7 +184,7 @@ class HeadLayer(nn.Module):
         residual: torch.Tensor,
         read: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor],
-        entries: HeadEntries,
+        entries: Entries,
     ) -> torch.Tensor:
         """The layer's output for what it adds to, what its queries are made of, and the keys of all new entries."""
         attention = self.self_attn

@@ -1,6 +1,6 @@
 """`MtpDraft`: the target's own multi-token layers, which its checkpoint has and transformers leaves out by default."""
 
-import copy
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from hf_specx.models.slots import CACHE
 from .body import Body
 from .config import HeadConfig
 from .driver import HeadDrafter
-from .layers import Entries
+from .layers import RowsCache
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -102,27 +102,27 @@ class Mtp(Body):
     def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor:
         return drafter.tokens(width)
 
-    def read(self, entries: "MtpEntries", tokens: Any, states: torch.Tensor) -> None:
+    def read(self, entries: "MtpCache", tokens: Any, states: torch.Tensor) -> None:
         states, tokens = entries.extended(states, tokens)
         for number in range(self.most):
             states = self._layer(entries, number, tokens.roll(-number, 1), states)
 
-    def begin(self, entries: "MtpEntries", tokens: Any, states: torch.Tensor, newest: Any, number: int) -> Any:
+    def begin(self, entries: "MtpCache", tokens: Any, states: torch.Tensor, newest: Any, number: int) -> Any:
         """Take up the new entries by the first layer: states behind each row's last, and what `next` goes on with."""
         states, tokens = entries.extended(states, tokens)
         return self._noted(entries, 0, tokens, states, newest + self.most - 1)
 
-    def next(self, _: Any, tokens: torch.Tensor, state: Any) -> Any:
+    def next(self, entries: "MtpCache", tokens: torch.Tensor, state: Any) -> Any:
         """By the next layer, which sees the candidates [R, 1] behind the last entry of each row."""
-        entries, number, earlier, states, newest = state
+        number, earlier, states, newest = state
         return self._noted(entries, number + 1, earlier.roll(-1, 1).scatter(1, newest, tokens), states, newest)
 
-    def _noted(self, entries: "MtpEntries", number: int, tokens: torch.Tensor, states: Any, newest: Any) -> Any:
+    def _noted(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: Any, newest: Any) -> Any:
         found = self._layer(entries, number, tokens, states)
         last = found.gather(1, newest[..., None].expand(-1, -1, found.shape[2]))
-        return last, (entries, number, tokens, found, newest)
+        return last, (number, tokens, found, newest)
 
-    def _layer(self, entries: "MtpEntries", number: int, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _layer(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of a layer, for entries with these tokens [r, m] and states."""
         model, turns = self.model, None
         embedded, positions = model.embed_tokens(tokens).to(states), entries.positions + number + 1
@@ -131,12 +131,9 @@ class Mtp(Body):
             kind = {"layer_type": kinds[number]} if model.has_per_layer_rope else {}
             turns = model.rotary_emb(embedded, position_ids=positions, **kind)
         mask, found = entries.mask(self._window(number, kinds), states.dtype), []
-        # without rotary positions a layer counts them for all rows alike
-        parts = [slice(None)] if turns else [slice(row, row + 1) for row in range(len(states))]
-        for part in parts:
+        for part in entries.parts(turns is None):  # without rotary positions a layer counts them for all rows alike
             inputs = {"position_embeddings": turns, "position_ids": positions[part], "attention_mask": mask[part]}
-            inputs[CACHE] = entries.of(part)
-            found.append(model.layers[number](embedded[part], states[part], **inputs))
+            found.append(model.layers[number](embedded[part], states[part], **inputs, **{CACHE: entries}))
         both = torch.cat(found) if len(found) > 1 else found[0]
         return model.shared_post_norm(both) if model.use_shared_post_norm else both
 
@@ -146,60 +143,74 @@ class Mtp(Body):
         return config.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
 
 
-class MtpEntries(Entries):
-    """Entries as the cache of the layers, which also keeps states and tokens: the last `again` are computed anew."""
+class MtpCache(RowsCache):
+    """The cache of the layers, which also keeps states and tokens: those of the last entries are computed anew.
 
-    again = 0
+    Attributes:
+        again: how many.
+        earlier: [r, again + q], the slots of the entries; below 0 there is none.
+        positions: [r, again + q] of these.
+        numbers: where what is kept by a name lies among the layers.
+    """
 
-    def of(self, part: slice) -> "MtpEntries":
-        """Those of some of the rows."""
-        found = copy.copy(self)
-        found.rows, found.slots, found.earlier = self.rows[part], self.slots[part], self.earlier[part]
-        return found
+    positions: torch.Tensor
+    earlier: torch.Tensor
+
+    def __init__(self, rows: int, again: int):
+        super().__init__(rows)
+        self.again, self.numbers = again, dict[Any, int]()
+
+    def kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
+        """Write values [r, q, N] of entries; all that these rows have by the name, [r, extent, N]."""
+        number = self.numbers.setdefault(name, self.again + 1 + len(self.numbers))
+        return self.update(values[:, None], values[:, None, :, :0], number)[0][:, 0]
 
     def extended(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States [r, again + q, W] and tokens of the coming entries, and of as many before them as come once more."""
-        all_states = self.write("states", states[:, :, None])[:, 0]
-        all_tokens = self.write("tokens", tokens[..., None, None])[:, 0, :, 0]
-        first = self.slots[:, :1] + torch.arange(-self.again, 0, device=self.slots.device)
-        earlier, offset = torch.cat([first, self.slots], 1), (self.positions - self.slots)[:, :1]
-        index, rows = earlier.clamp(min=0), torch.arange(len(earlier), device=earlier.device)[:, None]
-        self.slots, self.earlier = torch.where(earlier < 0, self.size[1] - 1, earlier), earlier
-        self.positions = offset + index
-        return all_states[rows, index], all_tokens[rows, index]
+        assert self.slots.index is not None
+        all_states, all_tokens = self.kept("states", states), self.kept("tokens", tokens[..., None])[..., 0]
+        rows, coming = self.slots.index
+        first = coming[:, :1] + torch.arange(-self.again, 0, device=coming.device)
+        self.earlier = torch.cat([first, coming], 1)
+        index, here = self.earlier.clamp(min=0), torch.arange(len(coming), device=coming.device)[:, None]
+        self.positions = (self.positions - coming)[:, :1] + index
+        self.slots.index = rows, torch.where(self.earlier < 0, self.slots.extent - 1, self.earlier)
+        return all_states[here, index], all_tokens[here, index]
+
+    def parts(self, apart: bool) -> Iterator[slice]:
+        """The rows at once, or one by one: what is written and seen meanwhile is theirs."""
+        assert self.slots.index is not None
+        (rows, slots), earlier = self.slots.index, self.earlier
+        for part in [slice(row, row + 1) for row in range(len(rows))] if apart else [slice(None)]:
+            self.slots.index, self.earlier = (rows[part], slots[part]), earlier[part]
+            yield part
+        self.slots.index, self.earlier = (rows, slots), earlier
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[r, 1, q, S], additive: entries see their own slot and those before it."""
-        keys, queries = torch.arange(self.extent, device=self.slots.device), self.slots[:, None, :, None]
-        seen = keys <= queries
-        seen = seen if window is None else seen & (keys > queries - window) | (queries >= self.extent)
+        assert self.slots.index is not None
+        queries = self.slots.index[1][:, None, :, None]
+        keys = torch.arange(self.slots.extent, device=queries.device)
+        seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *more: Any, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values [r, H, S, D], those of the coming entries [r, H, q, D] among them."""
-        return self.write((layer_idx, "key"), key.transpose(1, 2)), self.write(
-            (layer_idx, "value"), value.transpose(1, 2)
-        )
-
-    def get_query_offset(self, layer_idx: int) -> int:
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first coming entry, for layers that count them: layer j is j + 1 tokens ahead."""
         return int(self.earlier[0, 0]) + layer_idx + 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys there are, and the position of the first."""
-        return self.extent, layer_idx + 1
+        return self.slots.extent, layer_idx + 1
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """What a convolution has read: it is given by `update_conv_state`."""
 
-    def update_conv_state(
+    def update_conv_state(  # type: ignore[override]
         self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 1
     ) -> torch.Tensor:
         """What a convolution reads for the coming entries: their states [r, C, q] behind those of earlier ones."""
         states = states.masked_fill(self.earlier[:, None] < 0, 0.0)
-        kept = self.write((layer_idx, "convolution", state_idx), states.mT[:, :, None])[:, 0]
+        kept = self.kept((layer_idx, state_idx), states.mT)
         before = self.earlier[:, :1] + torch.arange(1 - conv_kernel_size, 0, device=states.device)
         found = kept[torch.arange(len(kept), device=kept.device)[:, None], before.clamp(min=0)]
         return torch.cat([found.masked_fill(before[..., None] < 0, 0.0).mT, states], 2)
@@ -211,13 +222,16 @@ class MtpDrafter(HeadDrafter):
     source = "mtp"
     body: Mtp
 
-    def prepare(self) -> None:
-        """They have positions of their own."""
+    def new_cache(self, rows: int) -> "MtpCache":
+        return MtpCache(rows, self.body.most - 1)
 
-    def entries(self, rows: torch.Tensor, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0) -> Any:
-        found = MtpEntries(self.slots, rows, slots, positions, extent)
-        found.again = self.body.most - 1
-        return found
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+        self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
+        self.cache.positions = positions
+        return self.cache
+
+    def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
+        self._note(self.body.next(self.cache, tokens, self.state))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
@@ -229,9 +243,8 @@ class MtpDrafter(HeadDrafter):
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
         tokens, end = batch.last(1).to(self.device), max(self.held)
-        states = torch.zeros(len(tokens), 1, self.body.model.config.hidden_size, device=self.device, dtype=self.dtype)
-        slots = tokens * 0 + end
-        self.slots.reserve(len(tokens), end + 1)
-        entries = self.entries(self.every[: len(tokens)], slots, slots, end + 1)
+        width = self.body.model.config.hidden_size
+        states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
+        entries = self.entries(tokens * 0 + end, tokens * 0 + end, end + 1)
         self.scored(self.body.begin(entries, tokens, states, tokens * 0, 1)[0])
         synchronize(self.device)

@@ -17,9 +17,9 @@ from transformers import (
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 
-from .files import find_file, read_config
-from .head import DraftHead
-from .reading import is_head
+from .heads.files import find_file, read_config
+from .heads.head import DraftHead
+from .heads.reading import is_head
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
