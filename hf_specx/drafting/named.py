@@ -17,7 +17,7 @@ from transformers import (
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 
-from .heads.files import find_file, read_config
+from .files import find_file, read_config
 from .heads.head import DraftHead
 from .heads.reading import is_head
 
