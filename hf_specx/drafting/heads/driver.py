@@ -13,9 +13,10 @@ from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import Reading, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
+from hf_specx.models.slots import SlotCache
 
 from .body import Body
-from .layers import Entries, Rotary, RowsCache
+from .layers import Entries, Rotary
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
@@ -75,7 +76,8 @@ class HeadDrafter(SampledCandidateGenerator):
         if self.ids is not None:
             self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
         rows = len(reading.batch.counts)
-        self.target, self.cache, self.number = reading.target, self.new_cache(len(reading.batch.rows)), 1
+        self.target, self.cache, self.number = reading.target, self.new_cache(), 1
+        self.cache.slots.rows = len(reading.batch.rows)
         self.first, self.held = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.unread: torch.Tensor | None = None
@@ -84,9 +86,9 @@ class HeadDrafter(SampledCandidateGenerator):
         self.rotary = Rotary(self.body.config, self.device)
         self.admit(reading.batch, reading.batch.rows)
 
-    def new_cache(self, rows: int) -> Any:
-        """A cache of the head's own."""
-        return RowsCache(rows)
+    def new_cache(self) -> Any:
+        """For keys and values of the head."""
+        return SlotCache()
 
     def _decoder(self, reading: Reading) -> None:
         """It has no model of its own."""
