@@ -170,13 +170,6 @@ class Batch:
             self.counts[row] += number
         self._note_together()
 
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """Take input_ids [B, L + n] as the text so far, all rows decoding."""
-        self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
-        self.revive()
-        self.reserve(0)
-        self.ids[:, : input_ids.shape[1]] = input_ids
-
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
         self.counts = counts
@@ -239,10 +232,6 @@ class Batch:
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
         return sent(stay, self.ids.device, torch.int64)
-
-    def revive(self) -> None:
-        """Take all rows as decoding again."""
-        self._select(list(range(len(self.counts))))
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""

@@ -88,7 +88,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not self.has_read:
             decoder.read()
             if len(batch.rows) < len(batch.counts):
-                decoder.leave(list(range(len(batch.counts))), batch.index)
+                decoder.leave(batch.index)
             self.has_read = True
         if self.waiting:
             coming = [row for row in batch.rows if row in self.waiting]
@@ -159,7 +159,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         for row, before, other in zip(done.rows, done.before, others, strict=True):
             self.decoder.keep(row, before if other else done.batch.counts[row] - 1)
         if done.stay is not None:
-            self.decoder.leave(done.rows, done.stay)
+            self.decoder.leave(done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).rehearse(batch, count)
@@ -182,7 +182,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
             self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
-        self.batch.extend(input_ids)
+        self.batch.rewind([0])
+        new = input_ids[:, self.batch.width :]
+        self.batch.emit(new, [new.shape[1]])
         draft = self.propose(self.batch, [self.num_draft_tokens])
         logits = None if draft.probs is None else draft.probs.log()
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]

@@ -132,7 +132,7 @@ class PackedDecoder(Decoder):
         before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+    def leave(self, stay: torch.Tensor) -> None:
         index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
         row = index[self.row[: self.cache.slots.written]]

@@ -25,7 +25,7 @@ class RaggedDecoder(Decoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest_limit)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest)
         assert isinstance(self.cache, SlotCache)
         self.masks = Masks(self.model)
 
