@@ -74,7 +74,7 @@ class Batch:
             first = self.width + self.together + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
             return
-        self.ids[self.index[:, None], self._columns(ahead, tokens.shape[1])] = tokens
+        self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
 
     def take(self, draft: Draft) -> Draft:
         """Write candidates after each row's end, where the target reads them."""
@@ -99,8 +99,8 @@ class Batch:
         """
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
-        columns = self._columns(ahead - count, count)
-        if count - ahead > self.shortest():
+        columns = self.columns(ahead - count, count)
+        if 1 < count - ahead > self.shortest():  # a row has one token or more
             columns = columns.maximum(self.starts[self.index, None])
         return self.ids[self.index[:, None], columns]
 
@@ -108,7 +108,7 @@ class Batch:
         """Tokens of the shortest decoding row, its prompt among them."""
         return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
 
-    def _columns(self, first: int, count: int) -> torch.Tensor:
+    def columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 

@@ -115,7 +115,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             draws = [(ahead if self.apart else steps) < limit for limit in limits]
             draws = draws if growth is None else growth.next(ahead, draws)
             if any(draws):
-                logits = self._sized(self._ready(batch).step(batch, ahead, ahead - fed - 1))
+                logits = self._ready(batch).step(batch, ahead, ahead - fed - 1)
+                surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
+                if surplus:
+                    logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
             elif growth is not None and growth.forces:
                 scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
@@ -163,10 +166,6 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).rehearse(batch, count)
-
-    def _sized(self, logits: torch.Tensor) -> torch.Tensor:
-        surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any

@@ -222,12 +222,16 @@ class Run:
         self.lapped = now
 
     def finish(self) -> torch.Tensor:
-        """End the call; returns the text, [B, L + N]."""
-        columns = self.stopping.columns
+        """End the call, and remember what it has shown; returns the text, [B, L + N]."""
+        columns, report, draft = self.stopping.columns, self.report, self.drafter.decoder
         self.rule.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
-        self.report.finish(time.perf_counter() - self.started, cut)
+        report.finish(time.perf_counter() - self.started, cut)
+        report.compilations = self.target.compilations
+        if getattr(draft, "model", None) is not self.target.model:  # else these were counted
+            report.compilations += getattr(draft, "compilations", 0)
+        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
         return self.batch.output(columns)
 
     def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:

@@ -293,8 +293,3 @@ class Decoder:
             first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def compilations(*decoders: object) -> int:
-    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
-    return sum({x.model: x.compilations for x in decoders if isinstance(x, Decoder)}.values())

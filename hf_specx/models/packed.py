@@ -84,8 +84,7 @@ class PackedDecoder(Decoder):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         rows, count = tokens.shape
         counts = [batch.counts[row] for row in batch.rows]
-        ends = batch.ends - batch.width + ahead  # [R], emitted tokens with the candidates
-        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         positions = self._positions(batch, emitted)
         assert positions is not None
         start = sum(self.lengths)

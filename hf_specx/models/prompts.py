@@ -14,6 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
 
+from .altered import shallow
 from .slots import CACHE
 
 
@@ -70,18 +71,11 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
 
     special = {name: getattr(model.generation_config, name, None) for name in SPECIAL}
     plain = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
-    alike = shallow_copy(model)  # its own settings are not for this call, and other threads may read them
+    alike = shallow(model)  # its own settings are not for this call, and other threads may read them
     alike.generation_config = GenerationConfig()
     mixin: Any = GenerationMixin
     mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
     return found[0]
-
-
-def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the same modules whose attributes can be set; `copy.copy` fails for a class that FSDP2 has made."""
-    alike = object.__new__(type(model))
-    vars(alike).update(vars(model))
-    return alike
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
