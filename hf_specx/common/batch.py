@@ -74,7 +74,7 @@ class Batch:
             first = self.width + self.together + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
             return
-        self.ids[self.index[:, None], self._columns(ahead, tokens.shape[1])] = tokens
+        self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
 
     def take(self, draft: Draft) -> Draft:
         """Write candidates after each row's end, where the target reads them."""
@@ -99,8 +99,8 @@ class Batch:
         """
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
-        columns = self._columns(ahead - count, count)
-        if count - ahead > self.shortest():
+        columns = self.columns(ahead - count, count)
+        if 1 < count - ahead > self.shortest():  # a row has one token or more
             columns = columns.maximum(self.starts[self.index, None])
         return self.ids[self.index[:, None], columns]
 
@@ -108,7 +108,7 @@ class Batch:
         """Tokens of the shortest decoding row, its prompt among them."""
         return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
 
-    def _columns(self, first: int, count: int) -> torch.Tensor:
+    def columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
@@ -169,13 +169,6 @@ class Batch:
         for row, number in zip(self.rows, kept, strict=True):
             self.counts[row] += number
         self._note_together()
-
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """Take input_ids [B, L + n] as the text so far, all rows decoding."""
-        self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
-        self.revive()
-        self.reserve(0)
-        self.ids[:, : input_ids.shape[1]] = input_ids
 
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
@@ -239,10 +232,6 @@ class Batch:
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
         return sent(stay, self.ids.device, torch.int64)
-
-    def revive(self) -> None:
-        """Take all rows as decoding again."""
-        self._select(list(range(len(self.counts))))
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""

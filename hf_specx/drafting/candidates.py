@@ -88,7 +88,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not self.has_read:
             decoder.read()
             if len(batch.rows) < len(batch.counts):
-                decoder.leave(list(range(len(batch.counts))), batch.index)
+                decoder.leave(batch.index)
             self.has_read = True
         if self.waiting:
             coming = [row for row in batch.rows if row in self.waiting]
@@ -115,7 +115,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             draws = [(ahead if self.apart else steps) < limit for limit in limits]
             draws = draws if growth is None else growth.next(ahead, draws)
             if any(draws):
-                logits = self._sized(self._ready(batch).step(batch, ahead, ahead - fed - 1))
+                logits = self._ready(batch).step(batch, ahead, ahead - fed - 1)
+                surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
+                if surplus:
+                    logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
             elif growth is not None and growth.forces:
                 scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
@@ -159,14 +162,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         for row, before, other in zip(done.rows, done.before, others, strict=True):
             self.decoder.keep(row, before if other else done.batch.counts[row] - 1)
         if done.stay is not None:
-            self.decoder.leave(done.rows, done.stay)
+            self.decoder.leave(done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).rehearse(batch, count)
-
-    def _sized(self, logits: torch.Tensor) -> torch.Tensor:
-        surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any
@@ -182,7 +181,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
             self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
-        self.batch.extend(input_ids)
+        self.batch.rewind([0])
+        new = input_ids[:, self.batch.width :]
+        self.batch.emit(new, [new.shape[1]])
         draft = self.propose(self.batch, [self.num_draft_tokens])
         logits = None if draft.probs is None else draft.probs.log()
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]

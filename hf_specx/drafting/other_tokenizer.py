@@ -116,10 +116,10 @@ class OwnText:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
         self.translations[row].keep(count)
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        self.inner.leave(rows, stay)
+    def leave(self, stay: torch.Tensor) -> None:
+        self.inner.leave(stay)
         staying = set(stay.tolist())
-        self.own.retire([row for index, row in enumerate(rows) if index not in staying])
+        self.own.retire([row for index, row in enumerate(self.own.rows) if index not in staying])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]

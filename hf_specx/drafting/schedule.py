@@ -4,7 +4,7 @@ These are a number, its schedule and a threshold, which transformers reads from 
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -87,27 +87,35 @@ class Schedule:
 
     Args:
         wanted: that number.
+        pace: is told how long rounds take; None where no times are kept.
         alike: whether all rows and ranks must draft alike. Else a row that is nearly done drafts no more than it can
             emit together with the token that follows.
-        pace: is told how long rounds take; None where no times are kept.
         processors: take back so many candidates of a row at most.
+        agree: makes of the number of each rank the same one, in each round; None if that is the same by itself.
     """
 
     def __init__(
-        self, wanted: int, alike: bool = False, pace: Pace | None = None, processors: Processors | None = None
+        self,
+        wanted: int,
+        pace: Pace | None = None,
+        alike: bool = False,
+        processors: Processors | None = None,
+        agree: Callable[[int], int] | None = None,
     ):
-        self.wanted, self.alike, self.processors = wanted, alike, processors
+        self.wanted, self.alike, self.processors, self.agree = wanted, alike, processors, agree
         self.pace = pace or Pace(None)
         self.seeded: dict[int, bool] = {}  # of rows whose prompt came in the place of another
 
-    @property
-    def most(self) -> int:
-        """Candidates of a row, at most."""
-        return sys.maxsize if self.processors is None else self.processors.max_rollback
+    def _agreed(self) -> int:
+        """Have the number of all ranks; returns how many candidates of a row can be taken back."""
+        most = sys.maxsize if self.processors is None else self.processors.max_rollback
+        if self.agree is not None:
+            self.wanted = self.agree(min(self.wanted, most))
+        return most
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
-        wanted, most = [], self.most
+        wanted, most = [], self._agreed()
         for row in batch.rows:
             begins = not batch.counts[row] and self.seeded.get(row, True)
             room = most if self.alike else max(0, batch.limits[row] - batch.counts[row] - 1)
@@ -120,7 +128,7 @@ class Schedule:
 
     def idle(self, batch: Batch) -> list[int]:
         """Candidates for the rows of a text that is finished, while other ranks go on."""
-        return [min(self.number(row), self.most) for row in batch.rows]
+        return [min(self._agreed(), self.wanted)] * len(batch.rows)
 
     def observe(self, done: Round) -> None:
         """Count a round: one in which every candidate took a step of the draft, or none did."""
@@ -157,8 +165,8 @@ class Auto(Schedule):
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
-    def __init__(self, pace: Pace, verification: str, batch: Batch, processors: Processors | None = None):
-        super().__init__(0, False, pace, processors)
+    def __init__(self, pace: Pace, verification: str, batch: Batch, **given: Any):
+        super().__init__(0, pace, **given)
         assert pace.costs is not None
         self.costs, self.rows, self.room = pace.costs, len(batch.rows), max(batch.limits)
         alpha = self.costs.alpha.get(verification)
@@ -217,24 +225,3 @@ class Auto(Schedule):
     def end(self) -> None:
         super().end()
         self.costs.saved = self.saved
-
-
-def make_schedule(
-    number: int | None,
-    pace: Pace | None,
-    verification: str,
-    batch: Batch,
-    processors: Processors,
-    alike: bool = False,
-) -> Schedule:
-    """The schedule of a call: how many candidates its rounds draft.
-
-    Args:
-        number: that was asked for, or the draft's own; None is "auto".
-        pace: with times for this batch size; None if "auto" must not use any.
-        verification, batch: of the call; only the prompts are there.
-        processors, alike: as for `Schedule`.
-    """
-    if number is not None or pace is None:
-        return Schedule(number or FIXED_DRAFT_TOKENS, alike, pace, processors)
-    return Auto(pace, verification, batch, processors)

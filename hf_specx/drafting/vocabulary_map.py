@@ -44,22 +44,8 @@ class VocabularyMap:
         self.overlap = len(common) / max(1, sum(map(bool, target.contents[: sizes[0]])))
         sample = target.encode(SAMPLE_TEXT.encode())
         self.coverage = sum(number in common for number in sample) / len(sample)
-        self.layers = self._layers()
-
-    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Ids of the draft and what they mean; no two of one layer mean the same."""
-        layers: list[list[tuple[int, int]]] = []
-        seen: dict[int, int] = {}
-        for own, meant in enumerate(self.to_target):
-            if meant >= 0:
-                depth = seen[meant] = seen.get(meant, -1) + 1
-                layers += [[]] if depth == len(layers) else []
-                layers[depth].append((own, meant))
-        pairs = [torch.tensor(layer).T for layer in layers]
-        source = torch.full((self.sizes[0],), self.sizes[1])  # where no token of the draft means this
-        if pairs:
-            source[pairs[0][1]] = pairs[0][0]
-        return [(source, torch.arange(self.sizes[0])), *((own, meant) for own, meant in pairs[1:])]
+        # [2, n]: ids of the draft that mean one of the target, and what they mean
+        self.pairs = torch.tensor([pair for pair in enumerate(self.to_target) if pair[1] >= 0]).view(-1, 2).T
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits [..., V_draft] by the target's ids: [..., V_target] float32, -inf where it has no token.
@@ -67,13 +53,11 @@ class VocabularyMap:
         Their softmax is the draft's distribution restricted to the common tokens; what several tokens of the draft
         have, that mean the same, is added.
         """
-        if self.layers[0][0].device != logits.device:
-            self.layers = [(own.to(logits.device), meant.to(logits.device)) for own, meant in self.layers]
-        logits = torch.nn.functional.pad(logits.float(), (0, 1), value=-torch.inf)
-        scores = logits.index_select(-1, self.layers[0][0])
-        for own, meant in self.layers[1:]:
-            scores[..., meant] = torch.logaddexp(scores[..., meant], logits[..., own])
-        return scores
+        self.pairs = self.pairs.to(logits.device)
+        highest, (own, meant) = logits.float().amax(-1, keepdim=True), self.pairs
+        sums = highest.new_zeros(*logits.shape[:-1], self.sizes[0])
+        sums.index_add_(-1, meant, (logits.index_select(-1, own) - highest).exp())
+        return sums.log() + highest
 
     def prompt(self, ids: list[int]) -> list[int]:
         """A prompt of the target as the draft's tokenizer writes its text, with what it puts before a text."""

@@ -134,7 +134,7 @@ def make_call(
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
         places=drafter.places,
-        limits=None if queue is None else [entry.limit for entry in queue.entries],
+        longest=stopping.max_new_tokens,
     )
     _check_asked(options, prompt, given, drafter, queue)
     processors, plain = (given.processors, "") if queue is not None else _with_masks(given, prompt)

@@ -57,9 +57,7 @@ def check_noise(device: torch.device, verification: str) -> None:
     """Check that the random numbers of a call can be drawn where its text is; "greedy" draws none."""
     told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
     require(verification == "greedy" or device.type != "mps", told)
-    told = (
-        f"'coupled' cannot redraw the noise of plain sampling on {device.type!r}; use verification='token' or 'block'."
-    )
+    told = f"'coupled' cannot redraw plain sampling's noise on {device.type!r}; use verification='token' or 'block'."
     require(verification != "coupled" or device.type in NOISE_DEVICES, told)
 
 
@@ -201,9 +199,8 @@ def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_req
     told = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
     require(len(seeds) == rows, told)
     for seed in seeds:
-        require(
-            0 <= seed < MAX_SEED, f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."
-        )
+        told = f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."
+        require(0 <= seed < MAX_SEED, told)
     told = "requests have seeds of their own, which cannot" if of_requests else "seeds= cannot"
     told += f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
     told += "as far as the slowest; use verification='coupled', or another layout if the model takes one."

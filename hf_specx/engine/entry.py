@@ -93,12 +93,10 @@ def check_entry(model: Any, custom_generate: Any = None) -> None:
 
 def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Collection[str]) -> None:
     """Check the arguments of `generate`; `options` are names of those that we know and transformers does not."""
+    ids = "a tensor of token ids, as tokenizer(texts, return_tensors='pt', padding=True) gives"
     kinds: dict[str, tuple[Any, str]] = {
-        "inputs": (
-            torch.Tensor,
-            "a tensor of token ids, as tokenizer(texts, return_tensors='pt', padding=True) gives",
-        ),
-        "input_ids": (torch.Tensor, "a tensor of token ids, as tokenizer(texts, return_tensors='pt') gives"),
+        "inputs": (torch.Tensor, ids),
+        "input_ids": (torch.Tensor, ids),
         "generation_config": (GenerationConfig, "GenerationConfig(...), or its fields as arguments"),
         "logits_processor": (list | tuple, "a list of such objects"),
         "stopping_criteria": (list | tuple, "a list of such objects"),
@@ -235,9 +233,8 @@ def check_withheld(frame: FrameType | None, own_streamer: Any = None) -> None:
     given, around = frame.f_locals, frame.f_back
     kwargs: dict[str, Any] = given.get("kwargs", {})
     check_values({"inputs": given.get("inputs")} | kwargs)
-    strings = setting(
-        "stop_strings", given.get("self"), kwargs | {"generation_config": given.get("generation_config")}
-    )
+    named = kwargs | {"generation_config": given.get("generation_config")}
+    strings = setting("stop_strings", given.get("self"), named)
     told = f"stop_strings={strings!r} do not work with a strategy object, since transformers drops the tokenizer; use "
     told += "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
     told += "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them."

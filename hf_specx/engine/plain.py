@@ -1,8 +1,6 @@
 """Calls that cannot be speculated exactly: transformers' own sampler decodes them, exact by construction."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +27,10 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     if stream is not None:
         stream.prompt(make_batch(prompt))
     model: Any = prompt.model
-    with _seeded(None if call.seeds is None else call.seeds[0], ids.device):
+    # under a seed the default generator is left as it was
+    with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else [], enabled=call.seeds is not None):
+        if call.seeds is not None:
+            torch.manual_seed(call.seeds[0])
         output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
@@ -57,12 +58,3 @@ class _Watch(StoppingCriteriaList):
             ended = (shown & ~self.live).nonzero()[:, 0].tolist() if self.pads else []
             self.stream.hand_on([[token] * is_shown for token, is_shown in last], ended)
         return stopped
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw from the default generator as after this seed, and leave it as it was; None changes nothing."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield

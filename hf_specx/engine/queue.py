@@ -181,13 +181,10 @@ class RequestQueue:
                 as_ids(request.input_ids)
             try:
                 entry = self.preparing.entry(index, request)
-                told = (
-                    f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is "
-                )
-                told += (
-                    f"room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory "
-                )
-                require(self._fits([entry]), f"{told}holds); raise it, lower max_new_tokens, or shorten the prompt.")
+                told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there "
+                told += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
+                told += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
+                require(self._fits([entry]), told)
                 self.next = entry
             except ValueError as error:
                 self.refuse(index, error)

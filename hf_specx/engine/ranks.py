@@ -10,58 +10,21 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hf_specx.common.batch import Batch
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import require
-from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting, Schedule
+from hf_specx.drafting.schedule import Drafting
 
 
-class Agreed(Schedule):
-    """The numbers of the first rank, for ranks that hold parts of one model and decode the same rows.
+def of_first_rank(number: int, device: torch.device) -> int:
+    """The number of the first rank; each of them must ask equally often.
 
-    Each rank has its own clock and so finds its `own` numbers; with other numbers than the others it would wait for
-    ever in the midst of a forward.
+    Each rank has its own clock and so finds a number of its own; with another than the others it would wait for ever
+    in the midst of a forward.
     """
-
-    def __init__(self, own: Schedule, device: torch.device):
-        self.own, self.device = own, device
-        super().__init__(own.wanted)
-
-    def __call__(self, batch: Batch) -> list[int]:
-        lengths = torch.tensor(self.own(batch), device=self.device)
-        distributed.broadcast(lengths, 0)
-        return lengths.tolist()
-
-    def observe(self, done: Round) -> None:
-        self.own.observe(done)
-
-    def admit(self, row: int, seeded: bool) -> None:
-        self.own.admit(row, seeded)
-
-    def end(self) -> None:
-        self.own.end()
-
-
-class OneNumber(Agreed):
-    """One number for all rows of all ranks, for ranks that keep step with rows of their own each.
-
-    It is what the first rank finds best for its own rows, and the last that it found once these are finished.
-    """
-
-    def __call__(self, batch: Batch) -> list[int]:
-        """A rank asks once a round."""
-        number = self._meet()
-        return [number if batch.counts[row] else 0 for row in batch.rows]
-
-    def idle(self, batch: Batch) -> list[int]:
-        return [self._meet()] * len(batch.rows)
-
-    def _meet(self) -> int:
-        number = torch.tensor(min(self.own.wanted, self.own.most), device=self.device)
-        distributed.broadcast(number, 0)
-        return int(number)
+    found = torch.tensor(number, device=device)
+    distributed.broadcast(found, 0)
+    return int(found)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

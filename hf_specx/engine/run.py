@@ -13,13 +13,13 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Reading
 from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
-from hf_specx.drafting.schedule import Schedule, make_schedule
+from hf_specx.drafting.schedule import Auto, Schedule
 from hf_specx.models.choose import make_decoder
-from hf_specx.models.guidance import guide
+from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
@@ -29,8 +29,8 @@ from hf_specx.sampling.stopping import DeadEnds
 
 from .call import Call
 from .outputs import Outputs, Stream
-from .queue import KEPT_ROUNDS
-from .ranks import Agreed, OneNumber, any_rank
+from .queue import KEPT_ROUNDS, RequestQueue
+from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
 
 
@@ -52,7 +52,7 @@ class Run:
     def __init__(self, call: Call, costs: Costs):
         prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
         self.call, self.costs, self.stopping = call, costs, call.stopping
-        self.batch, self.finished = make_batch(prompt, call.layout.lockstep), False
+        self.batch, self.finished = make_batch(prompt, call.layout.lockstep, call.queue), False
         self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
         self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
@@ -81,8 +81,7 @@ class Run:
         config, streamer = prompt.generation_config, options.streamer
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
-        self.dead_ends = DeadEnds(self.processors, call.stopping)
-        self.listeners: list[Listener] = [self.dead_ends, self.report]
+        self.listeners: list[Listener] = [DeadEnds(self.processors, call.stopping), self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
                 self.listeners.append(listener)
@@ -139,11 +138,13 @@ class Run:
             if step is not None:
                 self._measure(step)
                 pace = Pace(self.costs, self.pace.online) if call.shared else self.pace
-        number, alike = call.drafting.number or drafter.max_candidates, call.synced and pace is None
-        schedule = make_schedule(number, pace, call.verification, batch, self.processors, alike)
-        if call.synced and pace is not None:
-            return OneNumber(schedule, batch.ids.device)
-        return Agreed(schedule, batch.ids.device) if call.shared else schedule
+        given: dict[str, Any] = {"alike": call.synced, "processors": self.processors}
+        if pace is not None and (call.synced or call.shared):
+            given["agree"] = partial(of_first_rank, device=batch.ids.device)
+        number = call.drafting.number or drafter.max_candidates
+        if number is not None or pace is None:
+            return Schedule(number or FIXED_DRAFT_TOKENS, pace, **given)
+        return Auto(pace, call.verification, batch, **given)
 
     def _measure(self, step: Callable[[int], object]) -> None:
         """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
@@ -196,7 +197,8 @@ class Run:
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else self.batch.retire(leaving)
         done = replace(done, stay=stay, finished=self.finished)
-        told: list[Listener] = [self.schedule, self.drafter, self.processors, self.target]
+        guides = [processor.decoder for processor in self.processors.at_once if isinstance(processor, Guidance)]
+        told: list[Listener] = [self.schedule, self.drafter, *guides, self.target]
         for listener in told:
             listener.observe(done)
         self.lap("verify")
@@ -208,7 +210,6 @@ class Run:
                 assert isinstance(processors, RequestProcessors)
                 processors.admit(row, entry.processors, entry.alike)
             self.schedule.admit(row, entry.seeded and self.call.verification in ("token", "block"))
-            self.dead_ends.admit(row)
         if coming:
             self.target.admit(self.batch, list(coming))
             self.drafter.admit(self.batch, list(coming))
@@ -221,12 +222,16 @@ class Run:
         self.lapped = now
 
     def finish(self) -> torch.Tensor:
-        """End the call; returns the text, [B, L + N]."""
-        columns = self.stopping.columns
+        """End the call, and remember what it has shown; returns the text, [B, L + N]."""
+        columns, report, draft = self.stopping.columns, self.report, self.drafter.decoder
         self.rule.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
-        self.report.finish(time.perf_counter() - self.started, cut)
+        report.finish(time.perf_counter() - self.started, cut)
+        report.compilations = self.target.compilations
+        if getattr(draft, "model", None) is not self.target.model:  # else these were counted
+            report.compilations += getattr(draft, "compilations", 0)
+        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
         return self.batch.output(columns)
 
     def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
@@ -240,11 +245,11 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)
 
 
-def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
+def make_batch(prompt: Prompt, lockstep: bool = False, queue: RequestQueue | None = None) -> Batch:
     """The text of a call, before its first token."""
     name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
     mask, width = prompt.kwargs.get(name), prompt.input_ids.shape[1]
     mask = None if mask is None or width == 0 else mask[:, -width:]
     pad = prompt.generation_config._pad_token_tensor
-    limits = [prompt.max_new_tokens] * len(prompt.input_ids) if prompt.limits is None else prompt.limits
+    limits = [prompt.longest] * len(prompt.input_ids) if queue is None else [entry.limit for entry in queue.entries]
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)

@@ -26,7 +26,6 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.named import loaded
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
-from hf_specx.models.decoder import compilations
 from hf_specx.models.prompts import prepare
 
 from .call import Call, make_call, warn_once
@@ -208,7 +207,7 @@ class SpeculativeDecoding(NoModel):
                     yield from queue.handed_on()
                     run.lap("handing on")
                 run.finish()
-                self.end(run, earlier)
+                self.report = run.report if earlier is None else earlier + run.report
             earlier = self.report
             yield from queue.handed_on()
         yield from queue.handed_on()
@@ -269,20 +268,13 @@ class SpeculativeDecoding(NoModel):
             run = self.begin(call)
             self.report = run.report
             text = decode(run)
-            self.end(run, earlier)
+            self.report = run.report if earlier is None else earlier + run.report
             return run.output(text, self.report)
         output, report = decode_plainly(call)
         self.report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = self.report
         return output
-
-    def end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
-        """Remember what a call has shown; the report goes on from an earlier one."""
-        report = run.report
-        report.compilations = compilations(run.target, run.drafter.decoder)
-        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
-        self.report = report if earlier is None else earlier + report
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ def shallow(module: Any) -> Any:
 
     What torch has compiled of the module is left out: it would run the module itself.
     """
-    made = object.__new__(type(module))
+    made = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
     held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
     vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
     made._modules = dict(module._modules)

@@ -94,7 +94,7 @@ class CompiledDecoder(RaggedDecoder):
         with PackedLinear(self.regions.prepacked):
             super().read()
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
-        slots = self.width + min(self.prompt.longest_limit, ROOM) + MARGIN
+        slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
     def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
@@ -185,7 +185,7 @@ class CompiledDecoder(RaggedDecoder):
             super().admit(batch, rows)
         self._note_rows()
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+    def leave(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)

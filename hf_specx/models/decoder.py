@@ -232,9 +232,9 @@ class Decoder:
         if self.prompt.keeps_past and (done.finished or done.stay is not None):
             self._keep_columns(done)
         if done.stay is not None:
-            self.leave(done.rows, done.stay)
+            self.leave(done.stay)
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+    def leave(self, stay: torch.Tensor) -> None:
         """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
         select_rows(self.cache, stay)
         self._select_inputs(stay)
@@ -293,8 +293,3 @@ class Decoder:
             first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def compilations(*decoders: object) -> int:
-    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
-    return sum({x.model: x.compilations for x in decoders if isinstance(x, Decoder)}.values())

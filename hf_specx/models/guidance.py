@@ -50,9 +50,6 @@ class Guidance(RoundProcessor):
         conditional, unconditional = scores.log_softmax(-1), logits.log_softmax(-1)
         return self.scale * (conditional - unconditional) + unconditional
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        self.decoder.leave(rows, stay)
-
 
 def is_guidance(processor: Processor, prompt: Prompt) -> bool:
     """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know."""

@@ -58,14 +58,13 @@ class HostedDecoder(Decoder):
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         """As `_forward`, where the cache holds the first `held` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
-        ends = batch.ends - batch.width + ahead  # [R], held + count on the device
-        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         given = self._inputs(batch, tokens, emitted)
         total = self.length + count
         reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
         masked = min(reals) < total or self.holes is not None
         if masked:
-            given[self.mask_name] = self._mask(batch, ends, total)
+            given[self.mask_name] = self._mask(batch, ahead, total)
         # only the last `count` columns are read
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
@@ -81,9 +80,9 @@ class HostedDecoder(Decoder):
         self.length = total
         return output.logits[:, -keep:]
 
-    def _mask(self, batch: Batch, ends: torch.Tensor, total: int) -> torch.Tensor:
-        """[R, total] int64, 1 at slots whose token is visible; rows have `ends` [R] emitted tokens and candidates."""
-        columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # of each slot
+    def _mask(self, batch: Batch, ahead: int, total: int) -> torch.Tensor:
+        """[R, total] int64, 1 at slots whose token is visible; rows have `ahead` candidates."""
+        columns = batch.columns(ahead - total, total) + self.width - batch.width  # of each slot
         seen = columns >= self.pads[batch.index, None]
         if self.holes is not None:
             hidden = self.holes[batch.index].gather(1, columns.clamp(0, self.width - 1))

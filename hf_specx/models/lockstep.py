@@ -58,8 +58,8 @@ class LockstepDecoder(HostedDecoder):
         self.states.save(held[0])
         return super()._fed(batch, tokens, held, ahead, keep)
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        super().leave(rows, stay)
+    def leave(self, stay: torch.Tensor) -> None:
+        super().leave(stay)
         self.states.select(stay)
 
     def _keep_columns(self, done: Round) -> None:
@@ -82,8 +82,7 @@ class LockstepDecoder(HostedDecoder):
             return super().past(batch, emitted)
         if self.left or self.rows < rows or len(set(batch.counts)) > 1:
             return None
-        batch.revive()
-        self._rewind(batch, [emitted - 1] * rows)
+        self._rewind(batch.until(batch.counts, list(range(rows))), [emitted - 1] * rows)
         return self.cache
 
 

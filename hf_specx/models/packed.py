@@ -84,8 +84,7 @@ class PackedDecoder(Decoder):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         rows, count = tokens.shape
         counts = [batch.counts[row] for row in batch.rows]
-        ends = batch.ends - batch.width + ahead  # [R], emitted tokens with the candidates
-        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         positions = self._positions(batch, emitted)
         assert positions is not None
         start = sum(self.lengths)
@@ -132,7 +131,7 @@ class PackedDecoder(Decoder):
         before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+    def leave(self, stay: torch.Tensor) -> None:
         index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
         row = index[self.row[: self.cache.slots.written]]

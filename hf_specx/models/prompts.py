@@ -14,6 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
 
+from .altered import shallow
 from .slots import CACHE
 
 
@@ -42,7 +43,7 @@ class Prompt:
         kwargs: inputs of the model's forward, the cache among them.
         keeps_past: whether the cache is wanted at the end.
         max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
-        limits: [B], the most new tokens of each row where rows have limits of their own; changed as prompts come.
+        longest: the most new tokens of the prompts that are known now.
         gives_hidden: whether forwards hand over hidden states: those of `places`, or without any the last ones.
     """
 
@@ -54,12 +55,7 @@ class Prompt:
     keeps_past: bool = False
     gives_hidden: bool = False
     places: Sequence[Place] = ()
-    limits: list[int] | None = None
-
-    @property
-    def longest_limit(self) -> int:
-        """The most new tokens of the rows that are known now."""
-        return self.max_new_tokens if self.limits is None else max(self.limits)
+    longest: int = UNLIMITED
 
 
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
@@ -70,23 +66,16 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
         _: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
     ) -> torch.Tensor:
         del kwargs["logits_processor"], kwargs["stopping_criteria"]
-        found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
+        found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens, longest=max_new_tokens))
         return input_ids
 
     special = {name: getattr(model.generation_config, name, None) for name in SPECIAL}
     plain = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
-    alike = shallow_copy(model)  # its own settings are not for this call, and other threads may read them
+    alike = shallow(model)  # its own settings are not for this call, and other threads may read them
     alike.generation_config = GenerationConfig()
     mixin: Any = GenerationMixin
     mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
     return found[0]
-
-
-def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the same modules whose attributes can be set; `copy.copy` fails for a class that FSDP2 has made."""
-    alike = object.__new__(type(model))
-    vars(alike).update(vars(model))
-    return alike
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
@@ -104,7 +93,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
     prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
-    prompt.limits = target.limits
+    prompt.longest = target.longest
     if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt

@@ -25,22 +25,16 @@ class RaggedDecoder(Decoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest_limit)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest)
         assert isinstance(self.cache, SlotCache)
         self.masks = Masks(self.model)
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        count, first = tokens.shape[1], ahead - tokens.shape[1]
-        if batch.together is None:
-            counts = [batch.counts[row] for row in batch.rows]
-            last = torch.arange(first, ahead, device=tokens.device)
-            emitted = (batch.ends - batch.width)[:, None] + last  # [R, q], with the candidates
-            longest, even = max(counts), len(set(counts)) == 1
-            if -first > batch.shortest():  # a row with fewer tokens is fed its first one again and again
-                emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
-        else:
-            longest, even = batch.together, True
-            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device).expand(len(tokens), -1)
+        count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
+        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
+        longest, even = max(counts), len(set(counts)) == 1
+        if 1 < count - ahead > batch.shortest():  # a row with fewer tokens is fed its first one again and again
+            emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}

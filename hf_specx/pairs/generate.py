@@ -30,7 +30,7 @@ from hf_specx.engine.entry import (
 )
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
-from hf_specx.models.prompts import shallow_copy
+from hf_specx.models.altered import shallow
 
 
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
@@ -225,8 +225,8 @@ def run(
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
-    plain = shallow_copy(model)
+    plain = shallow(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
-    healed, heal = shallow_copy(plain), GenerationMixin.heal_tokens
+    healed, heal = shallow(plain), GenerationMixin.heal_tokens
     vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)  # type: ignore[arg-type]
     return healed

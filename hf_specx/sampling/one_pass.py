@@ -36,14 +36,12 @@ class Prefixes:
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        last = self.ahead + self.positions
-        return self.batch.ends[:, None] + torch.arange(self.ahead, last, device=self.index.device)
+        return self.batch.columns(self.ahead, self.positions)
 
     def last(self, count: int) -> torch.Tensor:
         """The last tokens of each prefix, also pads: [R, P, count]; without meaning where it has fewer columns."""
         self.batch.reserve(self.ahead + self.positions)
-        device, end = self.index.device, self.ahead + self.positions - 1
-        columns = self.batch.ends[:, None] + torch.arange(self.ahead - count, end, device=device)
+        columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
         return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft, Round
+from hf_specx.common.round import Draft
 
 from .one_pass import ONE_PASS, Prefixes
 from .watermarks import WATERMARKS
@@ -77,9 +77,6 @@ class RoundProcessor:
         is excluded or ends its row.
         """
         return None
-
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        """Rows leave the batch; `stay` has the row indices [R'] of those that stay."""
 
 
 Processor = LogitsProcessor | RoundProcessor
@@ -155,13 +152,6 @@ class Processors:
                 pairs = zip(together, masks, strict=True)
                 together = [None if one is None or other is None else one & other for one, other in pairs]
         return together
-
-    def observe(self, done: Round) -> None:
-        """Let go of rows that have left."""
-        if done.stay is not None:
-            for processor in self.at_once:
-                if isinstance(processor, RoundProcessor):
-                    processor.leave(done.rows, done.stay)
 
     def _cells(
         self, batch: Batch, draft: Draft | None, positions: int, ahead: int

@@ -166,7 +166,3 @@ class DeadEnds:
             for row, (count, error) in self.found.items():
                 if count < settled[row]:
                     raise error
-
-    def admit(self, row: int) -> None:
-        """A new prompt has the place of a row."""
-        self.found.pop(row, None)

@@ -34,7 +34,7 @@ class InTurns(Schedule):
 
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "make_schedule", lambda *given: InTurns())
+    monkeypatch.setattr(run.Run, "_make_schedule", lambda self: InTurns())
 
 
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])

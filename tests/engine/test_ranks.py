@@ -29,7 +29,8 @@ import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.engine.ranks import OneNumber, synced_by_default
+from hf_specx.engine import run as engine_run
+from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.run import Run
 
 
@@ -182,7 +183,7 @@ def compare_auto(name: str, rank: int, synced_gpus: bool) -> None:
 
 def numbers_of_each_rank(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneNumber, "_meet", lambda self: self.own.wanted)
+        patch.setattr(engine_run, "of_first_rank", lambda number, device: number)
         compare_auto("auto", rank, synced_gpus=True)
 
 

@@ -67,7 +67,7 @@ def play(rank: int, folder: str, agreed: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun sets them
     distributed.init_process_group("gloo", f"file://{folder}/store{agreed}", LIMIT, 2, rank)
     if not agreed:
-        run.Agreed = lambda schedule, device: schedule
+        run.of_first_rank = lambda number, device: number
     found = {}
     try:
         target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
