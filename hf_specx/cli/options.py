@@ -68,9 +68,7 @@ class Loading(TrustedSource):
     """How models are loaded; the device as torch names it, "auto", or None for an accelerator if there is one."""
 
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")
-    ] = None
+    device: Annotated[str | None, typer.Option(help=HELP_DEVICE)] = None
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}.")

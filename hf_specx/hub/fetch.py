@@ -48,7 +48,7 @@ def get_files(
     try:
         root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
     except LocalEntryNotFoundError as error:  # which does not name what was looked for
-        told = f"{str(name)!r} is no folder here, and cannot be got from the Hub: {error}"
+        told = f"{str(name)!r} cannot be got from the Hub, and there is no folder of that name here: {error}"
         raise LocalEntryNotFoundError(told) from error
     return Files(str(name), Path(root).name, Path(root))
 

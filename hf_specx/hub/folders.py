@@ -1,5 +1,6 @@
 """Where a pair may be written or published, and how its models are: known before anything is loaded."""
 
+import os
 import re
 import shlex
 import tempfile
@@ -28,6 +29,17 @@ def check_repository(repo_id: str) -> None:
     """Whether a repository on the Hub can have this name."""
     known = "/" in repo_id and HUB_ID.fullmatch(repo_id) is not None
     require(known, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
+
+
+def check_out(path: Path | None) -> None:
+    """Whether a file could be written at a path."""
+    if path is not None:
+        require(not path.is_dir(), f"{path} is a folder; name a file in it.")
+        folder = path.resolve().parent
+        require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
+        writable = not path.exists() or os.access(path, os.W_OK)
+        require(writable, f"{path} is there and cannot be written; name another file.")
+        check_writable(folder, path)
 
 
 def check_writable(folder: Path, named: Path) -> None:

@@ -48,8 +48,8 @@ def save(
 ) -> PairConfig:
     """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
 
-    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` also writes the card and the code
-    to use the pair, which holds the path of the folder.
+    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` writes all that `publish` would
+    upload, to be used from there: also the card and the code to use the pair, which holds the path of the folder.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -61,7 +61,8 @@ def save(
         new.mkdir()
         config = _write(pair, new, sources)
         if with_code:
-            _write_card(new, config, str(place), place.name)
+            card = render(config, str(place), published=True, title=place.name)
+            (new / "README.md").write_text(card, encoding="utf-8")
             write_code(new, str(place))
         try:
             if folder.exists():
@@ -157,15 +158,6 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
 
-def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
-    """Write all that `publish` would upload into a folder, to be used from there; options are those of `save`."""
-    return save(pair, folder, with_code=True, **options)
-
-
-def _write_card(folder: Path, config: PairConfig, name: str, title: str) -> None:
-    (folder / "README.md").write_text(render(config, name, published=True, title=title), encoding="utf-8")
-
-
 def publish(
     pair: Any,
     repo_id: str,
@@ -201,7 +193,7 @@ def publish(
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / "pair"
             config = save(pair, folder, target=target, draft=draft)
-            _write_card(folder, config, repo_id, repo_id)
+            (folder / "README.md").write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:

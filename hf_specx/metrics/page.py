@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_specx.bench.checks import check_out
 from hf_specx.common.errors import require
+from hf_specx.hub.folders import check_out
 
 from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.hub.folders import check_out
 
 
 with suppress(ImportError):  # Windows has none, and is refused
@@ -260,9 +261,8 @@ def check_results_path(path: Path) -> None:
     require(os.name == "posix", told)
     path = path.resolve()
     name = f"out={str(path)!r}"
-    require(path.parent.is_dir(), f"{name}: there is no folder {path.parent}; make it, or name another.")
-    require(not path.is_dir(), f"{name} is a folder; name a file in it.")
-    require(path.is_file() or not path.exists(), f"{name} is a device; name a file.")
+    require(path.is_file() or path.is_dir() or not path.exists(), f"{name} is a device; name a file.")
+    check_out(path)
     told_by = arguments_file(path)
     known = not path.exists() or path.stat().st_size == 0 or told_by.exists()
     told = f"{name} is there already, and there is no {told_by.name} that says what made it; name another file."
