@@ -135,11 +135,9 @@ class Sampling(Warping):
     """
 
     greedy: Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")] = False
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per row, at most.")] = 128
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens per row, at most.", min=1)] = 128
 
     def __post_init__(self) -> None:
-        told = f"--max-new-tokens {self.max_new_tokens} generates nothing; give 1 or more."
-        require(self.max_new_tokens >= 1, told)
         check_sampling(self.temperature, self.top_p, self.top_k)
         untouched = (self.temperature, self.top_p, self.top_k) == (1, 1, 0)
         told = "--greedy does not sample; leave --temperature, --top-p and --top-k out."

@@ -205,7 +205,10 @@ def publish(
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
-    there = _files(api, **to)
+    try:
+        there = api.list_repo_files(**to)
+    except RevisionNotFoundError:  # a branch that is still to be made begins with the files of the main one
+        there = api.list_repo_files(to["repo_id"])
     stale = sorted(filter(_is_saved, there))
     taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
     told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
@@ -223,11 +226,3 @@ def _is_saved(name: str) -> bool:
     """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
     return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
-
-
-def _files(api: HfApi, repo_id: str, revision: str | None) -> list[str]:
-    """Those of a branch; a branch that is still to be made begins with those of the main one."""
-    try:
-        return api.list_repo_files(repo_id, revision=revision)
-    except RevisionNotFoundError:
-        return api.list_repo_files(repo_id)

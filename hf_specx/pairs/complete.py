@@ -75,25 +75,32 @@ def complete(
         OSError: the file cannot be written; what it holds stays good.
         RuntimeError: another process failed (without `out`).
     """
-    _check_texts(texts)
+    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
+    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
     work = Completer(pair, batch_size, seed, options)
     if out is not None:
         return _to_file(work, texts, ResultsFile(out, arguments_of(pair, seed, options)))
-    return _to_list(work, list(texts))
+    return _to_list(work, list(_numbered(texts)))
 
 
-def _to_list(work: "Completer", texts: list[str]) -> list[str]:
+def _numbered(texts: Iterable[str]) -> Iterator[NumberedText]:
+    for index, text in enumerate(texts):
+        require(isinstance(text, str), f"prompt {index} is of type {type(text).__name__}; give strings.")
+        yield NumberedText(index, text)
+
+
+def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
     """Each process takes its share of the prompts, the longest first, so that those at the end differ less."""
-    _check_texts(texts)
-    lengths = [len(work.token_ids(text)) for text in texts]
+    lengths = [len(work.token_ids(prompt.text)) for prompt in prompts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
-    order = sorted(range(len(texts)), key=lambda number: -lengths[number])
+    longest_first = sorted(prompts, key=lambda prompt: -lengths[prompt.index])
 
     def own_part() -> Iterator[tuple[int, str | None]]:
-        own = order[processes().process_index :: processes().num_processes]
+        own = longest_first[processes().process_index :: processes().num_processes]
         with Progress(len(own)) as progress:
-            for number, done in enumerate(work((NumberedText(index, texts[index]) for index in own), progress), 1):
+            for number, done in enumerate(work(own, progress), 1):
                 require(done.text is not None, f"prompt {done.prompt.index}: {done.error}")
                 progress.reach(number)
                 yield done.prompt.index, done.text
@@ -102,16 +109,8 @@ def _to_list(work: "Completer", texts: list[str]) -> list[str]:
 
 
 def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> Path:
-    count = refused = 0
-
-    def numbered() -> Iterator[NumberedText]:
-        nonlocal count
-        for text in texts:
-            require(isinstance(text, str), f"prompt {count} is of type {type(text).__name__}; give strings.")
-            count += 1
-            yield NumberedText(count - 1, text)
-
-    left: Iterable[NumberedText] = numbered()
+    refused = 0
+    left: Iterable[NumberedText] = _numbered(texts)
     total = len(texts) if isinstance(texts, Sized) else None
     with results, Progress(total, results.count) as progress:
         while True:
@@ -126,7 +125,7 @@ def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> P
             if not left:
                 break
             time.sleep(LOOK_EVERY)
-        results.finish(count)
+        results.finish()
     if refused:
         warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)
     return results.path
@@ -181,13 +180,6 @@ class Completer:
             return CompletedText(prompt, text, done.finish_reason)
         error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
         return CompletedText(prompt, None, done.finish_reason, error)
-
-
-def _check_texts(texts: Any) -> None:
-    """Whether texts are several, and strings as far as they are at hand."""
-    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
-    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
 
 
 def _check(pair: Any, batch_size: Any, seed: Any, options: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ class ResultsFile:
     def __init__(self, path: str | Path, arguments: dict[str, Any]):
         self.path = Path(path).resolve()  # so that a link stays one
         self.arguments = json.dumps(arguments, indent=1).encode()
+        self.prompts = 0  # how many there are, as far as they were claimed
         self._forget()
 
     def __enter__(self) -> "ResultsFile":
@@ -97,6 +98,7 @@ class ResultsFile:
     def claimed(self, prompts: Iterable[NumberedText], elsewhere: list[NumberedText]) -> Iterator[NumberedText]:
         """Those that have no result, each locked for this process; `elsewhere` gets those that others are at."""
         for prompt in prompts:
+            self.prompts = max(self.prompts, prompt.index + 1)
             if self.is_done(prompt):
                 continue
             claimed = self._lock(prompt.index + 1)
@@ -126,13 +128,13 @@ class ResultsFile:
                 self._read_on(file)
         self._unlock(result.prompt.index + 1)
 
-    def finish(self, prompts: int) -> None:
+    def finish(self) -> None:
         """Put the results of all prompts in their order, unless they are, and on disk."""
         with self._writing() as file:
-            told = f"{self.path} has {self.count} results for {prompts} prompts, "
-            other = len(self.hashes) > prompts
+            told = f"{self.path} has {self.count} results for {self.prompts} prompts, "
+            other = len(self.hashes) > self.prompts
             require(not other, f"{told}some of them for others; give the same prompts, or name another file.")
-            require(self.count == prompts, f"{told}since some were removed meanwhile; make the same call again.")
+            require(self.count == self.prompts, f"{told}since some were removed meanwhile; make the same call again.")
             file.truncate(self.end)
             os.fsync(file.fileno())
             if not self.in_order:
