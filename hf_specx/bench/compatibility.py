@@ -98,7 +98,6 @@ def _compared(subject: str, target: object, draft: object, follows: str) -> Find
 
 
 def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    """How rows of unequal length share a batch."""
     names = layouts_of(target)[0], layouts_of(draft, drafts=True)[0]
     if "lockstep" in names:
         return Finding("layout", *names, NOTE, "all rows of a batch advance by the fewest accepted among them")

@@ -128,7 +128,6 @@ def load(name: str, revision: str | None, study: Study, device_map: Any, target:
 
 
 def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:
-    """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
     tokenizer, found = target.tokenizer, {}

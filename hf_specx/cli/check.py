@@ -81,7 +81,6 @@ def check(
 
 
 def show_result(result: CheckResult) -> None:
-    """Print the results of all tests, and the verdict."""
     console, rows = Output(), []
     for line in result.lines:
         seen = "-" if line.figure is None else f"{line.figure:.3g}"

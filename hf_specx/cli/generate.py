@@ -83,7 +83,6 @@ def generate(
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, int | str]:
-    """The options of the strategy that were given, checked."""
     number: str | int = "auto" if num_draft_tokens is None else num_draft_tokens
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)

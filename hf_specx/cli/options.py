@@ -100,7 +100,6 @@ class Named(Loading):
 
     @property
     def shown_pair(self) -> str:
-        """The pair's name."""
         return self.pair or EMBEDDED
 
     @property

@@ -26,7 +26,6 @@ class Module(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Its path on this machine."""
         return PACKAGE / self.room / f"{self.name}.py"
 
     @property

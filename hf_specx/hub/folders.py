@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from hf_specx.common.errors import require
@@ -55,16 +56,13 @@ def check_writable(folder: Path, named: Path) -> None:
 
 def without_folders(command: str) -> str:
     """A command as others may see it: of each path on this machine its last part alone."""
-    return "\n".join(map(_line_without_folders, command.split("\n")))
-
-
-def _line_without_folders(line: str) -> str:
-    try:
-        words = shlex.split(line)
-    except ValueError:  # a quote that does not end
-        return line
-    shown = [_without_folder(word) for word in words]
-    return line if shown == words else shlex.join(shown)
+    lines = command.split("\n")
+    for number, line in enumerate(lines):
+        with suppress(ValueError):  # a quote that does not end
+            words = shlex.split(line)
+            shown = [_without_folder(word) for word in words]
+            lines[number] = line if shown == words else shlex.join(shown)
+    return "\n".join(lines)
 
 
 def _without_folder(word: str) -> str:

@@ -159,7 +159,6 @@ def _plan(found: dict[str, FoundModel], own: dict[str, Any], *where: Any) -> Pla
 
 
 def _load(found: FoundModel, target: PreTrainedModel | None = None, **kwargs: Any) -> PreTrainedModel:
-    """A model; a draft for its target."""
     if found.model is not None:
         return found.model
     assert found.files is not None

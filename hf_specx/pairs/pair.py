@@ -70,7 +70,6 @@ class DraftTargetPair(NoModel):
         self.report: SpeculationReport | None = None
 
     def __repr__(self) -> str:
-        """Both models, and where they were loaded from."""
         named = list(map(label_of, (self.target, *self.drafts)))
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 

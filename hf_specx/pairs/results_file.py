@@ -45,7 +45,6 @@ class CompletedText(NamedTuple):
     error: str | None = None
 
     def line(self) -> bytes:
-        """The line of a file."""
         values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
         values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"

@@ -90,7 +90,7 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
     (found,) = resolve.LOADED[model].values()
-    draft = weakref.ref(found.draft)
+    draft = weakref.ref(found[0])
     assert len(loads) == 1
     del model, found
     gc.collect()
@@ -111,7 +111,7 @@ def test_threads_that_ask_at_once_share_one_draft(
 
     def ask(_: int) -> PreTrainedModel:
         both.wait(60)
-        return resolve.find_draft(model, {}).draft
+        return resolve.find_draft(model, {})[0]
 
     monkeypatch.setattr(resolve, "load_model", slowly)
     with ThreadPoolExecutor(2) as threads:
