@@ -1,13 +1,9 @@
-"""Checks that several measurements and commands share: sizes, sampling, files to be written, names of models."""
+"""Checks that several measurements and commands share: sizes, and how tokens are drawn."""
 
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import check_writable
 
 
 def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") -> None:
@@ -25,26 +21,3 @@ def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     told = f"top_p={top_p} is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
     require(0 < top_p <= 1, told)
     require(top_k >= 0, f"top_k={top_k} is negative; give 0, which keeps all tokens, or more.")
-
-
-def check_out(path: Path | None) -> None:
-    """Whether a file could be written at a path."""
-    if path is not None:
-        require(not path.is_dir(), f"{path} is a folder; name a file in it.")
-        folder = path.resolve().parent
-        require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
-        writable = not path.exists() or os.access(path, os.W_OK)
-        require(writable, f"{path} is there and cannot be written; name another file.")
-        check_writable(folder, path)
-
-
-@contextmanager
-def looking_for(name: str) -> Iterator[None]:
-    """Say which name it is that is not found; the Hub's client does not while it is offline."""
-    try:
-        yield
-    except OSError as error:
-        said = " ".join(str(error).split())
-        told = f"{name!r} cannot be got from the Hub, and there is no folder of that name here: {said}"
-        require(Path(name).is_dir(), told)
-        raise

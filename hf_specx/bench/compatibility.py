@@ -1,6 +1,7 @@
 """Whether a draft fits a target: what must be the same, what may differ, and what follows. Nothing is decoded."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ def find_fit(
         found.append(_logit_rows(target, draft, tokenizer))
     found.append(_compared("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
     found.append(_positions(target, draft))
-    decoding = _or_error("decoding", _decoding, *both, other_tokens)
+    decoding = _or_error("decoding", partial(check_own_text, width=1) if other_tokens else check_pair, *both)
     if decoding.verdict == ERROR and decoding.follows not in [finding.follows for finding in found]:
         found.append(decoding)
     return found
@@ -72,18 +73,19 @@ def find_fit(
 def find_own(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) -> list[Finding]:
     """What such a draft is made of; raises a ValueError if it cannot serve this target."""
     make_drafter(draft, target)
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
     drafting = "none: what followed the same tokens"
     if isinstance(draft, DraftHead):
         drafting = f"{draft.config.num_hidden_layers} of its own, by the states {draft.config.layer_ids}"
     if isinstance(draft, EarlyExitDraft):
         drafting = f"the first {draft.exit_layer} of them"
-    return [Finding("layers", str(_text_config(target).num_hidden_layers), drafting)]
+    return [Finding("layers", str(layers), drafting)]
 
 
-def _or_error(subject: str, find: Callable[..., Finding], *args: Any) -> Finding:
-    """What is found, also where a check refuses it."""
+def _or_error(subject: str, find: Callable[..., Finding | None], *args: Any) -> Finding:
+    """What is found, also where a check refuses it; a check that passes finds nothing."""
     try:
-        return find(*args)
+        return find(*args) or Finding(subject, "", "")
     except ValueError as error:
         return Finding(subject, "", "", ERROR, str(error))
 
@@ -96,7 +98,6 @@ def _compared(subject: str, target: object, draft: object, follows: str) -> Find
 
 
 def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    """How rows of unequal length share a batch."""
     names = layouts_of(target)[0], layouts_of(draft, drafts=True)[0]
     if "lockstep" in names:
         return Finding("layout", *names, NOTE, "all rows of a batch advance by the fewest accepted among them")
@@ -149,20 +150,8 @@ def _end_ids(model: PreTrainedModel) -> str:
 
 
 def _positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    limit, own = (getattr(_text_config(model), "max_position_embeddings", None) for model in (target, draft))
+    configs = (model.config.get_text_config(decoder=True) for model in (target, draft))
+    limit, own = (getattr(config, "max_position_embeddings", None) for config in configs)
     shorter = own is not None and (limit is None or own < limit)
     follows = f"after {own} tokens the draft agrees less" if shorter else "the draft reads as far as the target"
     return _compared("positions", limit or "no limit", own or "no limit", follows)
-
-
-def _decoding(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, other_tokens: bool) -> Finding:
-    """Whether the engine takes such a pair."""
-    if other_tokens:
-        check_own_text(target, draft, tokenizer, draft_tokenizer, width=1)
-    else:
-        check_pair(target, draft, tokenizer, draft_tokenizer)
-    return Finding("decoding", "", "")
-
-
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)

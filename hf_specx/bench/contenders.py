@@ -53,7 +53,6 @@ class Contender:
         self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
 
     def _own_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
-        """What the name says."""
         kind, number, compiled, layer = self.way
         draft: Any = self.draft
         if kind in ("suffix", "several"):
@@ -74,7 +73,6 @@ class Contender:
 
     @property
     def report(self) -> SpeculationReport | None:
-        """What the last call of ours did."""
         return None if self.strategy is None else self.strategy.report
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
@@ -88,7 +86,6 @@ class Contender:
         return output
 
     def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What `generate` is given besides inputs and options."""
         kind, number, compiled, layer = self.way
         if self.strategy is not None:
             return {"custom_generate": self.strategy}

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
-
-from .checks import check_out
+from hf_specx.hub.folders import check_out
 
 
 FILE_VERSION = 1

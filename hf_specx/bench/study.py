@@ -71,7 +71,6 @@ class DraftTrial:
         return statistics.geometric_mean(m.measured_speedup for m in self.measurements) if self.measurements else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "draft": self.name,
             "error": self.error,

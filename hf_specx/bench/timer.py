@@ -70,7 +70,6 @@ class Timing:
         return statistics.median(known) if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
         runs = {name: [getattr(run, name) for run in self.runs] for name in ("seconds", "tokens")}
         return runs | {"tokens_per_second": self.tokens_per_second}
 

@@ -1,8 +1,10 @@
 """Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It prints nothing."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,10 +19,8 @@ from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_m
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.hub.schema import check_place
-from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import looking_for
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
 from .inputs import Inputs, encode
@@ -107,15 +107,13 @@ def tune(
 def find_files(name: str, revision: str | None, study: Study) -> Files:
     """All files of a model but its weights."""
     check_place(name, revision)
-    with looking_for(name):
-        return get_files(name, revision, SMALL_FILES, **study.hub)
+    return get_files(name, revision, SMALL_FILES, **study.hub)
 
 
 def load(name: str, revision: str | None, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
     trust, files = study.trust_remote_code, find_files(name, revision, study)
-    with looking_for(name):
-        files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
+    files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     of_target = None if target is None else target.model
     model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
     on_hub = files.revision is not None
@@ -130,7 +128,6 @@ def load(name: str, revision: str | None, study: Study, device_map: Any, target:
 
 
 def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:
-    """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
     tokenizer, found = target.tokenizer, {}
@@ -158,37 +155,29 @@ def try_draft(
         if draft.model is None:
             draft = load(name, revision, study, {"": last_device(target.model)}, target)
         if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
-            both = target.tokenizer, draft.tokenizer
-            trial.findings = find_fit(target.model, draft.model, *both, study.prompts)
+            trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
         else:
             trial.findings = find_own(target.model, draft.model)
         for finding in trial.findings:
             require(finding.verdict != ERROR, finding.follows)
-        config = describe(target, draft, study)
+        both = target.tokenizer, draft.tokenizer
+        config = PairConfig(
+            target=target.facts,
+            draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
+            tokenizers=None if None in both else tokenizer_facts(*both),  # type: ignore[arg-type]
+            verification=study.verification,
+            prompts=list(study.prompts) if study.keep_prompts else [],
+        )
+        config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
         if study.prompts:
             measure_draft(target, draft, batches, study, config, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
         return trial
-    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers = target.tokenizer, draft.tokenizer
-    trial.pair = DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+    trial.pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
+    trial.pair.sources = {"target": target.facts, "draft": draft.facts}
     trial.config = config
     return trial
-
-
-def describe(target: Loaded, draft: Loaded, study: Study) -> PairConfig:
-    """All that is known of a pair before it is measured."""
-    tokenizer, own = target.tokenizer, draft.tokenizer
-    config = PairConfig(
-        target=target.facts,
-        draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
-        tokenizers=None if tokenizer is None or own is None else tokenizer_facts(tokenizer, own),
-        verification=study.verification,
-        prompts=list(study.prompts) if study.keep_prompts else [],
-    )
-    config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
-    return config
 
 
 def measure_draft(
@@ -208,32 +197,24 @@ def measure_draft(
         tokenizer=target.tokenizer,
         draft_tokenizer=draft.tokenizer,
     )
-    verification = _learn(target.model, strategy, batches[max(study.batches)][: study.learning], study, advance)
+    contender, reports = Contender("ours", target.model, strategy=strategy), []
+    for run, inputs in enumerate(batches[max(study.batches)][: study.learning]):
+        reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
+        advance()
+    report: Any = reduce(operator.add, reports)
+    if report.survival[1]:
+        strategy.costs.alpha[report.verification] = report.survival_rate
     for size in study.batches:
         if not chooses:
             strategy.calibrate(target.model, batches[size][0]["input_ids"])
-            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, verification)
+            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         config.measurements.append(_measurement(size, target.model, strategy, found, study.command))
     numbers = {m.num_draft_tokens for m in config.measurements}
-    known = len(study.batches) > 1 and len(numbers) == 1 and verification != "greedy" and not chooses
+    known = len(study.batches) > 1 and len(numbers) == 1 and report.verification != "greedy" and not chooses
     config.num_draft_tokens = numbers.pop() if known else "auto"
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
-
-
-def _learn(
-    target: PreTrainedModel, strategy: SpeculativeDecoding, batches: list[Inputs], study: Study, advance: Advance
-) -> str:
-    """Put the acceptance on the prompts into the costs, as it was seen; returns the verification of the reports."""
-    contender, kept, tried = Contender("ours", target, strategy=strategy), 0.0, 0.0
-    for run, inputs in enumerate(batches):
-        report: Any = time_call(contender, inputs, study.options, study.seed + run).report
-        kept, tried = kept + report.survival[0], tried + report.survival[1]
-        advance()
-    if tried:
-        strategy.costs.alpha[report.verification] = kept / tried
-    return report.verification
 
 
 def _measurement(

@@ -60,7 +60,6 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `generate`."""
         if self.temperature == 0:
             return {"do_sample": False, "max_new_tokens": self.new_tokens}
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}

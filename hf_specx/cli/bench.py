@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.checks import check_out, check_runs
+from hf_specx.bench.checks import check_runs
 from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
+from hf_specx.hub.folders import check_out
 
 from .console import Output, figure, imports, steps
 from .options import Batches, Chat, Named, PromptFile, Seed, command, typed

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from hf_specx.bench.checks import check_out
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.hub.folders import check_out
 from hf_specx.metrics.page import check_can_write, write_report
 from hf_specx.metrics.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
@@ -81,7 +81,6 @@ def check(
 
 
 def show_result(result: CheckResult) -> None:
-    """Print the results of all tests, and the verdict."""
     console, rows = Output(), []
     for line in result.lines:
         seen = "-" if line.figure is None else f"{line.figure:.3g}"

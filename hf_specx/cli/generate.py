@@ -10,7 +10,6 @@ import typer
 
 from hf_specx.common.errors import require
 from hf_specx.engine.check_options import check_choices
-from hf_specx.hub.folders import check_writable
 from hf_specx.pairs.results_file import check_results_path
 
 from .console import going_on_with, imports
@@ -23,7 +22,7 @@ BATCH_SIZE = 8  # of --out
 WAYS = "as arguments, with --file, on standard input, or use --demo"
 DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
 HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
-HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
+HELP_TIMED_TURNS = f"Timed runs of each of them; else {TIMED_TURNS}."
 HELP_SEED = "Of all random numbers; else a new one, with --demo and --out 0. With --out prompt i has this one + i."
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
@@ -43,7 +42,7 @@ def generate(
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
     seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
-    repeats: Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS)] = None,
+    repeats: Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, min=1)] = None,
     json_schema: Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)] = None,
     out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
     batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
@@ -84,7 +83,6 @@ def generate(
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, int | str]:
-    """The options of the strategy that were given, checked."""
     number: str | int = "auto" if num_draft_tokens is None else num_draft_tokens
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)
@@ -109,10 +107,6 @@ def checked_turns(repeats: int | None, timed: bool, out: Path | None, batch_size
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
     if out is not None:
         check_results_path(out)
-        check_writable(out.absolute().parent, out)
-    if repeats is None:
-        return TIMED_TURNS if timed else 0
-    require(timed, "--repeats is for --compare, which times both ways to generate; add it, or leave --repeats out.")
-    odd = repeats >= 1 and repeats % 2 == 1
-    require(odd, f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
-    return repeats
+    told = "--repeats is for --compare, which times both ways to generate; add it, or leave --repeats out."
+    require(timed or repeats is None, told)
+    return (repeats or TIMED_TURNS) if timed else 0

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specx.bench.checks import looking_for
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
 from hf_specx.bench.tune import tune
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.hub.cards import known_card, render
-from hf_specx.hub.fetch import SMALL_FILES, get_files, get_pair
+from hf_specx.hub.cards import known_card, known_config, render
+from hf_specx.hub.fetch import get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
+from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
@@ -48,19 +47,15 @@ def study_of(loading: Loading, **how: Any) -> Study:
 
 
 def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
-    """Load what a command names."""
     with waiting_for(f"loading {named.name}"):
         if named.target is not None:
             (trial,) = tune(named.target, [str(named.draft)], study_of(named), named.revision)
             require(trial.error is None, f"{named.draft} is no draft for {named.target}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair
-        elif named.draft is None or is_kind(named.draft):
-            pair = with_draft(load_given_pair(named.shown_pair, named), named.draft)
         else:
-            with looking_for(named.draft):  # what is not found is not the pair
-                get_files(named.draft, None, SMALL_FILES, **{} if named.token is None else {"token": named.token})
-            pair = load_given_pair(named.shown_pair, named, draft=named.draft)
+            loaded = {} if named.draft is None or is_kind(named.draft) else {"draft": named.draft}
+            pair = with_draft(load_given_pair(named.shown_pair, named, **loaded), named.draft)
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
     require(pair.tokenizer is not None or not needs_tokenizer, told)
     return pair
@@ -73,17 +68,17 @@ def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
     where = device_map(loading.device)
     placed = {"device_map": where} if where else {}
-    with looking_for(name):
-        return DraftTargetPair.from_pretrained(name, dtype=loading.dtype, **placed, **more, **loading.hub)
+    return DraftTargetPair.from_pretrained(name, dtype=loading.dtype, **placed, **more, **loading.hub)
 
 
 def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
-    """The pair with a kind of draft in place of its own, see `is_kind`; the pair itself where nothing is asked for.
+    """The pair with a kind of draft in place of its own, see `is_kind`; the pair itself where no kind is named.
 
     What was measured with its own draft, and recommended for it, does not hold then.
     """
-    if draft is None:
+    if not is_kind(draft):
         return pair
+    assert draft is not None
     config = copy.deepcopy(pair.config)
     config.forget()
     weightless = weightless_draft(draft)
@@ -140,10 +135,7 @@ def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str
 
 def config_of(name: str, revision: str | None, **hub: Any) -> PairConfig:
     """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
-    if is_known(name) and not is_embedded(name):
-        return BY_NAME[name].config()
-    with looking_for(name):
-        return get_pair(embedded_folder() if is_embedded(name) else name, revision, **hub)[1]
+    return known_config(name) if is_known(name) else get_pair(name, revision, **hub)[1]
 
 
 def card_of(name: str, title: str | None, revision: str | None, **hub: Any) -> str:

@@ -68,9 +68,7 @@ class Loading(TrustedSource):
     """How models are loaded; the device as torch names it, "auto", or None for an accelerator if there is one."""
 
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")
-    ] = None
+    device: Annotated[str | None, typer.Option(help=HELP_DEVICE)] = None
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}.")
@@ -102,7 +100,6 @@ class Named(Loading):
 
     @property
     def shown_pair(self) -> str:
-        """The pair's name."""
         return self.pair or EMBEDDED
 
     @property
@@ -137,11 +134,9 @@ class Sampling(Warping):
     """
 
     greedy: Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")] = False
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens per row, at most.")] = 128
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens per row, at most.", min=1)] = 128
 
     def __post_init__(self) -> None:
-        told = f"--max-new-tokens {self.max_new_tokens} generates nothing; give 1 or more."
-        require(self.max_new_tokens >= 1, told)
         check_sampling(self.temperature, self.top_p, self.top_k)
         untouched = (self.temperature, self.top_p, self.top_k) == (1, 1, 0)
         told = "--greedy does not sample; leave --temperature, --top-p and --top-k out."

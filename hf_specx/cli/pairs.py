@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.checks import check_out
 from hf_specx.bench.ways import SUFFIX
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import INSIDE, REFERENCE, check_folder, check_repository, check_writable
+from hf_specx.hub.folders import INSIDE, REFERENCE, check_folder, check_out, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
 
 from .console import imports, waiting_for
@@ -100,7 +99,7 @@ def publish(
     told = f"--draft {draft} is no kind of draft to save; choose {SUFFIX}, exit:4 or the like."
     require(draft is None or (is_kind(draft) and draft != DRAFTS[1]), told)
     with imports():
-        from hf_specx.hub.publish import write_repository
+        from hf_specx.hub.publish import save
 
         from .loading import load_given_pair, saved_as, with_draft
     with waiting_for(f"publishing {pair}"):
@@ -110,7 +109,7 @@ def publish(
             as_it_is = saved_as(getattr(given.config, role), inside=False)
             where[role] = as_it_is if named is None else REFERENCE if named else INSIDE
         if folder is not None:
-            write_repository(given, folder, overwrite=overwrite, **where)
+            save(given, folder, overwrite=overwrite, with_code=True, **where)
             done, said = {"folder": str(folder)}, f"written to {folder}"
         else:
             made: Any = {"private": private or None, "token": source.token, "revision": branch, **where}

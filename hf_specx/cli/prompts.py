@@ -3,8 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,11 @@ class FilePrompts:
     def __len__(self) -> int:
         return sum(1 for _ in self._lines())
 
-    def _open(self) -> AbstractContextManager[Iterable[str]]:
-        if self.path is not None:
-            return open(self.path, encoding="utf-8-sig", newline="\n")
-        if sys.stdin.isatty():  # nobody would know that something is waited for
-            return nullcontext([])
-        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="\n")
-
     def _lines(self) -> Iterator[str]:
-        with self._open() as lines:
+        if self.path is None and sys.stdin.isatty():  # nobody would know that something is waited for
+            return
+        how: Any = {"encoding": "utf-8-sig", "newline": "\n"}
+        with io.TextIOWrapper(sys.stdin.buffer, **how) if self.path is None else open(self.path, **how) as lines:
             try:
                 yield from (line.rstrip("\r\n") for line in lines if line.strip())
             except UnicodeDecodeError as error:

@@ -60,13 +60,20 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
     return f"{card.content}\n"
 
 
+def known_config(name: str) -> PairConfig:
+    """The config of the embedded pair; of another well-known one with nothing but the ids and their class."""
+    check_known_name(name)
+    if name == EMBEDDED:
+        return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
+    known = BY_NAME[name]
+    target, draft = (ModelSource(model, auto_class=known.auto_class) for model in (known.target, known.draft))
+    return PairConfig(target, draft)
+
+
 def known_card(name: str) -> str:
     """The card of a well-known pair, or of the embedded one; a ValueError for a name that is neither."""
-    if name == EMBEDDED:
-        return render(PairConfig.from_file(embedded_folder() / CONFIG_NAME), EMBEDDED)
-    check_known_name(name)
-    known = BY_NAME[name]
-    return render(known.config(), f"{known.target} with {known.draft}")
+    config = known_config(name)
+    return render(config, EMBEDDED if name == EMBEDDED else f"{config.target.name} with {config.draft.name}")
 
 
 def write_cards(folder: str | Path) -> list[Path]:
@@ -124,7 +131,6 @@ def code(text: str | int | None) -> str:
 
 
 def fence(text: str, language: str) -> str:
-    """A fenced block."""
     ticks = "`" * max(3, _longest_run(text) + 1)
     return f"{ticks}{language}\n{text.strip()}\n{ticks}"
 

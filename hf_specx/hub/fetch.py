@@ -48,7 +48,7 @@ def get_files(
     try:
         root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
     except LocalEntryNotFoundError as error:  # which does not name what was looked for
-        told = f"{str(name)!r} is no folder here, and cannot be got from the Hub: {error}"
+        told = f"{str(name)!r} cannot be got from the Hub, and there is no folder of that name here: {error}"
         raise LocalEntryNotFoundError(told) from error
     return Files(str(name), Path(root).name, Path(root))
 
@@ -114,20 +114,15 @@ def get_tokenizer(
     except Exception as error:  # a broken file may raise any
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {AGAIN}.") from error
     if facts is not None:
-        _check_tokens(tokenizer_facts(tokenizer), facts, files.name)
+        found = tokenizer_facts(tokenizer)
+        ours = {"tokens": found.tokens, **found.special_tokens}
+        theirs = {"tokens": facts.tokens, **facts.special_tokens}
+        for name in sorted(ours.keys() | theirs.keys()):
+            told = f"the tokenizer of {files.name} has {name}={ours.get(name)!r}, and its pair was checked with "
+            require(ours.get(name) == theirs.get(name), f"{told}{theirs.get(name)!r}; {AGAIN}.")
+        told = f"the tokens of the tokenizer of {files.name} have other ids than those that its pair was checked with"
+        require(facts.vocabulary in (None, found.vocabulary), f"{told}; {AGAIN}.")
     return tokenizer
-
-
-def _check_tokens(found: TokenizerFacts, recorded: TokenizerFacts | DraftTokenizer, where: str) -> None:
-    """Whether a tokenizer is the one that was checked."""
-    told = f"the tokenizer of {where} has {found.tokens} tokens, and its pair was checked with {recorded.tokens}"
-    require(found.tokens == recorded.tokens, f"{told}; {AGAIN}.")
-    told = f"the tokens of the tokenizer of {where} have other ids than those that its pair was checked with; {AGAIN}."
-    require(recorded.vocabulary in (None, found.vocabulary), told)
-    ours, theirs = found.special_tokens, recorded.special_tokens
-    for role in sorted(ours.keys() | theirs.keys()):
-        told = f"the tokenizer of {where} has {role}={ours.get(role)!r}, and its pair was checked with "
-        require(ours.get(role) == theirs.get(role), f"{told}{theirs.get(role)!r}; {AGAIN}.")
 
 
 def fingerprint(folder: Path) -> str:

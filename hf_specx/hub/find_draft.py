@@ -3,7 +3,7 @@
 import threading
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -14,25 +14,18 @@ from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
 
 from .facts import COMMIT, KIND, check_kind, commit_of, differing
-from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
+from .fetch import HUB_OPTIONS, get_model, get_pair, get_tokenizer, is_changed
 from .load_model import get_head, load_model, with_head
 from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
-from .schema import HUB_ID
 
 
 SIZE = ("parameters", "max_positions")
 
 
-class Found(NamedTuple):
-    """The draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware."""
-
-    draft: PreTrainedModel | WeightlessDraft
-    options: dict[str, Any]
-    costs: Costs
-
-
+# the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
+Found = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
 # by target, then by name and revision of the pair; freed with the target
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Found]] = WeakKeyDictionary()
 LOADING = threading.Lock()
@@ -45,7 +38,7 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
     of the call that are `given` only `HUB_OPTIONS` and `revision` are used.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    source = find_source(target, given.get("revision"), hub)
+    source = find_source(target, given.get("revision"))
     with LOADING:
         loaded = LOADED.setdefault(target, {})
         if source not in loaded:
@@ -53,7 +46,7 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
         return loaded[source]
 
 
-def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
+def find_source(target: PreTrainedModel, revision: str | None) -> tuple[str, str | None]:
     """The name of the pair, and its revision (that of the call, if it is the target's pair); None for the target's."""
     if PAIR is not None and REVISION is not None:
         check_reference(PAIR)
@@ -61,36 +54,24 @@ def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, An
     if PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
         return PAIR, None
     name = str(target.name_or_path or "")
-    source = name, None if Path(name).is_dir() else revision
-    if source not in LOADED.get(target, {}):
-        reason = _why_no_pair(target, *source, hub)
-        told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
-        told += f"brings its draft (this one is of no pair: {reason})."
-        gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
-        require(reason is None, told + gone)
-    return source
-
-
-def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> str | None:
-    if not name:
-        return "it was made here"
-    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
-        return f"{name!r} is no folder and no id on the Hub"
-    try:
-        files = get_files(name, revision or commit_of(target, hub.get("cache_dir")), [CONFIG_NAME], **hub)
-    except (OSError, ValueError) as error:
-        return f"{name!r} cannot be read: {' '.join(str(error).split())}"
-    return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
+    return name, None if Path(name).is_dir() else revision
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
     commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
-    pair, config = get_pair(name, commit, **hub)
+    try:
+        require(bool(name), "it was made here")
+        pair, config = get_pair(name, commit, **hub)
+    except (OSError, ValueError) as error:
+        told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
+        told += f"brings its draft (this one is of no pair: {error})."
+        gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
+        raise ValueError(told + gone) from error
     warn_of_another_target(config, target)
     weightless = config.weightless_draft()
     if weightless is not None:
         weightless = with_head(weightless, get_head(pair, config, **hub), target)
-        return Found(weightless, *recommended(config, target))
+        return weightless, *recommended(config, target)
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
@@ -104,7 +85,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
         if own is not None or config.draft.name is not None:
             other = get_tokenizer(files, config.draft.subfolder, own or config.tokenizers, trust_remote_code=False)
         options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
-    return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
+    return draft.to(last_device(target)), options, costs  # type: ignore[arg-type]
 
 
 def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:

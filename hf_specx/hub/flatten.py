@@ -6,7 +6,6 @@ for their imports.
 """
 
 import ast
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +26,6 @@ class Module(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Its path on this machine."""
         return PACKAGE / self.room / f"{self.name}.py"
 
     @property
@@ -47,7 +45,7 @@ def published_code() -> dict[str, str]:
     for module in core_modules():
         if module.name != SOURCE:
             rooms.setdefault(module.published, []).append(module)
-    return {room: _merged(room, modules) for room, modules in rooms.items()}
+    return {room: _merged(modules) for room, modules in rooms.items()}
 
 
 def core_modules() -> list[Module]:
@@ -73,38 +71,20 @@ def imported(node: ast.AST, room: str) -> Module | None:
     return Module("/".join(names[:-1]), names[-1]) if package == PACKAGE.name and len(names) in (2, 3) else None
 
 
-def _merged(room: str, modules: list[Module]) -> str:
-    """The text of a room's file; a ValueError if two of its files define the same name."""
-    meanings: dict[str, str] = {}
-    sections = []
+def _merged(modules: list[Module]) -> str:
+    """The text of a room's file: a section for each of its files, with what it imports from elsewhere."""
+    version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
+    sections = [f'"""From hf_specx {version}: {shown}."""\n']
     for module in modules:
         source = module.path.read_text(encoding="utf-8")
-        lines, (described, *body) = source.splitlines(), ast.parse(source).body
-        for node in body:
-            for name, meaning in _meanings(node, module):
-                if meanings.setdefault(name, meaning) != meaning:
-                    raise ValueError(f"{name} has two meanings in {room}: {meanings[name]}, and {meaning}.")
+        lines, body = source.splitlines(), ast.parse(source).body
+        for node in reversed(body):  # from the last one on, so that the numbers of lines stay
+            found = imported(node, module.room)
             for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-            if for_types or isinstance(node, ast.Import | ast.ImportFrom):  # annotations in quotes need no import
-                lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-        comment = [f"# {module.shown}:", *lines[: described.end_lineno]]
-        sections.append("\n".join(comment) + "\n\n\n" + "\n".join(lines[described.end_lineno :]).strip("\n") + "\n")
-    version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
-    imports = sorted({meaning for meaning in meanings.values() if meaning.startswith(("import ", "from "))})
-    return f'"""From hf_specx {version}: {shown}."""\n\n' + "\n".join(imports) + "\n\n\n" + "\n\n".join(sections)
-
-
-def _meanings(node: ast.stmt, module: Module) -> Iterator[tuple[str, str]]:
-    """The names that a top-level statement defines, each with its import or with the file that defines it."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        found = imported(node, module.room)
-        origin = f"from {f'.{found.published}' if found else node.module} " if isinstance(node, ast.ImportFrom) else ""
-        for alias in node.names:
-            inside = found and found.published == module.published
-            meaning = found.shown if found and inside else f"{origin}import {ast.unparse(alias)}"
-            yield alias.asname or alias.name, meaning
-    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield node.name, module.shown
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            yield from ((x.id, module.shown) for x in ast.walk(target) if isinstance(x, ast.Name))
+            if found is not None or for_types:  # annotations in quotes need no import
+                lines[node.lineno - 1 : node.end_lineno] = []
+            if found is not None and found.published != module.published:
+                names = ast.unparse(node).partition(" import ")[2]
+                lines.insert(node.lineno - 1, f"from .{found.published} import {names}")
+        sections.append("\n".join([f"# {module.shown}:", *lines]) + "\n")
+    return "\n\n".join(sections)

@@ -1,8 +1,10 @@
 """Where a pair may be written or published, and how its models are: known before anything is loaded."""
 
+import os
 import re
 import shlex
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from hf_specx.common.errors import require
@@ -30,6 +32,17 @@ def check_repository(repo_id: str) -> None:
     require(known, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
 
 
+def check_out(path: Path | None) -> None:
+    """Whether a file could be written at a path."""
+    if path is not None:
+        require(not path.is_dir(), f"{path} is a folder; name a file in it.")
+        folder = path.resolve().parent
+        require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
+        writable = not path.exists() or os.access(path, os.W_OK)
+        require(writable, f"{path} is there and cannot be written; name another file.")
+        check_writable(folder, path)
+
+
 def check_writable(folder: Path, named: Path) -> None:
     """Whether files can be made in a folder, or in the nearest one above that is there; `named` is for the message."""
     near = next(each for each in (folder, *folder.parents) if each.exists())
@@ -43,16 +56,13 @@ def check_writable(folder: Path, named: Path) -> None:
 
 def without_folders(command: str) -> str:
     """A command as others may see it: of each path on this machine its last part alone."""
-    return "\n".join(map(_line_without_folders, command.split("\n")))
-
-
-def _line_without_folders(line: str) -> str:
-    try:
-        words = shlex.split(line)
-    except ValueError:  # a quote that does not end
-        return line
-    shown = [_without_folder(word) for word in words]
-    return line if shown == words else shlex.join(shown)
+    lines = command.split("\n")
+    for number, line in enumerate(lines):
+        with suppress(ValueError):  # a quote that does not end
+            words = shlex.split(line)
+            shown = [_without_folder(word) for word in words]
+            lines[number] = line if shown == words else shlex.join(shown)
+    return "\n".join(lines)
 
 
 def _without_folder(word: str) -> str:

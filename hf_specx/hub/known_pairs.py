@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hf_specx.common.errors import require, similar
-
-
-if TYPE_CHECKING:  # commands look up names before torch is imported
-    from .pair_config import PairConfig
 
 
 EMBEDDED = "embedded"  # the pair in the package
@@ -22,13 +17,6 @@ class KnownPair:
     target: str
     draft: str
     auto_class: str = "AutoModelForCausalLM"
-
-    def config(self) -> "PairConfig":
-        """A config with nothing but the ids and their class."""
-        from .pair_config import ModelSource, PairConfig
-
-        target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
-        return PairConfig(target, draft)
 
 
 BY_NAME = {  # by what `specx card` and the file in `model_cards/` call the pair
@@ -54,12 +42,10 @@ NAMES = (EMBEDDED, *BY_NAME)
 
 
 def embedded_folder() -> Path:
-    """The folder of the pair in the package."""
     return Path(__file__).parent / EMBEDDED
 
 
 def check_known_name(name: str) -> None:
-    """Whether a well-known pair has this name."""
     told = f"{name!r} is no folder here, no id on the Hub, which has an owner (owner/{name}), and no well-known pair; "
     require(name in NAMES, f"{told}{similar(name, NAMES)}known: {', '.join(NAMES)}.")
 

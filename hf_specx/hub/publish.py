@@ -48,8 +48,8 @@ def save(
 ) -> PairConfig:
     """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
 
-    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` also writes the card and the code
-    to use the pair, which holds the path of the folder.
+    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` writes all that `publish` would
+    upload, to be used from there: also the card and the code to use the pair, which holds the path of the folder.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -61,7 +61,8 @@ def save(
         new.mkdir()
         config = _write(pair, new, sources)
         if with_code:
-            _write_card(new, config, str(place), place.name)
+            card = render(config, str(place), published=True, title=place.name)
+            (new / "README.md").write_text(card, encoding="utf-8")
             write_code(new, str(place))
         try:
             if folder.exists():
@@ -157,15 +158,6 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
 
-def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
-    """Write all that `publish` would upload into a folder, to be used from there; options are those of `save`."""
-    return save(pair, folder, with_code=True, **options)
-
-
-def _write_card(folder: Path, config: PairConfig, name: str, title: str) -> None:
-    (folder / "README.md").write_text(render(config, name, published=True, title=title), encoding="utf-8")
-
-
 def publish(
     pair: Any,
     repo_id: str,
@@ -201,7 +193,7 @@ def publish(
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / "pair"
             config = save(pair, folder, target=target, draft=draft)
-            _write_card(folder, config, repo_id, repo_id)
+            (folder / "README.md").write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
@@ -213,7 +205,10 @@ def publish(
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
-    there = _files(api, **to)
+    try:
+        there = api.list_repo_files(**to)
+    except RevisionNotFoundError:  # a branch that is still to be made begins with the files of the main one
+        there = api.list_repo_files(to["repo_id"])
     stale = sorted(filter(_is_saved, there))
     taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
     told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
@@ -231,11 +226,3 @@ def _is_saved(name: str) -> bool:
     """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
     return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
-
-
-def _files(api: HfApi, repo_id: str, revision: str | None) -> list[str]:
-    """Those of a branch; a branch that is still to be made begins with those of the main one."""
-    try:
-        return api.list_repo_files(repo_id, revision=revision)
-    except RevisionNotFoundError:
-        return api.list_repo_files(repo_id)

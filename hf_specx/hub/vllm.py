@@ -48,12 +48,13 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         config: of the pair. A ValueError says why vLLM cannot load it, or refuses it.
         name: a local folder, else the id of its repository; "embedded" is the pair in the package.
         revision: of that repository; models by reference have theirs in the config.
-        num_draft_tokens: None takes the config's; if that is "auto", the number of its fastest measurement, or
-            `FIXED_DRAFT_TOKENS` if nothing was measured.
+        num_draft_tokens: None takes the config's; if that is "auto", the number of its fastest measurement in
+            transformers, or `FIXED_DRAFT_TOKENS` if nothing was measured.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
     require(config.weightless_draft() is None, told)
-    check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
+    number = config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    check_choices(number, config.verification)
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None
@@ -65,7 +66,9 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "
     told += "which a draft inside does not have: save the pair with draft='reference'."
     require(not mapped or own or config.draft.name is not None, told)
-    number, reason = _number(config, num_draft_tokens)
+    best = max(config.measurements, key=lambda m: m.measured_speedup, default=None)
+    if number == "auto":
+        number = FIXED_DRAFT_TOKENS if best is None else best.num_draft_tokens
     method = "block" if config.verification in (None, "block") else "standard"
     judged = {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
     named = "eagle3" if kind == "peagle" else kind or "draft_model"
@@ -73,7 +76,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     speculative |= {"use_heterogeneous_vocab": True} if mapped else judged if kind in (None, "eagle3") else {}
     speculative |= {"parallel_drafting": True} if kind == "peagle" else {}
     remarks = {
-        reason: True,
+        "How many tokens to draft was not measured in vLLM.": True,
         "vLLM has no coupled mode; rejection sampling is used instead.": config.verification == "coupled",
         "The models score different tokens: vLLM then drafts greedily, so another share is accepted.": mapped,
         "Not checked: both models must score equally many tokens in vLLM; specx tune tells.": None in sizes,
@@ -99,17 +102,3 @@ def _served(model: ModelSource, role: str, name: str, revision: str | None) -> d
     require(not model.subfolder, told)
     commit = model.revision if model.name is not None else revision
     return {"model": repository} | ({} if commit is None else {"revision": commit})
-
-
-def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
-    """How many tokens to draft, and a sentence that says why."""
-    if given is not None:
-        return given, f"num_speculative_tokens is {given} as asked for."
-    if isinstance(config.num_draft_tokens, int):
-        return config.num_draft_tokens, f"num_speculative_tokens is {config.num_draft_tokens} as the pair recommends."
-    if not config.measurements:
-        return FIXED_DRAFT_TOKENS, f"Nothing was measured: num_speculative_tokens is {FIXED_DRAFT_TOKENS} for a start."
-    best = max(config.measurements, key=lambda m: m.measured_speedup)
-    told = f"num_speculative_tokens is that of the fastest measurement in transformers ({best.measured_speedup:.2f} "
-    told += f"times plain generate at batch {best.batch} on {best.hardware}); measure anew in vLLM."
-    return best.num_draft_tokens, told

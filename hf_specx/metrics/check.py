@@ -2,32 +2,37 @@
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import tqdm
+from transformers import GenerationConfig
 
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
+from hf_specx.common.wrappers import label_of
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
-from hf_specx.hub.known_pairs import embedded_folder
+from hf_specx.hub.folders import without_folders
+from hf_specx.metrics import path as path_of
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .cells import judge_distribution, judge_equality, judge_quality
+from .equality import Noise, explain
 from .page import check_can_write, write_report
 from .result import CheckResult, lines_of
-from .settings import CHECKED, Settings, check_packages, plain_of
+from .settings import CHECKED, UNITS, Settings, check_packages, is_greedy, plain_of
 from .texts import Subject, ask_first, generate_texts
 
 
 SHOWN = 4  # texts of each way that a result has
+CONFIDENCE = 0.95  # of intervals
+MEASURES = 4  # of quality
 Part = Callable[..., Any]  # makes what has a name, by a function of a subject and more, unless it is known
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
@@ -78,7 +83,7 @@ def check(
     subject = subject_of(pair, texts, settings)
     with tqdm(total=settings.steps, delay=3, desc="checking", disable=advance is not None) as bar:
         result = run_check(subject, advance or bar.update, path)
-    result.pair = name_of(pair)
+    result.pair = without_folders(" with ".join(map(label_of, (pair.target, *pair.drafts))))
     if report is not None:
         write_report(result, report)
     return result
@@ -121,8 +126,13 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
         }
         cells = all_cells(subject, part, texts)
         traced = part("trace", trace_one)
-    lines, shown = lines_of(subject.settings, cells), shown_texts(subject, texts)
-    return CheckResult(lines, subject.settings.to_dict(), made, subject.prompts, cells, shown, traced)
+    first, shown = subject.settings.batch_sizes[0], {}
+    for way in subject.settings.ways:
+        decoded = subject.decoded(texts[way, first]["texts"][:SHOWN])
+        prompts = zip(subject.prompt_indices(way, first), decoded, strict=False)
+        shown[way] = [{"prompt": index, "text": text} for index, text in prompts]
+    lines, settings = lines_of(subject.settings, cells), subject.settings.to_dict()
+    return CheckResult(lines, settings, made, subject.prompts, cells, shown, traced)
 
 
 def asked_of(subject: Subject) -> str:
@@ -165,24 +175,6 @@ def trace_one(subject: Subject) -> dict[str, Any]:
     return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)
 
 
-def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:
-    """The first texts of each way at the first batch size, as strings."""
-    first, found = subject.settings.batch_sizes[0], {}
-    for way in subject.settings.ways:
-        indices, shown = subject.prompt_indices(way, first), subject.decoded(texts[way, first]["texts"][:SHOWN])
-        found[way] = [{"prompt": index, "text": text} for index, text in zip(indices, shown, strict=False)]
-    return found
-
-
-def name_of(pair: DraftTargetPair) -> str:
-    """What a pair is called: "embedded", or where its models come from."""
-    names = [model.name_or_path or type(model).__name__ for model in pair.models]
-    if names[0] == str(embedded_folder()):
-        return "embedded"
-    weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
-    return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
-
-
 def described(pair: DraftTargetPair) -> dict[str, str]:
     """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
     found = {"target": "", "draft": type(pair.draft).__name__}
@@ -191,4 +183,81 @@ def described(pair: DraftTargetPair) -> dict[str, str]:
         if source is not None and source.name is not None:
             facts += [source.name, f"commit {source.revision}"]
         found[role] = ", ".join(facts)
+    return found
+
+
+@cache
+def metric(name: str) -> Any:
+    """One of this package's, by its name."""
+    import evaluate
+
+    return evaluate.load(path_of(name), keep_in_memory=True)
+
+
+def judge_equality(
+    subject: Subject, way: str, batch: int, plain: list[list[int]], ours: list[list[int]]
+) -> dict[str, Any]:
+    """`sequence_equality` of both texts, with what is made of the first difference of each row.
+
+    Returns:
+        "exact_match", "rows"; "tokens", those up to each row's first difference or its end; "differences", of
+        `explain`.
+    """
+    found = metric("sequence_equality").compute(predictions=ours, references=plain)
+    prompts, differences, tokens = subject.prompt_indices(way, batch), [], 0
+    for row, (texts, position) in enumerate(
+        zip(zip(plain, ours, strict=True), found["first_difference"], strict=True)
+    ):
+        tokens += len(texts[0]) if position < 0 else position + 1
+        if position >= 0:
+            seed = subject.settings.run_seed(way, batch, row // batch)
+            noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
+            options, prompt = subject.settings.generation(way), subject.ids[prompts[row]]
+            differences.append(explain(subject.target, options, prompt, *texts, row, position, noise)._asdict())
+    return {"exact_match": found["exact_match"], "rows": len(ours), "tokens": tokens, "differences": differences}
+
+
+def judge_distribution(subject: Subject, way: str, batch: int, ours: list[list[int]]) -> dict[str, Any]:
+    """`sampled_law` of the texts at one batch size, with the draft where it has a distribution."""
+    found: dict[str, Any] = metric("sampled_law").compute(
+        predictions=ours,
+        references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
+        model=subject.target,
+        generation_config=GenerationConfig(**subject.settings.generation(way)),
+        draft=subject.draft,
+        rounding=UNITS,
+        level=subject.settings.share,
+    )
+    return found
+
+
+def too_few(pairs: int, share: float) -> bool:
+    """Whether all differences of so many pairs of texts may have one sign by chance, at a level that is shared."""
+    return MEASURES * 2.0 ** (1 - pairs) >= share
+
+
+def judge_quality(
+    subject: Subject, indices: list[int], plain: list[list[int]], ours: list[list[int]]
+) -> dict[str, Any] | None:
+    """`text_quality` of all texts of a verification, compared with plain ones of the same prompts, given by index.
+
+    Lengths are those of the tokens that were emitted, since text that is read again may have more of them. None where
+    there are too few texts.
+    """
+    share = subject.settings.share
+    if too_few(len(ours), share):
+        return None
+    texts = [subject.decoded(each) for each in (ours, plain)]
+    judge = {"model": subject.target, "prompts": [subject.prompts[index] for index in indices]}
+    # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
+    pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
+    found: dict[str, Any] = metric("text_quality").compute(
+        predictions=texts[0],
+        references=texts[1],
+        tokenizer=subject.tokenizer,
+        lengths=[[len(text) for text in each] for each in (ours, plain)],
+        level=1 - CONFIDENCE,
+        seed=subject.settings.seed,
+        **({} if too_few(pairs, share) else judge),
+    )
     return found

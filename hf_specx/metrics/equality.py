@@ -7,6 +7,7 @@ counts as explained where each of the two tokens would be chosen if its logit al
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from hf_specx.common.devices import execution_device
 from .settings import UNITS
 
 
-DOUBLINGS = 40  # doublings of a unit, after which a token is taken to be out of reach
+STEPS = 3200  # by a hundredth each, from a hundredth of a unit on; then a token is taken to be out of reach
 
 
 class Difference(NamedTuple):
@@ -94,14 +95,8 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
         changed[0, token] += rise
         return chosen(changed) == token
 
-    if wins(0.0):
-        return 0.0
-    high = next((unit * 2.0**n for n in range(DOUBLINGS) if wins(unit * 2.0**n)), math.inf)
-    low = 0.0 if high == unit else high / 2
-    while math.isfinite(high) and high - low > high / 100:
-        middle = (low + high) / 2
-        low, high = (low, middle) if wins(middle) else (middle, high)
-    return high
+    rises = [0.0, *(unit / 100 * 1.01**step for step in range(STEPS)), math.inf]
+    return rises[bisect_left(rises, True, hi=len(rises) - 1, key=wins)]
 
 
 def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:

@@ -3,24 +3,16 @@
 import base64
 import datetime
 import hashlib
-import json
 import re
 from pathlib import Path
-from typing import Any
 
-from hf_specx.bench.checks import check_out
 from hf_specx.common.errors import require
+from hf_specx.hub.folders import check_out
 
-from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
+from .result import CHECK_LEGEND, FAILED, PASSED, CheckResult, summary
 
 
 PAGES = (".html", ".htm")
-SIGNS = {PASSED: "✓", FAILED: "✗", UNTOLD: "?"}
-ORIGINS = {
-    "accepted": "drafted, and kept",
-    "recovered": "the target's own, in place of a candidate that was rejected",
-    "bonus": "the target's own, after all candidates of a round were kept, or where there was none",
-}
 
 
 def check_can_write(path: str | Path | None) -> None:
@@ -57,36 +49,10 @@ def page(result: CheckResult) -> str:
         result=result,
         verdict=PASSED if result.passed else FAILED,
         summary=summary(result).partition(": ")[2],
-        signs=SIGNS,
         legend=CHECK_LEGEND,
-        facts={"Settings": as_text(result.settings), "Where it was made": as_text(result.provenance)},
         drafts={name: cell["acceptance"] for name, cell in result.cells.items() if "acceptance" in cell},
-        tokens=tokens_of(result.trace),
-        origins=ORIGINS,
         written=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def as_text(values: dict[str, Any]) -> dict[str, str]:
-    """Names and values as text."""
-    texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in values.values()]
-    return {name.replace("_", " "): text for name, text in zip(values, texts, strict=True)}
-
-
-def tokens_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tokens of a trace one by one, each with its round, its chance, and the candidate that it replaced."""
-    found = []
-    for place, each in enumerate(trace.get("rounds", []), 1):
-        candidates = each["candidates"]
-        for position, token in enumerate(each["tokens"]):
-            more: dict[str, Any] = {"round": str(place), "acceptance": None, "rejected": None}
-            if token["origin"] == "accepted":
-                more["round"] += f", candidate {position + 1} of {len(candidates)}"
-                more["acceptance"] = candidates[position]["acceptance"]
-            if token["origin"] == "recovered":
-                more["rejected"] = candidates[each["rejected"]]
-            found.append(token | more)
-    return found
 
 
 def number(value: float | None) -> str:

@@ -86,7 +86,6 @@ class CheckResult:
 
 
 def summary(result: CheckResult) -> str:
-    """The verdict in a sentence."""
     rate = f"a correct one fails in at most {result.level:g} of such checks"
     if result.passed:
         rounded = any(cell.get("equality", {}).get("differences") for cell in result.cells.values())
@@ -97,14 +96,12 @@ def summary(result: CheckResult) -> str:
 
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
-    """A line for each thing that was looked at."""
     makes: dict[str, Callable[..., CheckLine]] = {"equality": equality_line, "law": distribution_line}
     makes["quality"] = partial(quality_line, share=settings.share)
     return [makes[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in makes]
 
 
 def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
-    """Of `judge_equality`."""
     what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
     if not differences:
         sees = f"one wrong token in {1 / least_share(cell['tokens']):,.0f}"
@@ -138,7 +135,6 @@ def unlikely(chance: float) -> float:
 
 
 def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
-    """Of `judge_distribution`."""
     note = f"p = {cell['p_value']:.2g}; {cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
         note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
@@ -168,7 +164,6 @@ def seen_deviations(cell: dict[str, Any]) -> Iterator[str]:
 
 
 def quality_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
-    """Of `judge_quality`."""
     what, threshold = f"{name}: quality of plain text", unlikely(share)
     if cell is None:
         return CheckLine(what, UNTOLD, None, threshold, "too few texts; ask for more samples")

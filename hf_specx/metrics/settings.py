@@ -22,7 +22,6 @@ UNITS = 16.0  # the largest rise that counts as rounding, in units: the precisio
 
 
 def check_packages() -> None:
-    """Raise a ValueError if something that a check needs is not installed."""
     lacking = [name for name in PACKAGES if find_spec(name) is None]
     told = f"a check needs {', '.join(lacking)}: pip install {' '.join(lacking)}, as the extra [quality] does."
     require(not lacking, told)
@@ -120,7 +119,6 @@ class Settings:
 
 
 def is_greedy(way: str) -> bool:
-    """Whether a way to generate does not sample."""
     return way in (PLAIN_GREEDY, "greedy")
 
 

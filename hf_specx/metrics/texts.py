@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.candidates import make_drafter
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -46,18 +47,9 @@ class Subject:
         return make_drafter(self.pair.draft, self.target).model if same else None
 
     def strategy(self, verification: str) -> SpeculativeDecoding:
-        """Like the pair's own, but for what is checked; a new one, so that nothing learned elsewhere counts."""
-        own = self.pair.strategy
-        return SpeculativeDecoding(
-            self.pair.draft,
-            num_draft_tokens=self.settings.num_draft_tokens,
-            verification=None if verification == "greedy" else verification,
-            layout=own.layout,
-            compile=own.compile,
-            tokenizer=own.tokenizer,
-            draft_tokenizer=own.draft_tokenizer,
-            tokenizer_match=own.tokenizer_match,
-        )
+        """Like the pair's own, but for what is checked; nothing that was learned elsewhere counts."""
+        options = {"num_draft_tokens": self.settings.num_draft_tokens, "costs": Costs()}
+        return self.pair.strategy_for(options | {"verification": None if verification == "greedy" else verification})
 
     def call(self, way: str) -> dict[str, Any]:
         """What `generate` is given besides its inputs; with a strategy where it is not plain."""
@@ -65,7 +57,6 @@ class Subject:
         return options if way == plain_of(way) else options | {"custom_generate": self.strategy(way)}
 
     def batches(self, way: str, batch: int) -> list[list[int]]:
-        """The indices of the prompts of each batch."""
         return self.settings.batches(way, batch, len(self.prompts))
 
     def prompt_indices(self, way: str, batch: int) -> list[int]:
@@ -73,7 +64,6 @@ class Subject:
         return [index for indices in self.batches(way, batch) for index in indices]
 
     def encoded(self, indices: list[int]) -> Inputs:
-        """The prompts at these indices as a batch."""
         return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.new_tokens)
 
     def decoded(self, texts: list[list[int]]) -> list[str]:

@@ -1,44 +1,33 @@
 """Complete many prompts, on one process or several, to a list or to a file that an interrupted call goes on with."""
 
+import os
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
+
+from tqdm import tqdm
 
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
 from hf_specx.engine.entry import check_many
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
-from hf_specx.engine.requests import Completion, Request
+from hf_specx.engine.requests import Request
 
 from .fingerprint import arguments_of
-from .progress import Progress
 from .results_file import CompletedText, NumberedText, ResultsFile
 from .shares import gathered, processes
 
 
 EMPTY = "is empty, and the tokenizer puts nothing before it"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
+BAR_AFTER = 3  # seconds
+LINE_EVERY = 30  # seconds, where there is no terminal for a bar
 LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
-OF_ONE_CALL: tuple[str, ...] = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "seeds", "streamer")
-OF_ONE_CALL += ("return_dict_in_generate", "num_return_sequences")
-ONE_CALL = "one call of generate; leave it out, or call pair.generate for each batch yourself"
-ELSEWHERE = dict.fromkeys(OF_ONE_CALL, ONE_CALL)
-ELSEWHERE |= dict.fromkeys(("ordered", "logprobs"), "strategy.generate_many; leave it out, or call that yourself")
-
-
-@overload
-def complete(
-    pair: Any, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: None = None, **options: Any
-) -> list[str]: ...
-
-
-@overload
-def complete(
-    pair: Any, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: str | Path, **options: Any
-) -> Path: ...
 
 
 def complete(
@@ -49,7 +38,7 @@ def complete(
     seed: int = 0,
     out: str | Path | None = None,
     **options: Any,
-) -> list[str] | Path:
+) -> Any:
     """Complete texts; a row that ends makes place for the next one.
 
     A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
@@ -75,25 +64,32 @@ def complete(
         OSError: the file cannot be written; what it holds stays good.
         RuntimeError: another process failed (without `out`).
     """
-    _check_texts(texts)
+    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
+    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
     work = Completer(pair, batch_size, seed, options)
     if out is not None:
         return _to_file(work, texts, ResultsFile(out, arguments_of(pair, seed, options)))
-    return _to_list(work, list(texts))
+    return _to_list(work, list(_numbered(texts)))
 
 
-def _to_list(work: "Completer", texts: list[str]) -> list[str]:
+def _numbered(texts: Iterable[str]) -> Iterator[NumberedText]:
+    for index, text in enumerate(texts):
+        require(isinstance(text, str), f"prompt {index} is of type {type(text).__name__}; give strings.")
+        yield NumberedText(index, text)
+
+
+def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
     """Each process takes its share of the prompts, the longest first, so that those at the end differ less."""
-    _check_texts(texts)
-    lengths = [len(work.token_ids(text)) for text in texts]
+    lengths = [len(work.token_ids(prompt.text)) for prompt in prompts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
-    order = sorted(range(len(texts)), key=lambda number: -lengths[number])
+    longest_first = sorted(prompts, key=lambda prompt: -lengths[prompt.index])
 
     def own_part() -> Iterator[tuple[int, str | None]]:
-        own = order[processes().process_index :: processes().num_processes]
+        own = longest_first[processes().process_index :: processes().num_processes]
         with Progress(len(own)) as progress:
-            for number, done in enumerate(work((NumberedText(index, texts[index]) for index in own), progress), 1):
+            for number, done in enumerate(work(own, progress), 1):
                 require(done.text is not None, f"prompt {done.prompt.index}: {done.error}")
                 progress.reach(number)
                 yield done.prompt.index, done.text
@@ -102,16 +98,8 @@ def _to_list(work: "Completer", texts: list[str]) -> list[str]:
 
 
 def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> Path:
-    count = refused = 0
-
-    def numbered() -> Iterator[NumberedText]:
-        nonlocal count
-        for text in texts:
-            require(isinstance(text, str), f"prompt {count} is of type {type(text).__name__}; give strings.")
-            count += 1
-            yield NumberedText(count - 1, text)
-
-    left: Iterable[NumberedText] = numbered()
+    refused = 0
+    left: Iterable[NumberedText] = _numbered(texts)
     total = len(texts) if isinstance(texts, Sized) else None
     with results, Progress(total, results.count) as progress:
         while True:
@@ -126,10 +114,44 @@ def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> P
             if not left:
                 break
             time.sleep(LOOK_EVERY)
-        results.finish(count)
+        results.finish()
     if refused:
         warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)
     return results.path
+
+
+class Progress(tqdm):
+    """How far `complete` is, on stderr: a bar in a terminal, elsewhere a line now and then.
+
+    It counts tokens as a listener of a strategy; of several processes the first one shows it.
+
+    Args:
+        total: prompts; None if that is not known.
+        done: prompts that were done before.
+    """
+
+    def __init__(self, total: int | None, done: int = 0):
+        self.emitted = self.drafted = self.accepted = 0
+        of, left = ("", "") if total is None else (" of {total_fmt}", ", {remaining} left")
+        shown = f"{{n_fmt}}{of} prompts in {{elapsed}}{left}{{postfix}}"
+        how: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{shown}\n"}
+        if sys.stderr.isatty():
+            how = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {shown}" if total else shown}
+        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **how)
+
+    def observe(self, done: Round) -> None:
+        self.emitted += sum(done.emitted)
+        self.drafted += sum(done.draft.lengths)
+        self.accepted += sum(done.accepted)
+
+    def reach(self, done: int) -> None:
+        """So many prompts are done by now, by all processes."""
+        if self.disable:
+            return
+        seconds = max(self.format_dict["elapsed"], 1e-9)
+        accepted = f", {self.accepted / self.drafted:.0%} of candidates accepted" if self.drafted else ""
+        self.set_postfix_str(f"{self.emitted / seconds:.0f} tokens/s{accepted}", refresh=False)
+        self.update(done - self.n)
 
 
 class Completer:
@@ -140,7 +162,7 @@ class Completer:
     """
 
     def __init__(self, pair: Any, batch_size: int, seed: int, options: dict[str, Any]):
-        _check(pair, batch_size, seed, options)
+        _check(pair, seed)
         self.pair, self.batch_size, self.seed, self.options = pair, batch_size, seed, options
         self._check_short()
 
@@ -157,47 +179,32 @@ class Completer:
                 yield Request(self.token_ids(prompt.text), seed=self.seed + prompt.index)
 
         for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
-            yield self._completed(taken.pop(done.index), done)
+            prompt, text, error = taken.pop(done.index), None, None
+            if done.tokens is not None:
+                text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
+            else:
+                error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
+            yield CompletedText(prompt, text, done.finish_reason, error)
         self.pair.report = strategy.report
 
     def token_ids(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
         return self.pair.tokenizer(text)["input_ids"]
 
     def _check_short(self) -> None:
         """Raise a ValueError if even a short prompt is refused, before all others are taken and refused as well."""
         options = dict(self.options)
-        self.pair.strategy_for(options)
-        most = options.pop("max_batch_tokens", None)
-        check_many(self.pair.target, [], self.batch_size, most, None, options)
+        strategy, most = self.pair.strategy_for(options), options.pop("max_batch_tokens", None)
+        check_many(self.pair.target, [], self.batch_size, most, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
         queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, most)
         if not queue.begin(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
 
-    def _completed(self, prompt: NumberedText, done: Completion) -> CompletedText:
-        if done.tokens is not None:
-            text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
-            return CompletedText(prompt, text, done.finish_reason)
-        error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
-        return CompletedText(prompt, None, done.finish_reason, error)
 
-
-def _check_texts(texts: Any) -> None:
-    """Whether texts are several, and strings as far as they are at hand."""
-    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
-    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
-
-
-def _check(pair: Any, batch_size: Any, seed: Any, options: dict[str, Any]) -> None:
+def _check(pair: Any, seed: Any) -> None:
     """Whether prompts can be completed, before anything runs."""
-    told = f"batch_size={batch_size} is no number of rows; give 1 or more."
-    require(is_int(batch_size) and batch_size >= 1, told)
     told = f"seed={seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
     require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
-    for name in options:
-        require(name not in ELSEWHERE, f"{name}= belongs to {ELSEWHERE.get(name)}.")
     told = "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
     require(pair.tokenizer is not None, told)
     told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "

@@ -54,18 +54,17 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 def drafts_of(pair: Any) -> list[Any]:
     """What tells the drafts of a pair from others, as plain values; weights are told by `weights_digest`."""
-    return [_of_draft(draft) for draft in pair.drafts]
-
-
-def _of_draft(draft: Any) -> Any:
-    """A model by its class; drafts that are none have settings, such as a number of layers."""
-    if isinstance(draft, torch.nn.Module):
-        return type(draft).__name__
-    attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
-    head = getattr(draft, "head", None)  # of an early exit
-    if head is not None:
-        attributes["head"] = {name: w.flatten()[:NUMBERS].tolist() for name, w in head.state_dict().items()}
-    return {"class": _named(draft)} | dict(sorted(attributes.items()))
+    made: list[Any] = []
+    for draft in pair.drafts:
+        if isinstance(draft, torch.nn.Module):
+            made.append(type(draft).__name__)
+            continue
+        attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
+        head = getattr(draft, "head", None)  # of an early exit
+        if head is not None:
+            attributes["head"] = {name: w.flatten()[:NUMBERS].tolist() for name, w in head.state_dict().items()}
+        made.append({"class": _named(draft)} | dict(sorted(attributes.items())))
+    return made
 
 
 def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:

@@ -22,7 +22,7 @@ from hf_specx.hub.fetch import (
 )
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.load_model import get_head, holds_head, load_config, load_model, with_head
-from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.schema import check_place
 
 from .placement import CACHE_TOKENS, Placement, plan
@@ -33,15 +33,7 @@ OF_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "cost
 OF_PAIRS += ("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
-class LoadedPair(NamedTuple):
-    """The parts of a `DraftTargetPair`."""
-
-    target: PreTrainedModel
-    draft: PreTrainedModel | WeightlessDraft
-    tokenizer: PreTrainedTokenizerBase | None
-    draft_tokenizer: PreTrainedTokenizerBase | None  # None where the draft uses `tokenizer`
-    config: PairConfig
-    sources: dict[str, ModelSource | None]  # by role, where on the Hub it was loaded from, to be saved by reference
+Sources = dict[str, ModelSource | None]  # by role, where on the Hub a model was loaded from
 
 
 def load_pair(
@@ -59,8 +51,10 @@ def load_pair(
     use_safetensors: bool = True,
     draft_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> LoadedPair:
+) -> tuple[dict[str, Any], Sources]:
     """Check all files of a pair, then load its models and tokenizers; what is wrong or unsafe is a ValueError.
+
+    It returns the arguments of `DraftTargetPair`, and where the models are from.
 
     Args:
         name_or_path: a folder, or an id on the Hub.
@@ -84,15 +78,14 @@ def load_pair(
     trust = trust_remote_code, use_safetensors
     found = {role: _find(pair, config, role, other, hub, *trust) for role, other in asked.items()}
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
-    where = device_map, draft_device_map, max_memory, cache_tokens
-    place = _plan(found, *where, dtype, own["target"].get("quantization_config"))
+    place = _plan(found, own["target"], device_map, draft_device_map, max_memory, cache_tokens, dtype)
     loaded = _load(found["target"], **shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
-    if weightless is not None:
-        return LoadedPair(loaded, with_head(weightless, head, loaded), *tokenizers, config, _sources(found))
-    placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
-    loaded_draft = _load(found["draft"], loaded, **shared | {"device_map": placed} | own["draft"])
-    return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
+    drafting: Any = weightless and with_head(weightless, head, loaded)
+    if weightless is None:
+        placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
+        drafting = _load(found["draft"], loaded, **shared | {"device_map": placed} | own["draft"])
+    return {"target": loaded, "draft": drafting, "config": config} | tokenizers, _sources(found)
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -154,19 +147,18 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     return FoundModel(files, source, load_config(files, source.subfolder, trusted) if is_model else None, trusted)
 
 
-def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
-    """Where the models go, by further arguments of `plan`; a draft that was given as a model needs no room."""
+def _plan(found: dict[str, FoundModel], own: dict[str, Any], *where: Any) -> Placement:
+    """Where the models go, `where` and how the target is loaded; a draft that was given as a model needs no room."""
     target, draft = found["target"], found.get("draft")
     if target.model is not None:
         return Placement({})
     needs = None if draft is None or draft.model is not None else draft.config
-    how += (target.trusted,)
     assert target.config is not None
-    return plan(target.config, needs, *how)
+    where += own.get("quantization_config"), target.trusted
+    return plan(target.config, needs, *where)
 
 
 def _load(found: FoundModel, target: PreTrainedModel | None = None, **kwargs: Any) -> PreTrainedModel:
-    """A model; a draft for its target."""
     if found.model is not None:
         return found.model
     assert found.files is not None
@@ -177,7 +169,7 @@ def _load(found: FoundModel, target: PreTrainedModel | None = None, **kwargs: An
 
 def _tokenizers(
     pair: Files, found: dict[str, FoundModel], config: PairConfig, trust_remote_code: bool
-) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
+) -> dict[str, PreTrainedTokenizerBase | None]:
     """The target's tokenizer (the pair's, unless the target is from elsewhere), and the draft's, if it may differ."""
     own = get_tokenizer(pair, "", config.tokenizers, trust_remote_code)
     others = {}
@@ -187,12 +179,12 @@ def _tokenizers(
         if each.files is not None and (each.files != pair or facts is not None):
             others[role] = get_tokenizer(each.files, each.source.subfolder, facts, each.trusted)
     target, draft = others.get("target"), others.get("draft")
-    return target or own, draft or (own if target and "draft" in found else None)
+    return {"tokenizer": target or own, "draft_tokenizer": draft or (own if target and "draft" in found else None)}
 
 
-def _sources(found: dict[str, FoundModel]) -> dict[str, ModelSource | None]:
-    """By role, the entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
-    sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
+def _sources(found: dict[str, FoundModel]) -> Sources:
+    """The entries of a config that load models from where they were loaded from; None if that is not the Hub."""
+    sources: Sources = {"target": None, "draft": None}
     for role, each in found.items():
         if each.files is not None and each.files.revision is not None:
             sources[role] = replace(each.source, name=each.files.name, revision=each.files.revision)

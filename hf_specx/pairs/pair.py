@@ -19,7 +19,7 @@ from hf_specx.hub.publish import publish, save
 
 from .complete import complete as complete_texts
 from .generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
-from .loading import LoadedPair, load_pair
+from .loading import load_pair
 
 
 PairDraft = PreTrainedModel | WeightlessDraft | list[PreTrainedModel | WeightlessDraft]
@@ -70,7 +70,6 @@ class DraftTargetPair(NoModel):
         self.report: SpeculationReport | None = None
 
     def __repr__(self) -> str:
-        """Both models, and where they were loaded from."""
         named = list(map(label_of, (self.target, *self.drafts)))
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
@@ -107,13 +106,6 @@ class DraftTargetPair(NoModel):
         return SpeculativeDecoding(self.draft, **options)
 
     @classmethod
-    def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
-        """A pair made of what `load_pair` has loaded."""
-        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config, loaded.draft_tokenizer)
-        pair.sources = loaded.sources
-        return pair
-
-    @classmethod
     def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "DraftTargetPair":
         """Load a pair: `from_pretrained("org/pair", device_map="auto", dtype="auto", revision=..., token=...)`.
 
@@ -123,7 +115,10 @@ class DraftTargetPair(NoModel):
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
-        return cls.from_loaded(load_pair(name_or_path, **kwargs))
+        parts, sources = load_pair(name_or_path, **kwargs)
+        pair = cls(**parts)
+        pair.sources = sources
+        return pair
 
     @classmethod
     def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
@@ -138,7 +133,7 @@ class DraftTargetPair(NoModel):
             places = places.values() if isinstance(places, dict) else [places]
             on_cpu = all(str(place) in ("None", "cpu") for place in places) or not torch.accelerator.is_available()
             dtype = torch.float32 if on_cpu else "auto"
-        return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
+        return cls.from_pretrained(embedded_folder(), dtype=dtype, **kwargs)
 
     complete = complete_texts
 

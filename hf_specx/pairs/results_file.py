@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.hub.folders import check_out
 
 
 with suppress(ImportError):  # Windows has none, and is refused
@@ -44,7 +45,6 @@ class CompletedText(NamedTuple):
     error: str | None = None
 
     def line(self) -> bytes:
-        """The line of a file."""
         values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
         values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"
@@ -66,6 +66,7 @@ class ResultsFile:
     def __init__(self, path: str | Path, arguments: dict[str, Any]):
         self.path = Path(path).resolve()  # so that a link stays one
         self.arguments = json.dumps(arguments, indent=1).encode()
+        self.prompts = 0  # how many there are, as far as they were claimed
         self._forget()
 
     def __enter__(self) -> "ResultsFile":
@@ -96,6 +97,7 @@ class ResultsFile:
     def claimed(self, prompts: Iterable[NumberedText], elsewhere: list[NumberedText]) -> Iterator[NumberedText]:
         """Those that have no result, each locked for this process; `elsewhere` gets those that others are at."""
         for prompt in prompts:
+            self.prompts = max(self.prompts, prompt.index + 1)
             if self.is_done(prompt):
                 continue
             claimed = self._lock(prompt.index + 1)
@@ -125,13 +127,13 @@ class ResultsFile:
                 self._read_on(file)
         self._unlock(result.prompt.index + 1)
 
-    def finish(self, prompts: int) -> None:
+    def finish(self) -> None:
         """Put the results of all prompts in their order, unless they are, and on disk."""
         with self._writing() as file:
-            told = f"{self.path} has {self.count} results for {prompts} prompts, "
-            other = len(self.hashes) > prompts
+            told = f"{self.path} has {self.count} results for {self.prompts} prompts, "
+            other = len(self.hashes) > self.prompts
             require(not other, f"{told}some of them for others; give the same prompts, or name another file.")
-            require(self.count == prompts, f"{told}since some were removed meanwhile; make the same call again.")
+            require(self.count == self.prompts, f"{told}since some were removed meanwhile; make the same call again.")
             file.truncate(self.end)
             os.fsync(file.fileno())
             if not self.in_order:
@@ -260,9 +262,8 @@ def check_results_path(path: Path) -> None:
     require(os.name == "posix", told)
     path = path.resolve()
     name = f"out={str(path)!r}"
-    require(path.parent.is_dir(), f"{name}: there is no folder {path.parent}; make it, or name another.")
-    require(not path.is_dir(), f"{name} is a folder; name a file in it.")
-    require(path.is_file() or not path.exists(), f"{name} is a device; name a file.")
+    require(path.is_file() or path.is_dir() or not path.exists(), f"{name} is a device; name a file.")
+    check_out(path)
     told_by = arguments_file(path)
     known = not path.exists() or path.stat().st_size == 0 or told_by.exists()
     told = f"{name} is there already, and there is no {told_by.name} that says what made it; name another file."

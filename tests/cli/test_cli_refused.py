@@ -23,7 +23,6 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "--repeats is for --compare": "generate a --repeats 5",
     "--dtype int8 is unknown": "generate a --dtype int8",
     "--top-p 1.1 is not in (0, 1]": "generate a --top-p 1.1",
-    "--max-new-tokens 0 generates nothing": "generate a --max-new-tokens 0",
     "make one with specx tune openai-community/gpt2-xl": "generate a --pair gpt2-xl-with-gpt2",
     "--out shows and times nothing": "generate a --out x --compare",
     "is there already, and there is no notes.txt.arguments": "generate a --out NOTES",

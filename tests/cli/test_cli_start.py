@@ -15,6 +15,7 @@ WRONG = [
     "tune",
     "generate a --pair embeded",
     "generate --file /no/such/file",
+    "generate a --max-new-tokens 0",
     "bench --contender fast",
     "distill org/target layers:1 --out x --loss y",
     "check --verification magic",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_specx.hub.flatten import PACKAGE, core_modules, published_code
+from hf_specx.hub.flatten import PACKAGE, core_modules, imported, published_code
 from hf_specx.hub.publish import NEEDS
 
 
@@ -93,6 +93,29 @@ def test_published_rooms_say_where_they_come_from_and_keep_every_line():
                 assert ast.get_source_segment(module.path.read_text(), node) in text
     for text in code.values():
         assert "hf_specx." not in "".join(line for line in text.splitlines() if line.startswith(("from", "import")))
+
+
+def test_files_of_a_published_room_give_no_name_two_meanings():
+    """They become sections of one file, in which the later one would win."""
+    meanings: dict[tuple[str, str], set[str]] = {}
+    for module in core_modules():
+        for node in ast.parse(module.path.read_text()).body:
+            found = imported(node, module.room)
+            names, meaning = [], module.shown
+            if isinstance(node, ast.Import | ast.ImportFrom) and (not found or found.published != module.published):
+                origin = found.published if found else getattr(node, "module", "")
+                for alias in node.names:
+                    meanings.setdefault((module.published, alias.asname or alias.name), set()).add(
+                        f"{origin} {alias.name}"
+                    )
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
+            for name in names:
+                meanings.setdefault((module.published, name), set()).add(meaning)
+    assert {name: said for name, said in meanings.items() if len(said) > 1} == {}
 
 
 def test_needs_are_those_of_the_project():

@@ -88,7 +88,7 @@ CASES = [
     ("has init_inputs=.*/passwd'., no", tokenizer(init_inputs=["/etc/passwd"])),
     ("has fast_tokenizer_files=.*no file of its own", after(foreign_files)),
     # What is not what the config says
-    ("has [0-9]+ tokens, and its pair was checked with 9", said("tokenizers.tokens", 9)),
+    ("has tokens=[0-9]+, and its pair was checked with 9", said("tokenizers.tokens", 9)),
     ("tokens of the tokenizer of .* have other ids than those that", after(r.swap_ids)),
     ("have other ids than", after(r.swap_ids, use=load_draft)),
     ("has eos_token='<pad>', and its pair was checked with '<end>'; get", tokenizer(eos_token="<pad>")),

@@ -18,7 +18,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
-from hf_specx.hub.publish import write_repository
+from hf_specx.hub.publish import save
 
 
 CARDS = Path(__file__).parents[2] / "model_cards"
@@ -219,7 +219,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pair = DraftTargetPair(target, near(target, 0.05), tokenizer)
     pair.config.num_draft_tokens, pair.config.verification = 3, "coupled"
     path = tmp_path_factory.mktemp("cards") / "pair"
-    write_repository(pair, path)
+    save(pair, path, with_code=True)
     return path
 
 

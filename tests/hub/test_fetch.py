@@ -69,7 +69,7 @@ def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
 
 
 def test_what_is_not_found_is_named(tmp_path: Path):
-    with pytest.raises(OSError, match="'org/none' is no folder here, and cannot be got from the Hub: "):
+    with pytest.raises(OSError, match="'org/none' cannot be got from the Hub, and there is no folder of that name"):
         get_files("org/none", None, ["*.json"], cache_dir=str(tmp_path), local_files_only=True)
 
 

@@ -21,7 +21,7 @@ from hf_specx import DraftTargetPair, SpeculationReport
 from hf_specx.common.devices import hardware
 from hf_specx.hub import find_draft as resolve
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts
-from hf_specx.hub.publish import write_repository
+from hf_specx.hub.publish import save
 
 
 SETTINGS = {"do_sample": True, "max_new_tokens": 12}
@@ -37,7 +37,7 @@ def publish(folder: Path, target: PreTrainedModel, noise: float) -> Path:
     """A repository in a folder, whose draft has moved so far from its target."""
     pair = DraftTargetPair(target, near(target, noise))
     pair.config.num_draft_tokens, pair.config.verification = OURS["num_draft_tokens"], OURS["verification"]
-    write_repository(pair, folder)
+    save(pair, folder, with_code=True)
     return folder
 
 
@@ -90,7 +90,7 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
     (found,) = resolve.LOADED[model].values()
-    draft = weakref.ref(found.draft)
+    draft = weakref.ref(found[0])
     assert len(loads) == 1
     del model, found
     gc.collect()
@@ -111,7 +111,7 @@ def test_threads_that_ask_at_once_share_one_draft(
 
     def ask(_: int) -> PreTrainedModel:
         both.wait(60)
-        return resolve.find_draft(model, {}).draft
+        return resolve.find_draft(model, {})[0]
 
     monkeypatch.setattr(resolve, "load_model", slowly)
     with ThreadPoolExecutor(2) as threads:
@@ -161,7 +161,7 @@ def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
 def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):
     """Whether the pair has noted what it was checked with or not."""
     pair, commit = padded_pair(), "d" * 40
-    write_repository(pair, tmp_path / "pair")
+    save(pair, tmp_path / "pair", with_code=True)
     repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
     shutil.move(tmp_path / "pair" / "draft", repository)
     (tiny_tokenizer(["other words altogether"]) if other else tiny_tokenizer()).save_pretrained(repository)
@@ -196,7 +196,7 @@ def test_what_a_pair_has_measured_is_gone_by(
     """By string as by the pair: times, and the acceptance that it has seen. None of our forwards would say so."""
     pair = DraftTargetPair(target, near(target, 0.1))
     pair.config.costs = SavedCosts(hardware(torch.device("cpu")), "float32", FREE_DRAFTS, alpha)
-    write_repository(pair, tmp_path / "pair")
+    save(pair, tmp_path / "pair", with_code=True)
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
     torch.manual_seed(0)
     expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hf_specx.hub.facts import tokenizer_facts
 from hf_specx.hub.fetch import fingerprint
 from hf_specx.hub.folders import OF_A_PAIR
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts, TokenizerFacts
-from hf_specx.hub.publish import write_repository
+from hf_specx.hub.publish import save
 
 
 EMBEDDED = Path(__file__).parents[2] / "hf_specx" / "hub" / "embedded"
@@ -130,7 +131,7 @@ def test_a_pair_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     assert {*tmp_path.iterdir()} == {folder, link}
 
 
-@pytest.mark.parametrize("write", [DraftTargetPair.save_pretrained, write_repository])
+@pytest.mark.parametrize("write", [DraftTargetPair.save_pretrained, partial(save, with_code=True)])
 def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair: DraftTargetPair, tmp_path: Path):
     """A folder of work, with a pair below it, and a file; an empty folder is as good as none."""
     work, empty = tmp_path / "work", tmp_path / "empty"

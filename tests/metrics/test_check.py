@@ -14,7 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
-from hf_specx.metrics.cells import judge_quality
+from hf_specx.metrics.check import judge_quality
 from hf_specx.metrics.result import least_share, quality_line, seen_deviations
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject

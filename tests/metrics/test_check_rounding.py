@@ -7,7 +7,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.metrics.cells import judge_equality
+from hf_specx.metrics.check import judge_equality
 from hf_specx.metrics.equality import Noise, explain
 from hf_specx.metrics.settings import UNITS, Settings
 from hf_specx.metrics.texts import Subject

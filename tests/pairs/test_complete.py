@@ -17,7 +17,7 @@ from completing import SAMPLED, TEXTS, load, save
 from transformers import LogitsProcessor
 
 from hf_specx.common.devices import in_group
-from hf_specx.pairs.complete import Completer, complete
+from hf_specx.pairs.complete import complete
 from hf_specx.pairs.results_file import CompletedText, NumberedText
 
 
@@ -45,15 +45,14 @@ class Failing(LogitsProcessor):
 def run(folder: Path) -> dict[str, Any]:
     """The outcome of every case, to a list and to a file, and of one in which one process fails."""
     pair, outcomes, own = load(folder), {}, []
-    completed = Completer._completed
 
-    def noted(self: Completer, prompt: NumberedText, *done: Any) -> CompletedText:
+    def noted(prompt: NumberedText, *done: Any) -> CompletedText:
         own.append(prompt.index)
-        return completed(self, prompt, *done)
+        return CompletedText(prompt, *done)
 
     for name, (texts, options) in CASES.items():
         own.clear()
-        with mock.patch.object(Completer, "_completed", noted):
+        with mock.patch("hf_specx.pairs.complete.CompletedText", noted):
             outcomes[name] = {"texts": complete(pair, texts, **options), "own": list(own)}
         out = folder / f"{name} by {os.environ.get('WORLD_SIZE', 1)}.jsonl"
         outcomes[name]["file"] = complete(pair, texts, **options, out=out).read_text()

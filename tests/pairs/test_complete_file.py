@@ -236,7 +236,7 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
         for prompt in results.claimed(prompts, []):
             for _ in range(2):
                 results.append(CompletedText(prompt, prompt.text.replace("\ud800", "?"), "stop"))
-        results.finish(len(prompts))
+        results.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments"}
     with ResultsFile(tmp_path / "done.jsonl", {}) as results:
         assert results.without_result(prompts) == []

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import tune
-from hf_specx.hub.publish import write_repository
+from hf_specx.hub.publish import save
 from hf_specx.hub.vllm import vllm
 
 
@@ -61,7 +61,7 @@ def test_a_head_in_place_of_a_pairs_draft(pair, head_folder, tmp_path: Path):
 def test_a_published_pair_with_a_head_by_string(pair, tmp_path: Path):
     """With what is published alone: transformers loads its code, and that the head."""
     folder = tmp_path / "published"
-    write_repository(pair, folder)
+    save(pair, folder, with_code=True)
     assert "eagle3" in (folder / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     wanted = model.generate(**prompts(2), **CALL)

@@ -78,8 +78,7 @@ def test_the_precision_of_the_embedded_pair_is_that_of_its_device(
     """As on a machine with an accelerator."""
     asked = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("hf_specx.pairs.pair.load_pair", lambda _, **options: asked.append(options["dtype"]))
-    monkeypatch.setattr(DraftTargetPair, "from_loaded", lambda loaded: loaded)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda _, **options: asked.append(options["dtype"]))
     DraftTargetPair.embedded(device_map=device_map)
     assert asked == [dtype]
 

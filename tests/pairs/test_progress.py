@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hf_specx.pairs.progress import Progress
+from hf_specx.pairs.complete import Progress
 
 
 @pytest.mark.parametrize(("total", "shown"), [(100, "60 of 100 prompts in "), (None, "60 prompts in ")])

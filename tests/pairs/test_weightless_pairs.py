@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool, generate
 from hf_specx.hub.load_model import HEAD_NAME
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
-from hf_specx.hub.publish import write_repository
+from hf_specx.hub.publish import save
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}
@@ -116,7 +116,7 @@ def test_by_string(tmp_path: Path):
     """With a head that spoils the candidates all layers run more often, so that it is seen to draft."""
     target, seen = predicting(), {}
     for name, draft in {"exit": EarlyExitDraft(1), "head": with_trained_head(target), "suffix": SuffixDraft()}.items():
-        write_repository(DraftTargetPair(target, draft), tmp_path / name)
+        save(DraftTargetPair(target, draft), tmp_path / name, with_code=True)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         with counting(model.model.layers[-1]) as calls:  # which a draft of the first layers does not run
             options = {"custom_generate": str(tmp_path / name), "trust_remote_code": True}

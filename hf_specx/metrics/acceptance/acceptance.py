@@ -34,8 +34,6 @@ CITATION = "Leviathan, Kalman, Matias 2023, Fast Inference from Transformers via
 
 
 class Acceptance(evaluate.Metric):
-    """See `INPUTS`."""
-
     def _info(self) -> evaluate.MetricInfo:
         counts = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": counts, "references": counts})

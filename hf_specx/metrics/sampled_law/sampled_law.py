@@ -77,8 +77,6 @@ CHUNK = 32  # positions at a time
 
 
 class SampledLaw(evaluate.Metric):
-    """See `INPUTS`."""
-
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": ids, "references": ids})

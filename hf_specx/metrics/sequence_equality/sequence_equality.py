@@ -26,8 +26,6 @@ Example:
 
 
 class SequenceEquality(evaluate.Metric):
-    """See `INPUTS`."""
-
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": ids, "references": ids})

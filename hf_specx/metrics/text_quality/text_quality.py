@@ -53,8 +53,6 @@ Pair = Sequence[Sequence[Any]]  # of predictions and of references, by row
 
 
 class TextQuality(evaluate.Metric):
-    """See `INPUTS`."""
-
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")
         features = datasets.Features({"predictions": text, "references": text})
@@ -122,7 +120,6 @@ def _compared(
 
 
 def _parts(text: str, tokenizer: Any) -> list[Any]:
-    """Tokens of a text, or words."""
     return text.split() if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
