@@ -14,7 +14,7 @@ from transformers.modeling_utils import load_state_dict
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.files import read_config
+from hf_specx.drafting.files import read_config
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.reading import is_head
 

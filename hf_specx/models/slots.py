@@ -42,9 +42,14 @@ class Slots:
         self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
-    def aim(self, index: torch.Tensor | None, start: int, extent: int) -> None:
-        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`."""
-        self.index = None if index is None else (torch.arange(len(index), device=index.device)[:, None], index)
+    def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
+        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`.
+
+        With `rows` [r] these are the rows that it is of, out of all.
+        """
+        if index is not None and rows is None:
+            rows = torch.arange(len(index), device=index.device)
+        self.index = None if index is None or rows is None else (rows[:, None], index)
         self.start, self.extent, self.aimed = start, extent, True
 
 

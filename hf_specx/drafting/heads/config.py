@@ -3,9 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
-
-from hf_specx.common.errors import brief, require
+from transformers import PreTrainedConfig
 
 
 ARCHITECTURES = {
@@ -91,11 +89,6 @@ class HeadConfig(PreTrainedConfig):
     target: str = ""
     target_architectures: list[str] | None = None
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """From what `config.json` has; fields by the names above are taken as they are."""
-        return super().from_dict(fields_of(config_dict), **kwargs)
-
     def to_dict(self) -> dict[str, Any]:
         """As `config.json` has it; for Medusa in the form of Medusa."""
         dtype = str(self.dtype).removeprefix("torch.") if isinstance(self.dtype, torch.dtype) else self.dtype
@@ -140,56 +133,3 @@ class HeadConfig(PreTrainedConfig):
             "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": self.target, "architectures": self.target_architectures or []},
         }
-
-
-def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `HeadConfig` that a config in the form of *speculators* or Medusa has; of any other, itself."""
-    if "medusa_num_heads" in raw:
-        kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "dtype")
-        given = {name: raw[name] for name in kept if name in raw}
-        return {"kind": "medusa", "target": raw.get("base_model_name_or_path") or ""} | given
-    layer, proposal = raw.get("transformer_layer_config"), raw.get("speculators_config") or {}
-    if layer is None:
-        return raw
-    methods, verifier = proposal.get("proposal_methods") or [{}], proposal.get("verifier") or {}
-    chosen = [method for method in methods if method.get("proposal_type") == proposal.get("default_proposal_method")]
-    ids = raw.get("eagle_aux_hidden_state_layer_ids", raw.get("aux_hidden_state_layer_ids"))
-    found = layer_fields(layer, str(layer.get("model_type", "qwen3")).startswith("qwen3"))
-    found |= {
-        "kind": raw["speculators_model_type"],
-        "layer_ids": ids,
-        "confidence_head": bool(raw.get("enable_confidence_head")),
-        "num_draft_tokens": (chosen or methods)[0].get("speculative_tokens", 5),
-        "target": verifier.get("name_or_path") or "",
-        "target_architectures": verifier.get("architectures") or None,
-        "dtype": raw.get("dtype", raw.get("torch_dtype")),
-    }
-    names = (*OF_ALL, *OF_BLOCK, *OF_MARKOV, "draft_vocab_size", "target_hidden_size", "mask_token_id")
-    return found | {name: raw[name] for name in names if raw.get(name) is not None}
-
-
-def layer_fields(layer: dict[str, Any], qk_norm: bool) -> dict[str, Any]:
-    """The fields that the config of a decoder layer has; what is absent there is the default of its architecture."""
-    told = f"the head's layers have hidden_act={brief(layer.get('hidden_act'))}; only silu is supported."
-    require(layer.get("hidden_act", "silu") == "silu", told)
-    names = [*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"]
-    layer_types = layer.get("layer_types")
-    given = {name: layer[name] for name in names if layer.get(name) is not None and name != "layer_types"}
-    architecture: Any = Qwen3Config if qk_norm else LlamaConfig
-    try:
-        known = architecture(**given)
-    except Exception as error:  # of a type that only the Hub's library has
-        raise ValueError(f"the config of the head's layers is no config of transformers: {error}") from error
-    rope = dict(known.rope_parameters or {})
-    factor = rope.pop("partial_rotary_factor", 1.0)
-    rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
-    if rope.get("rope_type") == "mrope":
-        rope["rope_type"] = "default"
-    found = {name: getattr(known, name, None) for name in OF_LAYERS}
-    return found | {
-        "rope_parameters": rope,
-        "partial_rotary_factor": factor,
-        "qk_norm": qk_norm,
-        "layer_types": layer_types,
-        "sliding_window": layer.get("sliding_window") if "sliding_attention" in (layer_types or ()) else None,
-    }

@@ -1,78 +1,283 @@
-"""The drafter of one call: candidates by a head, which is fed what the target has shown of accepted tokens."""
+"""The drafter of one call: a head is fed the target's states of accepted tokens, and candidates are drawn from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent, synchronize
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import Reading, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
 
-from .feed import Feed
+from .body import Body
+from .layers import Entries, Rotary, RowsCache
+
+
+MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
+AT_ONCE = 1024  # entries of a prompt that are taken up together, since the mask grows with them
 
 
 class HeadDrafter(SampledCandidateGenerator):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
+    The entry in slot s of a row belongs to the state of its text's token `first` + s. States come with rounds and wait
+    until candidates are wanted. What is written while drafting lies behind `held`, and is written over.
+
     Args:
-        feed: the head's, for a target.
+        body: the head's layers.
+        embedding, output: its own, or the target's; without an output the body gives scores.
+        size: of the step that finds one more candidate.
+        ids: [V_d], the target's ids of its tokens; None if they are the same.
         places: where in the target it reads states.
-        most: candidates that it has at most; None for any number.
-        chained: whether each candidate takes a step of its own.
-        size: of such a step.
+
+    Attributes:
+        first, held: [B], of each row; `offset` [B, 1], by which an entry's position is more than its slot.
+        prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
+        unread: states [R, m, W] of the decoding rows, of which each has its own number.
+        behind: ids, rows [r] and columns [r] where the tokens behind the entries begin that come now.
+        states, scores: [R, H] and [R, V_d] of each place that a candidate is drawn for.
+        state: [R, 1, H], what the next entry begins with; `ends` [R, 1], the slot behind each row's last true entry.
+        number: candidates that are wanted of the row with most.
+        sure: [R, 1], what the head itself says of each place; `least`, below which a row ends there.
     """
 
     source = "head"
     needs_hidden = True
-    decoder: Feed
 
-    def __init__(self, feed: Feed, places: list[Place], most: int | None, chained: bool, size: ForwardSize):
+    def __init__(
+        self,
+        body: Body,
+        embedding: nn.Module,
+        output: Any,
+        size: ForwardSize,
+        ids: torch.Tensor | None = None,
+        places: Sequence[Place] = (),
+    ):
         super().__init__(None)  # type: ignore[arg-type]
-        self.decoder, self.places, self.most, self.chained, self.of_step = feed, places, most, chained, size
-        self.max_candidates = None if chained else most
+        self.body, self.embedding, self.output, self.of_step = body, embedding, output, size
+        self.ids, self.places = ids, places
+        weight = next(body.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.max_candidates = None if body.chained else body.most
 
     def read(self, reading: Reading) -> None:
         """Take up the states of all prompts; they are read when candidates are wanted first, if ever."""
         super().read(reading)
-        self.apart = self.apart or not self.chained  # a place has its candidate whether or not those before are forced
-        if self.decoder.body.config.confidence_head:  # which knows better than the candidate's own probability
-            self.decoder.threshold, self.threshold = self.threshold, 0.0
-        if self.decoder.ids is not None:
-            ids = self.decoder.ids.cpu()
-            self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-        self.decoder.start(reading.batch, reading.target, reading.vocab_size)
+        self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
+        self.least = 0.0
+        if self.body.config.confidence_head:  # which knows better than the candidate's own probability
+            self.least, self.threshold = self.threshold, 0.0
+        if self.ids is not None:
+            self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
+        rows = len(reading.batch.counts)
+        self.target, self.cache, self.number = reading.target, self.new_cache(len(reading.batch.rows)), 1
+        self.first, self.held = [0] * rows, [0] * rows
+        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.unread: torch.Tensor | None = None
+        self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
+        self.every = torch.arange(rows, device=self.device)
+        self.rotary = Rotary(self.body.config, self.device)
+        self.admit(reading.batch, reading.batch.rows)
 
-    def _decoder(self, reading: Reading) -> Any:
-        return self.decoder
+    def new_cache(self, rows: int) -> Any:
+        """A cache of the head's own."""
+        return RowsCache(rows)
+
+    def _decoder(self, reading: Reading) -> None:
+        """It has no model of its own."""
 
     def _ready(self, batch: Batch) -> Any:
-        return self.decoder
+        return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row that has shown new states; see there."""
-        fresh = self.decoder.fresh(batch)
-        most = max(lengths) if self.most is None else self.most
-        limits = [min(length, most) if new else 0 for length, new in zip(lengths, fresh, strict=True)]
-        if not any(limits):
-            self.decoder.catch_up(batch)
-            return no_candidates(batch)
-        self.decoder.number = max(limits)
-        return self.decoder.sure_part(super().propose(batch, limits))
+        most = max(lengths) if self.body.most is None else self.body.most
+        limits = [min(length, most) if new else 0 for length, new in zip(lengths, self.fresh(batch), strict=True)]
+        if any(limits):
+            self.number, self.sure = max(limits), []
+            return self._sure_part(super().propose(batch, limits))
+        if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(self.fresh(batch)):
+            self.begin(batch)
+        return no_candidates(batch)
+
+    def _sure_part(self, draft: Draft) -> Draft:
+        """The candidates of each row before the first that the head itself is not sure of; it was not looked at."""
+        if not self.sure:
+            return draft
+        unsure = (torch.cat(self.sure, 1) < self.least).tolist()
+        ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
+        return draft._replace(lengths=[min(pair) for pair in zip(draft.lengths, ends, strict=True)])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Take up the states of new prompts."""
-        self.decoder.admit(batch, rows)
+        """Note the states of new prompts but the last, which the next round gives."""
+        states, placed = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
+        assert states is not None
+        if placed is not None and placed.ndim == 3 and len(rows) == len(self.held):  # as images have them
+            placed = placed[-3].expand(len(rows), -1)
+        else:
+            placed = None
+        for index, row in enumerate(rows):
+            known = min(batch.prompt_lengths[row], states.shape[1]) - 1
+            self.first[row], self.held[row] = batch.prompt_lengths[row] - known - 1, known
+            own = None if placed is None else placed[index, -known - 1 : -1]
+            self.prompts[row] = states[index, states.shape[1] - known - 1 : -1], own
+        self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
+        first = self.target.first_position
+        first = batch.starts.new_zeros(len(self.held), 1) if first is None else first[-3] if first.ndim == 3 else first
+        known = [length - 1 - start for length, start in zip(batch.prompt_lengths, self.first, strict=True)]
+        self.offset = first.to(self.device) - 1 - sent(known, self.device)[:, None]
+
+    def fresh(self, batch: Batch) -> list[int]:
+        """[R], how many states of each row wait."""
+        return self._since([batch.counts[row] for row in batch.rows], batch)
+
+    def _since(self, counts: list[int], batch: Batch) -> list[int]:
+        pairs = zip(batch.rows, counts, strict=True)
+        return [batch.prompt_lengths[row] + count - 1 - self.first[row] - self.held[row] for row, count in pairs]
 
     def observe(self, done: Round) -> None:
-        """Take up the states of the tokens that were kept."""
-        self.decoder.observe(done)
+        """Note the states of what was kept, one for each emitted token, and let go of rows that have left."""
+        batch, states = done.batch, done.forward.hidden[:, : max(done.emitted)]
+        starts = self._since(done.before, batch.until(list(batch.counts), done.rows))
+        if self.unread is not None and any(starts):
+            index = sent(starts, states.device)[:, None] + torch.arange(states.shape[1], device=states.device)
+            joined = nn.functional.pad(self.unread, (0, 0, 0, states.shape[1]))
+            states = joined.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
+        self.unread = states
+        if done.stay is not None:
+            self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
+            self.unread = states.index_select(0, done.stay.to(states.device))
+            self.cache.select(done.stay)
+
+    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
+        for place in range(ahead - skipped, ahead + 1):
+            if place == 0:
+                self.begin(batch)
+            tokens = batch.last(1, place).to(self.device) if place else self.last
+            if place >= len(self.states):
+                self._next(batch, place, tokens)
+            scores = self._score(place, tokens)
+        return self._in_vocabulary(scores).to(batch.ids.device)[:, None]
+
+    def begin(self, batch: Batch) -> None:
+        """Take up what waits, and have the states by which the first candidates are scored."""
+        self._read_prompts(batch)
+        assert self.unread is not None
+        fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
+        width = max(fresh)
+        held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
+        step = torch.arange(width + extra, device=device)
+        self.rows, self.ends = batch.index.to(device), held + new
+        newest = None if self.body.sees_ahead else (new - 1).clamp(min=0)
+        states = self.unread[:, :width].to(device, self.dtype)
+        self.behind = batch.ids, batch.index, batch.ends - new[:, 0].to(batch.ids.device)
+        self.last = batch.last(1).to(device)
+        extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
+        slots = held + step
+        if extra and min(fresh) < width:  # what fills up shorter rows goes to the last slot, where nobody looks
+            own = torch.where(step < new, slots, extent - 1)
+            slots = torch.where(step < width, own, slots - width + new)
+        entries = self.entries(slots, slots + self.offset[self.rows], extent, extra)
+        for row, count in zip(batch.rows, fresh, strict=True):
+            self.held[row] += count
+        self.unread, self.states, self.scores = None, [], []
+        self._note(self.body.begin(entries, self._embedded(width, extra), states, newest, self.number))
+
+    def _read_prompts(self, batch: Batch) -> None:
+        """Take up prompts that wait."""
+        order = [row for row in batch.rows if row in self.prompts]
+        found, self.prompts = [self.prompts[row] for row in order], {}
+        if not (width := max((len(states) for states, _ in found), default=0)):
+            return
+        rows, index = sent(order, batch.ids.device), sent([batch.rows.index(row) for row in order], self.device)
+        states, positions = padded([states for states, _ in found]), padded([placed for _, placed in found])
+        assert states is not None
+        starts = batch.starts[rows] + sent([self.first[row] for row in order], batch.ids.device) + 1
+        slots = torch.arange(width, device=self.device).expand(len(order), -1)
+        positions = slots + self.offset[rows.to(self.device)] if positions is None else positions.to(self.device)
+        for first in range(0, width, AT_ONCE):
+            last = min(first + AT_ONCE, width)
+            self.behind = batch.ids, rows, starts + first
+            entries = self.entries(slots[:, first:last], positions[:, first:last], last, rows=index)
+            part = states[:, first:last].to(self.device, self.dtype)
+            self.body.read(entries, self._embedded(last - first), part)
+
+    def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
+        """Have the state behind the candidates [R, 1] before a place."""
+        slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
+        entries = self.entries(slots, slots + self.offset[self.rows], extent)
+        self._note(self.body.next(entries, self.embed(tokens), self.state))
+
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+        """Those of one forward, of all rows or some; see `Entries`."""
+        self.cache.slots.aim(slots, 0, extent, self.every[: len(slots)] if rows is None else rows)
+        block = extra if self.body.sees_ahead else 0
+        return Entries(self.body.config, self.rotary, self.cache, slots, positions, extent, block)
+
+    def tokens(self, width: int) -> torch.Tensor:
+        """[r, m], what stands behind the states of the entries that come now."""
+        ids, rows, starts = self.behind
+        columns = starts[:, None] + torch.arange(width, device=ids.device)
+        return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)].to(self.device)
+
+    def _embedded(self, width: int, extra: int = 0) -> torch.Tensor | None:
+        tokens = self.body.inputs(self, width, extra)
+        return None if tokens is None else self.embed(tokens)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[r, m, H] of tokens [r, m], by the head's own embeddings or the target's."""
+        return self.embedding(tokens).to(self.device, self.dtype)
+
+    def _note(self, found: tuple[torch.Tensor, Any]) -> None:
+        """Have the scores of states [R, n, H], and keep what the next entry begins with."""
+        states, self.state = found
+        self.states += states.unbind(1)
+        self.scores += self.scored(states).unbind(1)
+
+    def scored(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
+        if self.output is None:
+            return states
+        weight = self.output.weight
+        return self.output(states.to(weight.device, weight.dtype)).to(self.device)
+
+    def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
+        """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
+        given = self.scores[place], self.states[place], tokens, self.state, self.least > 0
+        scores, self.state, sure = self.body.scored(*given)
+        self.sure += [] if sure is None else [sure]
+        return scores
+
+    def _in_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [R, V] by the target's ids; what the head does not know has none."""
+        if self.ids is None:
+            return scores
+        return scores.new_full((len(scores), self.vocab_size or 0), -torch.inf).index_copy_(1, self.ids, scores)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.decoder.rehearse(batch, count)) if self.chained else None
+        return (lambda count: self.rehearse(batch)) if self.body.chained else None
+
+    def rehearse(self, batch: Batch) -> None:
+        """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
+        tokens = batch.last(1).to(self.device)
+        self.rows, self.ends = batch.index.to(self.device), tokens * 0 + max(self.held)
+        self.state = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
+        self.states, self.scores = [], []
+        self._next(batch, 1, tokens)
+        self._in_vocabulary(self._score(0, tokens))
+        synchronize(self.device)
 
     def size(self) -> ForwardSize | None:
         return self.of_step
+
+
+def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
+    known = [row for row in rows if row is not None]
+    return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None

@@ -1,19 +1,16 @@
 """EAGLE-3, which drafts token by token from its own states, and P-EAGLE, which does so from masks in one forward."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from .body import Body, Found
 from .config import HeadConfig
-from .layers import HeadLayer, norm
+from .layers import Entries, HeadLayer, norm
 
 
-if TYPE_CHECKING:
-    from .feed import Feed
-
-
-class Eagle(nn.Module):
+class Eagle(Body):
     """Entry i of a row is token i + 1 with the target's states at i, or with the head's own while it drafts.
 
     Its first layer reads the token's embedding beside them; what it adds to is the state. It predicts token i + 2.
@@ -21,11 +18,11 @@ class Eagle(nn.Module):
 
     layers: Any
     fc_norm: Any
-    sees_ahead = False
 
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config, width = config, config.target_hidden_size * len(config.layer_ids or ())
+        self.chained = config.kind == "eagle3"
         self.fc = nn.Linear(width, config.hidden_size, config.fc_bias)
         if config.norm_before_fc:
             self.input_norm = norm(config, width)
@@ -47,45 +44,41 @@ class Eagle(nn.Module):
             states = self.input_norm(states)
         return self.fc(states)
 
-    def read(self, feed: "Feed") -> None:
-        """Take up entries of which nothing is drafted."""
-        self(feed, feed.tokens, self.fused(feed.states))
-
     def extra(self, number: int) -> int:
         """Masks behind the new entries: P-EAGLE has one for each candidate but the first."""
-        return number - 1 if self.config.kind == "peagle" else 0
+        return 0 if self.chained else number - 1
 
-    def begin(self, feed: "Feed", masks: int) -> torch.Tensor:
-        """Take up the new entries, and draft: [R, n, H] normed states behind the last one and behind each mask."""
-        tokens, states, index = feed.tokens, self.fused(feed.states), feed.newest
+    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor:
+        tokens = drafter.tokens(width)
+        return nn.functional.pad(tokens, (0, extra), value=self.config.mask_token_id) if extra else tokens
+
+    def read(self, entries: Entries, embedded: Any, states: torch.Tensor) -> None:
+        self(entries, embedded, self.fused(states))
+
+    def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
+        fused, masks = self.fused(states), embedded.shape[1] - states.shape[1]
         if masks:
-            tokens = nn.functional.pad(tokens, (0, masks), value=self.config.mask_token_id)
-            states = torch.cat([states, self.fused(self.mask_hidden).expand(len(states), masks, -1)], 1)
-            behind = torch.arange(tokens.shape[1] - masks, tokens.shape[1], device=index.device)
-            index = torch.cat([index, behind.expand(len(index), -1)], 1)
-        found = self(feed, tokens, states)
-        return self._noted(feed, found.gather(1, index[..., None].expand(-1, -1, found.shape[2])))
+            fused = torch.cat([fused, self.fused(self.mask_hidden).expand(len(fused), masks, -1)], 1)
+            behind = torch.arange(states.shape[1], embedded.shape[1], device=newest.device)
+            newest = torch.cat([newest, behind.expand(len(newest), -1)], 1)
+        found = self(entries, embedded, fused)
+        return self._noted(found.gather(1, newest[..., None].expand(-1, -1, found.shape[2])))
 
-    def next(self, feed: "Feed", tokens: torch.Tensor) -> torch.Tensor:
-        """[R, 1, H], behind candidates [R, 1]."""
-        return self._noted(feed, self(feed, tokens, feed.kept["state"]))
+    def next(self, entries: Entries, embedded: Any, state: Any) -> Found:
+        return self._noted(self(entries, embedded, state))
 
-    def score(self, feed: "Feed", states: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-        """[R, V_d] by normed states [R, H]."""
-        return feed.head(states)
-
-    def _noted(self, feed: "Feed", states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm; what the next entry begins with is kept."""
+    def _noted(self, states: torch.Tensor) -> Found:
+        """States behind the last norm, and what the next entry begins with."""
         normed = self.norm(states)
-        feed.kept["state"] = normed if self.config.norm_output else states
-        return normed
+        return normed, normed if self.config.norm_output else states
 
-    def forward(self, feed: "Feed", tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        first, slots = self.layers[0], feed.slots
+    def forward(self, entries: Entries, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """[r, q, H] behind the last layer, of embedded tokens and fused states [r, q, H]."""
+        first = self.layers[0]
         normed = first.hidden_norm(states)
-        read = torch.cat([first.input_layernorm(feed.embed(tokens)), normed], -1)
+        read = torch.cat([first.input_layernorm(embedded), normed], -1)
         residual = normed if self.config.norm_before_residual else states
-        states = first.after(residual, read, first.self_attn.keys(read, slots), slots)
+        states = first.after(residual, read, first.self_attn.keys(read, entries), entries)
         for layer in self.layers[1:]:
-            states = layer(states, slots)
+            states = layer(states, entries)
         return states

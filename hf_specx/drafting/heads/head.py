@@ -20,7 +20,6 @@ from .block import Block
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
 from .driver import HeadDrafter
 from .eagle import Eagle
-from .feed import Feed
 from .medusa import Medusa
 from .reading import read_head
 from .tensors import check_tensors
@@ -93,10 +92,9 @@ class DraftHead(PreTrainedModel):
         told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
         embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        feed = Feed(self.body, cast(nn.Module, embed), output or target.get_output_embeddings(), self.ids)
-        most = {"medusa": config.medusa_num_heads, "peagle": None, "eagle3": None}
-        number = most.get(config.kind, (config.block_size or 0) - (not config.sample_from_anchor))
-        return HeadDrafter(feed, self.places(target), number, config.kind == "eagle3", self.step_size())
+        output = None if config.kind == "medusa" else output or target.get_output_embeddings()
+        places, size = self.places(target), self.step_size()
+        return HeadDrafter(self.body, cast(nn.Module, embed), output, size, self.ids, places)
 
     @property
     def ids(self) -> torch.Tensor | None:

@@ -1,63 +1,78 @@
-"""What the layers of heads are made of: norms, rotary positions, and attention over keys in slots of each row."""
+"""What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specx.models.attention import tiled
+from hf_specx.models.slots import SlotCache, SlotLayer
 
 from .config import HeadConfig
 
 
-class Slots:
-    """Keys and values of all layers of a head, [R, C, H, D], written in place; and where the coming entries go.
+class RowsCache(SlotCache):
+    """Keys and values in slots of some rows, of which those that are aimed at are seen."""
 
-    Entries of a row lie in consecutive slots from 0 on. The last slot is never seen: fillers are written there.
+    layers: list[SlotLayer]  # type: ignore[assignment]
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows = rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write states [r, H, q, D] of entries; all that these rows have, [r, H, extent, D]."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self.slots))
+        if not self.layers[layer_idx].is_initialized:
+            empty = (states[:1, :, :0].expand(self.rows, -1, -1, -1) for states in (key_states, value_states))
+            self.layers[layer_idx].lazy_initialization(*empty)
+        found = super().update(key_states, value_states, layer_idx)
+        assert self.slots.index is not None
+        rows = self.slots.index[0][:, 0]
+        return found if len(rows) == self.rows else (found[0][rows], found[1][rows])
+
+    def select(self, stay: torch.Tensor) -> None:
+        super().select(stay)
+        self.rows = len(stay)
+
+
+class Entries:
+    """The entries of some rows that come in one forward; each attends to the keys in its own slot and before.
+
+    Args:
+        config: the head's.
+        rotary: of its positions.
+        cache: of keys and values in slots of each row, aimed at those of the entries.
+        slots, positions: [r, q], and in the text.
+        extent: no slot from this one on is seen.
+        block: how many of the last entries see each other, in layers without a window, or in all if the config says
+            so.
     """
 
-    def __init__(self, config: HeadConfig):
-        self.config, self.capacity = config, 0
+    def __init__(
+        self,
+        config: HeadConfig,
+        rotary: "Rotary",
+        cache: Cache,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        extent: int,
+        block: int = 0,
+    ):
+        self.config, self.cache, self.slots = config, cache, slots
+        self.extent, self.block, self.masks = extent, block, dict[str, torch.Tensor]()
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.held: list[list[torch.Tensor]] = []  # keys and values of each layer, once something is written
-        self.rows: torch.Tensor | None = None  # [r], whose entries come now; None is all
-        self.every = torch.empty(0)  # [R], the indices of all rows
-        self.rotary: Rotary | None = None
-        self.masks: dict[str, torch.Tensor] = {}
-
-    def reserve(self, rows: int, extent: int, like: torch.Tensor) -> None:
-        """Have `extent` slots for each row, and the one for fillers."""
-        if extent < self.capacity:
-            return
-        heads, size = self.config.num_key_value_heads, self.config.head_dim
-        before, self.capacity = self.capacity, 2 * extent + 1
-        if not self.held:
-            empty = like.new_zeros(rows, 0, heads, size)
-            self.held = [[empty, empty] for _ in range(self.config.num_hidden_layers)]
-        for layer in self.held:
-            for number, stored in enumerate(layer):
-                layer[number] = stored.new_zeros(len(stored), self.capacity, heads, size)
-                layer[number][:, :before] = stored
-
-    def aim(self, slots: torch.Tensor, positions: torch.Tensor, extent: int, block: int = 0) -> None:
-        """Say where the coming entries go: slots and positions [r, q]; nothing from `extent` on is seen.
-
-        An entry sees those in its own slot and before. The last `block` entries see each other, in layers without a
-        window, or in all if the config says so.
-        """
-        config = self.config
-        if self.rows is None and len(self.every) != len(slots):
-            self.every = torch.arange(len(slots), device=slots.device)
-        self.index, self.extent = ((self.every if self.rows is None else self.rows)[:, None], slots), extent
-        self.rotary = self.rotary or Rotary(config, slots.device)
-        self.turns = self.rotary(positions)
-        self.queries, self.block, self.masks = slots[:, -block:, None][:, None], block, {}
+        self.turns = rotary(positions)
 
     def _mask(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """What layers of this kind see, [r, 1, n * q, S]; made once a forward."""
         if kind not in self.masks:
-            window, queries = self.config.sliding_window, self.queries
+            window, queries = self.config.sliding_window, self.slots[:, -self.block :, None][:, None]
             keys = torch.arange(self.extent, device=queries.device)
             sliding = kind == "sliding_attention" and window is not None
             whole = self.block and (not sliding or self.config.sliding_window_non_causal)
@@ -66,29 +81,18 @@ class Slots:
             self.masks[kind] = tiled(seen, self.group, dtype)
         return self.masks[kind]
 
+    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [r, m, H, D] of all entries; those that the rows have, [r, H, S, D]."""
+        return self.cache.update(key.transpose(1, 2), value.transpose(1, 2), layer)
+
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""
-        self.write(layer, key, value)
-        keys, values = (stored[:, : self.extent] for stored in self.held[layer])
-        if self.rows is not None:
-            keys, values = keys[self.rows], values[self.rows]
+        keys, values = self.note(layer, key, value)
         count, types = query.shape[1], self.config.layer_types
         mask = self._mask("full_attention" if types is None else types[layer], query.dtype)
         folded = query.transpose(1, 2).reshape(len(query), -1, self.group * count, query.shape[3])
-        found = nn.functional.scaled_dot_product_attention(
-            folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
-        )
+        found = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         return found.unflatten(2, (self.group, count)).permute(0, 3, 1, 2, 4).flatten(2)
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [r, m, H, D] that nothing attends to yet."""
-        keys, values = self.held[layer]
-        keys[self.index], values[self.index] = key, value
-
-    def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
-        for layer in self.held:
-            layer[:] = [stored.index_select(0, stay.to(stored.device)) for stored in layer]
 
 
 class Rotary:
@@ -137,13 +141,13 @@ class HeadAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def queries(self, states: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def queries(self, states: torch.Tensor, entries: Entries) -> torch.Tensor:
         """[r, q, H, D] of states [r, q, width], those of the last q entries."""
-        return turned(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.size))), slots.turns)
+        return turned(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
 
-    def keys(self, states: torch.Tensor, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, states: torch.Tensor, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [r, m, H, D] of states [r, m, width]."""
-        key = turned(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.size))), slots.turns)
+        key = turned(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.size))), entries.turns)
         return key, self.v_proj(states).unflatten(-1, (-1, self.size))
 
 
@@ -171,20 +175,20 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, width or config.hidden_size)
         self.mlp = HeadMLP(config)
 
-    def forward(self, states: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, entries: Entries) -> torch.Tensor:
         read = self.input_layernorm(states)
-        return self.after(states, read, self.self_attn.keys(read, slots), slots)
+        return self.after(states, read, self.self_attn.keys(read, entries), entries)
 
     def after(
         self,
         residual: torch.Tensor,
         read: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor],
-        slots: Slots,
+        entries: Entries,
     ) -> torch.Tensor:
         """The layer's output for what it adds to, what its queries are made of, and the keys of all new entries."""
         attention = self.self_attn
-        states = residual + attention.o_proj(slots.attend(self.number, attention.queries(read, slots), *keys))
+        states = residual + attention.o_proj(entries.attend(self.number, attention.queries(read, entries), *keys))
         return states + self.mlp(self.post_attention_layernorm(states))
 
 

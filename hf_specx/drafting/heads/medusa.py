@@ -1,15 +1,12 @@
 """Medusa: one small network for each candidate, which reads the target's last state."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
+from .body import Body, Found
 from .config import HeadConfig
-
-
-if TYPE_CHECKING:
-    from .feed import Feed
 
 
 class MedusaBlock(nn.Module):
@@ -23,31 +20,18 @@ class MedusaBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
-class Medusa(nn.Module):
+class Medusa(Body):
     """Network i drafts candidate i, of the target's state that the token before the first one was chosen by."""
-
-    sees_ahead = False
 
     def __init__(self, config: HeadConfig):
         super().__init__()
-        self.config = config
-        for number in range(config.medusa_num_heads or 0):
+        self.config, self.most = config, config.medusa_num_heads or 0
+        for number in range(self.most):
             blocks = [MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers or 0)]
             scores = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.add_module(str(number), nn.Sequential(*blocks, scores))
 
-    def extra(self, number: int) -> int:
-        """It has no entries."""
-        return 0
-
-    def read(self, feed: "Feed") -> None:
-        """There is nothing to keep."""
-
-    def begin(self, feed: "Feed", extra: int) -> torch.Tensor:
-        """[R, n, H], the newest state once for each candidate."""
-        states = feed.states.gather(1, feed.newest[..., None].expand(-1, -1, feed.states.shape[2]))
-        return states.expand(-1, self.config.medusa_num_heads or 0, -1)
-
-    def score(self, feed: "Feed", states: torch.Tensor, place: int, tokens: torch.Tensor) -> torch.Tensor:
-        """[R, V_d] of states [R, H]."""
-        return self.get_submodule(str(place))(states)
+    def begin(self, entries: Any, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
+        """Scores [R, n, V_d], since it has no output in common."""
+        newest = states.gather(1, newest[..., None].expand(-1, -1, states.shape[2]))
+        return torch.cat([self.get_submodule(str(place))(newest) for place in range(number)], 1), None

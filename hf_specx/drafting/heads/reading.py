@@ -8,9 +8,9 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import vocabulary
+from hf_specx.drafting.files import HUB, read_config, read_weights
 
-from .config import OF_BLOCKS, OF_EAGLE, HeadConfig, fields_of, layer_fields
-from .files import HUB, read_config, read_weights
+from .config import OF_BLOCKS, OF_EAGLE, OF_LAYERS, HeadConfig
 from .tensors import Weights, check_vocabulary, linear_layers
 
 
@@ -51,6 +51,30 @@ ONLY = {  # options that have to have this value where they are given
     "logit_scale": 1,
     "projector_type": "dflash",
 }
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")
+OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+PARTS = ("transformer_layer_config", "eagle_config", "dflash_config")  # of a config, with options of their own
+IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS = ((IDS,), ("aux_hidden_state_layer_ids",))  # where layer ids stand that count outputs of layers
+LAYERS = (("eagle_config", IDS), ("target_layer_ids",), ("dflash_config", "target_layer_ids"))  # or layers from 0
+ATTENTION, MLP = "layers.0.self_attn.", "layers.0.mlp."
+THERE = {  # a field that says whether there is a tensor, and which
+    "qk_norm": f"{ATTENTION}q_norm.weight",
+    "attention_bias": f"{ATTENTION}q_proj.bias",
+    "output_bias": f"{ATTENTION}o_proj.bias",
+    "fc_bias": "fc.bias",
+    "norm_before_fc": "input_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+    "confidence_head": "confidence_head.proj.weight",
+    "own_embeddings": "embed_tokens.weight",
+    "own_head": "lm_head.weight",
+}
+STATED = {  # fields that tensors do not tell, and what they are where a config says nothing
+    "norm_before_residual": False,
+    "norm_output": False,
+    "sliding_window_non_causal": False,
+    "markov_head_type": "vanilla",
+}
 
 
 def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tuple[HeadConfig, Weights]:
@@ -73,14 +97,8 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     require(not unknown, told)
     layer_ids = loading.pop("layer_ids", None)
     raw, found = read_config(name, **loading), read_weights(name, **loading)
-    said = raw | (raw.get("eagle_config") or {}) | (raw.get("dflash_config") or {})
-    weights = canonical(found)
-    _check_supported(name, raw, said, weights)
-    config = _config(name, raw, said, weights, target)
-    if config.kind != "medusa":
-        _read_ids(name, raw, config, weights, target, layer_ids)
-        check_vocabulary(name, config, weights)
-    return config, weights
+    reader = Reader(name, raw, canonical(found), target)
+    return reader.config(layer_ids), reader.weights
 
 
 def canonical(weights: Weights) -> Weights:
@@ -114,180 +132,215 @@ def is_head(name: str | Path, raw: dict[str, Any]) -> bool:
     return found
 
 
-def _check_supported(name: str | Path, raw: dict[str, Any], said: dict[str, Any], weights: Weights) -> None:
-    """Refuse, by its name, what would change the head's forward and is not supported."""
-    for parts, what in ((GEMMA, "blocks of Gemma"), (CONVOLUTIONS, "the convolutions of DFlash2")):
-        part = next((weight for weight in sorted(weights) if any(part in weight for part in parts)), None)
+class Reader:
+    """The files of a draft head, beside the target that it is for.
+
+    Attributes:
+        name: folder or id.
+        raw: what its config says; `said` with the options of its `PARTS`.
+        weights: its tensors by the names of the *speculators* form.
+        tokens: how many the target has; `text` its config.
+    """
+
+    def __init__(self, name: str | Path, raw: dict[str, Any], weights: Weights, target: PreTrainedModel):
+        self.name, self.raw, self.weights, self.target = name, raw, weights, target
+        self.text, self.tokens = target.config.get_text_config(decoder=True), vocabulary(target)
+        self.said = dict(raw)
+        for part in PARTS:
+            self.said |= raw.get(part) or {}
+
+    def need(self, ok: Any, told: str) -> None:
+        """Refuse the head with its name unless `ok`."""
+        require(bool(ok), f"{self.name} {told}")
+
+    def config(self, layer_ids: Any) -> HeadConfig:
+        """What the head is; with layer ids that the user gives, or None."""
+        self._check_supported()
+        medusa, layers = linear_layers(self.weights)
+        if medusa:
+            return self._medusa(medusa, layers)
+        kind, qk_norm = self._kind(), THERE["qk_norm"] in self.weights
+        fields = self._layer(qk_norm)
+        fields |= self._shapes(fields) | {field: tensor in self.weights for field, tensor in THERE.items()}
+        fields |= {field: self.said.get(field) or default for field, default in STATED.items()}
+        self._check_target(fields["vocab_size"])
+        fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
+        config = HeadConfig(**fields, layer_ids=self._layer_ids(kind, layer_ids))
+        check_vocabulary(self.name, config, self.weights)
+        return config
+
+    def _check_supported(self) -> None:
+        """Refuse, by its name, what would change the head's forward and is not supported."""
+        plain = "are not supported; choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers."
+        for parts, what in ((GEMMA, "blocks of Gemma"), (CONVOLUTIONS, "the convolutions of DFlash2")):
+            part = next((weight for weight in sorted(self.weights) if any(part in weight for part in parts)), None)
+            self.need(part is None, f"has {what} ({part}), which {plain}")
+        model_type, kind = self.raw.get("model_type", ""), self.raw.get("speculators_model_type", "eagle3")
+        self.need(not str(model_type).startswith("gemma"), f"is for {model_type}, whose blocks {plain}")
+        kinds = f"choose one of {', '.join((*OF_EAGLE, *OF_BLOCKS))}."
+        remedy = "use MtpDraft() for layers of the target." if kind == "mtp" else kinds
+        told = f"has speculators_model_type={brief(kind)}, which is not supported; {remedy}"
+        self.need(kind in (*OF_EAGLE, *OF_BLOCKS), told)
+        defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
+        for option, value in sorted(self.said.items()):
+            known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
+            right = value is None or value == ONLY.get(option, False) or (option not in ONLY and known)
+            told = f"has {option}={brief(value)} in its config.json, which is not supported; choose another head, or "
+            self.need(right, f"{told}take it out if it does not change what the head computes.")
+
+    def _check_target(self, tokens: int) -> None:
+        """Refuse a head whose config says that it was made for a target of other sizes."""
+        made_for = {"tokens": tokens, "numbers in a state": self.said.get("target_hidden_size")}
+        made_for |= {"layers": self.said.get("num_target_layers")}
+        sizes = self.tokens, self.text.hidden_size, self.text.num_hidden_layers
+        for (what, size), ours in zip(made_for.items(), sizes, strict=True):
+            told = f"is for a target with {size} {what}, and {type(self.target).__name__} has {ours}; choose a head "
+            self.need(size in (None, ours), f"{told}that was made for this target.")
+
+    def _medusa(self, heads: int, layers: int) -> HeadConfig:
+        """The config of Medusa, whose counts are those of its tensors."""
+        width = self.text.hidden_size
+        fields = {"kind": "medusa", "hidden_size": width, "target_hidden_size": width, "vocab_size": self.tokens}
+        fields |= {"layer_ids": [self.text.num_hidden_layers], "draft_vocab_size": self.tokens}
+        fields |= {"medusa_num_heads": heads, "medusa_num_layers": layers, "num_draft_tokens": heads}
+        return HeadConfig(**fields, target=self.raw.get("base_model_name_or_path") or "")
+
+    def _kind(self) -> str:
+        """What kind of head the files have, by their tensors; where they leave it open, by the config."""
+        eagle = any(weight.endswith("layers.0.hidden_norm.weight") for weight in self.weights)
+        told = "has neither layers.0.hidden_norm nor hidden_norm among its tensors, so it is no draft head of a "
+        self.need(eagle or "hidden_norm.weight" in self.weights, f"{told}supported form; choose another.")
+        stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
+        spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
+        found = "dspark" if spark or stated == "dspark" else "dflash"
+        if eagle:
+            found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
+        told = f"has speculators_model_type={stated!r} in its config.json and tensors of {found}; get it again."
+        self.need(stated in (None, found), told)
+        return found
+
+    def _layer(self, qk_norm: bool) -> dict[str, Any]:
+        """The fields that the config of a layer has; what is absent there is the default of its architecture."""
+        act, names = self.said.get("hidden_act", "silu"), {*OF_LAYERS, *OF_ROPE} - {"layer_types"}
+        self.need(act == "silu", f"has layers with hidden_act={brief(act)}; only silu is supported.")
+        given = {name: self.said[name] for name in names if self.said.get(name) is not None}
+        architecture: Any = Qwen3Config if qk_norm else LlamaConfig
+        try:
+            known = architecture(**given)
+        except Exception as error:  # of a type that only the Hub's library has
+            raise ValueError(
+                f"{self.name} has a config of its layers that is none of transformers: {error}"
+            ) from error
+        rope = dict(known.rope_parameters or {})
+        factor = rope.pop("partial_rotary_factor", 1.0)
+        rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
+        if rope.get("rope_type") == "mrope":
+            rope["rope_type"] = "default"
+        found = {name: getattr(known, name, None) for name in OF_LAYERS}
+        return found | {"rope_parameters": rope, "partial_rotary_factor": factor}
+
+    def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields that follow from shapes of tensors; `fields` are those of the config."""
+        weights, projections = self.weights, (f"{ATTENTION}q_proj.weight", f"{ATTENTION}k_proj.weight")
+        needed = ("fc.weight", *projections, f"{MLP}gate_proj.weight", "norm.weight")
+        missing = [weight for weight in needed if weight not in weights]
+        told = f"lacks {', '.join(missing)}; get it again, or choose a head that joins states of several layers."
+        self.need(not missing, told)
+        _, queries, keys, inner, width = (weights[weight].shape[0] for weight in needed)
+        size, heads, norm = fields["head_dim"], fields["num_attention_heads"], weights.get(THERE["qk_norm"])
+        size = size if norm is None else norm.numel()
+        heads = heads if norm is None else queries // size
+        told = f"has {heads} attention heads of {size} by its config.json, and {queries} rows in q_proj; get it again."
+        self.need(queries == heads * size and keys % size == 0, told)
+        layers = 1 + max(int(found[1]) for weight in weights if (found := re.match(r"layers\.(\d+)\.", weight)))
+        none = weights["fc.weight"].new_zeros(0, 0)
+        confidence = weights.get(THERE["confidence_head"], none)
+        return self._windows(layers) | {
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys // size,
+            "head_dim": size,
+            "markov_rank": weights.get("markov_head.markov_w1.weight", none).shape[-1],
+            "confidence_head_with_markov": confidence.shape[-1] > width,
+            "draft_vocab_size": len(weights[THERE["own_head"]]) if THERE["own_head"] in weights else self.tokens,
+            "dtype": weights["fc.weight"].dtype,
+        }
+
+    def _windows(self, layers: int) -> dict[str, Any]:
+        """Which layers see a window, and its size."""
+        kinds, window = (self.said.get("layer_types") or ())[:layers] or None, self.said.get("sliding_window")
+        if self.said.get("use_swa") and kinds is None:
+            kinds, window = ["sliding_attention"] * layers, self.said.get("swa_window_size")
+        sliding = "sliding_attention" in (kinds or ())
+        told = f"has layer_types={brief(kinds)} and sliding_window={brief(window)} for its {layers} layers; get it "
+        self.need(kinds is None or (len(kinds) == layers and (not sliding or is_int(window))), f"{told}again.")
+        return {"layer_types": kinds, "sliding_window": window if sliding else None}
+
+    def _proposal(self, kind: str) -> dict[str, Any]:
+        """How it drafts, and for whom."""
+        proposal = self.raw.get("speculators_config") or {}
+        methods, verifier = proposal.get("proposal_methods") or [{}], proposal.get("verifier") or {}
+        default = proposal.get("default_proposal_method")
+        method = next((method for method in methods if method.get("proposal_type") == default), methods[0])
+        mask: Any = next((self.said[name] for name in MASKS if self.said.get(name) is not None), None)
+        told = f"has mask_token_id={brief(mask)} in its config.json; it needs that of a token of the target."
+        self.need(kind == "eagle3" or (is_int(mask) and 0 <= mask < self.tokens), told)
+        found = {
+            "mask_token_id": mask,
+            "num_draft_tokens": method.get("speculative_tokens", 5),
+            "target": verifier.get("name_or_path") or self.target.name_or_path,
+            "target_architectures": verifier.get("architectures") or None,
+        }
+        if kind in OF_EAGLE:
+            return found
+        block: Any = self.said.get("block_size", 8 if "speculators_model_type" in self.raw else None)
+        told = f"has block_size={brief(block)} in its config.json; it needs the positions of a block, 2 or more."
+        self.need(is_int(block) and block > 1, told)
+        anchor = bool(self.said.get("sample_from_anchor", kind == "dspark"))
+        if not proposal:
+            found["num_draft_tokens"] = block - (not anchor)
+        return found | {"block_size": block, "sample_from_anchor": anchor}
+
+    def _layer_ids(self, kind: str, given: Any) -> list[int]:
+        """Which states the head reads, as they are given, or as they stand in the files."""
+        depth, width, model = self.text.num_hidden_layers, self.text.hidden_size, type(self.target).__name__
+        joined = self.weights["fc.weight"].shape[-1]
+        told = f"reads {joined} numbers a position, and the states of {model} have {width}; choose a head that was "
+        self.need(joined % width == 0, f"{told}made for this target.")
+        count = joined // width
+        ids = self._ids_in_files(kind, depth, count) if given is None else given
+        right = isinstance(ids, list | tuple) and all(is_int(number) and number >= 0 for number in ids)
+        self.need(right, f"has layer_ids={brief(ids)}, which are no list of numbers of 0 or more; {GIVE}.")
         told = (
-            f"{name} has {what} ({part}), which are not supported; choose an EAGLE-3, DFlash or DSpark head of plain"
+            f"has {len(ids)} layer ids ({ids}) and reads {count} states of {width} numbers; {GIVE}, {count} of them, "
         )
-        require(part is None, f"{told} Llama or Qwen3 layers.")
-    told = f"{name} is for {raw.get('model_type')}, whose blocks are not supported; choose a head of plain Llama or "
-    require(not str(raw.get("model_type", "")).startswith("gemma"), f"{told}Qwen3 layers.")
-    kind = raw.get("speculators_model_type", "eagle3")
-    remedy = "use MtpDraft() for layers of the target." if kind == "mtp" else f"choose one of {', '.join(OF_EAGLE)}, "
-    told = f"{name} has speculators_model_type={brief(kind)}, which is not supported; {remedy}"
-    require(kind in (*OF_EAGLE, *OF_BLOCKS), told if kind == "mtp" else f"{told}{', '.join(OF_BLOCKS)}.")
-    defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
-    for option, value in sorted(said.items()):
-        known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
-        right = value is None or value == ONLY.get(option, False) or (option not in ONLY and known)
-        told = f"{name} has {option}={brief(value)} in its config.json, which is not supported; choose another head, "
-        require(bool(right), f"{told}or take it out if it does not change what the head computes.")
+        self.need(len(ids) == count, f"{told}or choose a head that was made for this target.")
+        told = f"reads the output of layer {max(ids)}, and {model} has {depth}; choose a head that was made for this "
+        self.need(max(ids) <= depth, f"{told}target, or {GIVE}.")
+        told = f"reads the last state (layer id {depth}), which some mean before the final norm and others behind it; "
+        self.need(given is not None or depth not in ids, f"{told}{GIVE}, {depth} for the one before the norm.")
+        return list(ids)
 
-
-def _config(
-    name: str | Path, raw: dict[str, Any], said: dict[str, Any], weights: Weights, target: PreTrainedModel
-) -> HeadConfig:
-    """All of the config but which states the head reads."""
-    text, tokens = target.config.get_text_config(decoder=True), vocabulary(target)
-    medusa, layers = linear_layers(weights)
-    if medusa:
-        width = text.hidden_size
-        fields = {"kind": "medusa", "hidden_size": width, "target_hidden_size": width, "vocab_size": tokens}
-        fields |= {"layer_ids": [text.num_hidden_layers], "draft_vocab_size": tokens}
-        fields |= {"medusa_num_heads": medusa, "medusa_num_layers": layers, "num_draft_tokens": medusa}
-        return HeadConfig(**fields, target=raw.get("base_model_name_or_path") or "")
-    kind = _kind(name, raw, weights)
-    fields = fields_of(raw)
-    if fields is raw:
-        fields = layer_fields(said, "layers.0.self_attn.q_norm.weight" in weights)
-    fields |= _shapes(name, said, fields, weights, tokens)
-    made_for = {"tokens": fields["vocab_size"], "numbers in a state": said.get("target_hidden_size")}
-    made_for |= {"layers": said.get("num_target_layers")}
-    for what, ours in zip(made_for, (tokens, text.hidden_size, text.num_hidden_layers), strict=True):
-        told = f"{name} is for a target with {made_for[what]} {what}, and {type(target).__name__} has {ours}; choose "
-        require(made_for[what] in (None, ours), f"{told}a head that was made for this target.")
-    fields |= {
-        "kind": kind,
-        "target_hidden_size": text.hidden_size,
-        "norm_before_residual": bool(said.get("norm_before_residual")),
-        "norm_output": bool(said.get("norm_output")),
-        "markov_head_type": said.get("markov_head_type", "vanilla"),
-        "target": fields.get("target") or target.name_or_path,
-    }
-    return HeadConfig(**fields | _block(name, raw, said, kind, tokens))
-
-
-def _kind(name: str | Path, raw: dict[str, Any], weights: Weights) -> str:
-    """What kind of head the files have, by their tensors; where they leave it open, by the config."""
-    eagle = any(weight.endswith("layers.0.hidden_norm.weight") for weight in weights)
-    told = f"{name} has neither layers.0.hidden_norm nor hidden_norm among its tensors, so it is no draft head of a "
-    require(eagle or "hidden_norm.weight" in weights, f"{told}supported form; choose another.")
-    stated = raw.get("speculators_model_type")
-    spark = (
-        "dspark" in str(raw.get("architectures")).lower() or "markov_rank" in raw or "markov_head" in str([*weights])
-    )
-    found = "dspark" if spark or stated == "dspark" else "dflash"
-    if eagle:
-        found = "peagle" if "mask_hidden" in weights or stated == "peagle" else "eagle3"
-    told = f"{name} has speculators_model_type={stated!r} in its config.json and tensors of {found}; get it again."
-    require(stated in (None, found), told)
-    return found
-
-
-def _shapes(
-    name: str | Path, said: dict[str, Any], fields: dict[str, Any], weights: Weights, tokens: int
-) -> dict[str, Any]:
-    """The fields that follow from the tensors; `fields` are those of the config."""
-    first = "layers.0.self_attn."
-    needed = (f"{first}q_proj.weight", f"{first}k_proj.weight", "layers.0.mlp.gate_proj.weight", "norm.weight")
-    missing = [weight for weight in ("fc.weight", *needed) if weight not in weights]
-    told = f"{name} lacks {', '.join(missing)}; get it again, or choose a head that joins states of several layers."
-    require(not missing, told)
-    queries, keys, inner, width = (weights[weight].shape[0] for weight in needed)
-    size, heads, norm = fields["head_dim"], fields["num_attention_heads"], weights.get(f"{first}q_norm.weight")
-    size = size if norm is None else norm.numel()
-    heads = heads if norm is None else queries // size
-    told = (
-        f"{name} has {heads} attention heads of {size} by its config.json, and {queries} rows in q_proj; get it again."
-    )
-    require(queries == heads * size and keys % size == 0, told)
-    layers = 1 + max(int(found[1]) for weight in weights if (found := re.match(r"layers\.(\d+)\.", weight)))
-    kinds, window = (fields["layer_types"] or ())[:layers] or None, fields["sliding_window"]
-    if said.get("use_swa") and kinds is None:
-        kinds, window = ["sliding_attention"] * layers, said.get("swa_window_size")
-    sliding = "sliding_attention" in (kinds or ())
-    told = f"{name} has layer_types={brief(kinds)} and sliding_window={brief(window)} for its {layers} layers; get it "
-    require(kinds is None or (len(kinds) == layers and (not sliding or is_int(window))), f"{told}again.")
-    confidence, markov = weights.get("confidence_head.proj.weight"), weights.get("markov_head.markov_w1.weight")
-    return {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys // size,
-        "head_dim": size,
-        "qk_norm": norm is not None,
-        "attention_bias": f"{first}q_proj.bias" in weights,
-        "output_bias": f"{first}o_proj.bias" in weights,
-        "fc_bias": "fc.bias" in weights,
-        "norm_before_fc": "input_norm.weight" in weights,
-        "fc_norm": "fc_norm.0.weight" in weights,
-        "layer_types": kinds,
-        "sliding_window": window if sliding else None,
-        "markov_rank": 0 if markov is None else markov.shape[-1],
-        "confidence_head": confidence is not None,
-        "confidence_head_with_markov": confidence is not None and confidence.shape[-1] > width,
-        "own_embeddings": "embed_tokens.weight" in weights,
-        "own_head": "lm_head.weight" in weights,
-        "draft_vocab_size": weights["lm_head.weight"].shape[0] if "lm_head.weight" in weights else tokens,
-        "dtype": weights["fc.weight"].dtype,
-    }
-
-
-def _block(name: str | Path, raw: dict[str, Any], said: dict[str, Any], kind: str, tokens: int) -> dict[str, Any]:
-    """The fields of heads that propose a block at once."""
-    block: Any = said.get("block_size", 8 if "speculators_model_type" in raw else None)
-    told = f"{name} has block_size={brief(block)} in its config.json; it needs the positions of a block, 2 or more."
-    require(kind not in OF_BLOCKS or (is_int(block) and block > 1), told)
-    names = ("mask_token_id", "ptd_token_id", "pard_token")
-    mask: Any = next((said[option] for option in names if said.get(option) is not None), None)
-    told = f"{name} has mask_token_id={brief(mask)} in its config.json; it needs that of a token of the target."
-    require(kind == "eagle3" or (is_int(mask) and 0 <= mask < tokens), told)
-    anchor = bool(said.get("sample_from_anchor", kind == "dspark"))
-    sizes = {"block_size": block, "sample_from_anchor": anchor} if kind in OF_BLOCKS else {}
-    if sizes and "speculators_config" not in raw:
-        sizes["num_draft_tokens"] = block - (not anchor)
-    return sizes | {"mask_token_id": mask, "sliding_window_non_causal": bool(said.get("sliding_window_non_causal"))}
-
-
-def _read_ids(
-    name: str | Path, raw: dict[str, Any], config: HeadConfig, weights: Weights, target: PreTrainedModel, given: Any
-) -> None:
-    """Which states the head reads, as they are given, or as they stand in the files."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    joined, width = weights["fc.weight"].shape[-1], config.target_hidden_size
-    told = f"{name} reads {joined} numbers a position, and the states of {type(target).__name__} have {width}; "
-    require(joined % width == 0, f"{told}choose a head that was made for this target.")
-    count = joined // width
-    ids = _ids_in(name, raw, config.kind, depth, count) if given is None else given
-    told = f"layer_ids={brief(ids)} of {name} are no list of numbers of 0 or more; {GIVE}."
-    require(isinstance(ids, list | tuple) and all(is_int(number) and number >= 0 for number in ids), told)
-    told = f"{name} has {len(ids)} layer ids ({ids}) and reads {count} states of {width} numbers; {GIVE}, {count} of "
-    require(len(ids) == count, f"{told}them, or choose a head that was made for this target.")
-    told = f"{name} reads the output of layer {max(ids)}, and {type(target).__name__} has {depth}; choose a head that "
-    require(max(ids) <= depth, f"{told}was made for this target, or {GIVE}.")
-    told = f"{name} reads the last state (layer id {depth}), which some mean before the final norm and others "
-    require(given is not None or depth not in ids, f"{told}behind it; {GIVE}, {depth} for the one before the norm.")
-    config.layer_ids = list(ids)
-
-
-def _ids_in(name: str | Path, raw: dict[str, Any], kind: str, depth: int, count: int) -> Any:
-    """The layer ids in files: where they stand says whether they count outputs of layers, or layers from 0."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    nested, parts = raw.get("eagle_config") or {}, raw.get("dflash_config") or {}
-    outputs = [raw.get(key), raw.get("aux_hidden_state_layer_ids")]
-    layers = [nested.get(key), raw.get("target_layer_ids"), parts.get("target_layer_ids")]
-    for ids in (*outputs, *layers):
-        told = f"{name} has layer ids {brief(ids)} in its config.json, which is no list of numbers; {GIVE}."
-        require(ids is None or (isinstance(ids, list) and all(map(is_int, ids))), told)
-    found = [ids for ids in outputs if ids is not None] + [[number + 1 for number in ids] for ids in layers if ids]
-    told = f"{name} has layer ids in two places, which mean different states ({brief(found)}); {GIVE}."
-    require(all(ids == found[0] for ids in found), told)
-    if found:
-        return found[0]
-    if kind in OF_EAGLE:
-        return [2, depth // 2, depth - 3]
-    spread = [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
-    return [number + 1 for number in spread]
+    def _ids_in_files(self, kind: str, depth: int, count: int) -> Any:
+        """The layer ids in files: where they stand says whether they count outputs of layers, or layers from 0."""
+        found = []
+        for places, more in ((OUTPUTS, 0), (LAYERS, 1)):
+            for place in places:
+                ids: Any = self.raw
+                for key in place:
+                    ids = (ids or {}).get(key)
+                right = ids is None or (isinstance(ids, list) and all(map(is_int, ids)))
+                self.need(
+                    right, f"has layer ids {brief(ids)} in its config.json, which is no list of numbers; {GIVE}."
+                )
+                found += [[number + more for number in ids]] if ids else []
+        told = f"has layer ids in two places, which mean different states ({brief(found)}); {GIVE}."
+        self.need(all(ids == found[0] for ids in found), told)
+        if found or kind in OF_EAGLE:
+            return found[0] if found else [2, depth // 2, depth - 3]
+        spread = (
+            [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
+        )
+        return [number + 1 for number in spread]

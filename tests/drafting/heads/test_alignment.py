@@ -12,7 +12,7 @@ from tiny import prompts
 
 from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting.heads.feed import Feed
+from hf_specx.drafting.heads.driver import HeadDrafter as Feed
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -99,9 +99,9 @@ def renormed(draft: DraftHead) -> None:
     draft.config.norm_output = not draft.config.norm_output
 
 
-def unshifted(feed: Feed) -> torch.Tensor:
+def unshifted(feed: Feed, width: int) -> torch.Tensor:
     ids, rows, starts = feed.behind
-    columns = starts[:, None] - 1 + torch.arange(feed.states.shape[1])
+    columns = starts[:, None] - 1 + torch.arange(width)
     return ids[rows[:, None], columns.clamp(min=0)]
 
 
@@ -111,7 +111,7 @@ def own_states_kept(feed: Feed, done: Round) -> None:
     waiting = feed.fresh(done.batch)
     for row, count in zip(done.batch.rows, waiting, strict=True):
         feed.held[row] += count - 1
-    feed.waiting = feed.waiting.gather(1, (torch.tensor(waiting) - 1)[:, None, None].expand(-1, 1, 96))
+    feed.unread = feed.unread.gather(1, (torch.tensor(waiting) - 1)[:, None, None].expand(-1, 1, 96))
 
 
 def rejected_states_kept(feed: Feed, done: Round) -> None:
@@ -125,7 +125,7 @@ CONTROLS: dict[
 ] = {  # loading, what is done to the head, what is patched
     "nothing": ({}, None, {}),
     "ids one off": ({"layer_ids": [3, 5, 6]}, None, {}),
-    "tokens not shifted": ({}, None, {"Feed.tokens": property(unshifted)}),
+    "tokens not shifted": ({}, None, {"Feed.tokens": unshifted}),
     "halves swapped": ({}, swapped, {}),
     "offsets as ids": ({}, None, {"DraftHead.ids": property(lambda draft: draft.d2t)}),
     "own states kept": ({}, None, {"Feed.observe": own_states_kept}),

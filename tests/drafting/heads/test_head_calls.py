@@ -141,7 +141,7 @@ def test_numbers(tmp_path: Path):
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through rounds without candidates, of many tokens, the head misses nothing."""
     head, draft, target = made("eagle3", tmp_path)
-    monkeypatch.setattr("hf_specx.drafting.heads.feed.MOST_WAITING", 6)
+    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_WAITING", 6)
     changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     schedule = "hf_specx.drafting.schedule.Schedule.__call__"
     number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731
