@@ -110,7 +110,7 @@ def new_config(target: PreTrainedModel, tokens: int) -> Any:
     rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(
         kind=HEAD,
-        layer_ids=sorted({min(max(layer, 0), count - 1) for layer in (2, count // 2, count - 3)}),
+        layer_ids=sorted({count // 2, 3 * count // 4, count - 1}),
         hidden_size=width,
         target_hidden_size=width,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,

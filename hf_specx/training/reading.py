@@ -86,7 +86,7 @@ class Remembered:
     def __init__(self, target: PreTrainedModel, places: Sequence[Place], rows: int, room: int = REMEMBERED_BYTES):
         self.target, self.places, self.rows = target, places, rows
         self.head: Any = target.get_output_embeddings()
-        self.room = 0 if self.head is None else room
+        self.room, self.keeps = room, self.head is not None and room > 0
         self.known: list[tuple[torch.Tensor, ...] | None] = []  # of each text so far, None where it is read each time
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Remembered:
         """Read the texts that were written last, of one phase."""
         found: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, len(texts), self.rows):
-            read = self._read(texts[start : start + self.rows])[1] if self.room > 0 else []
+            read = self._read(texts[start : start + self.rows])[1] if self.keeps and self.room > 0 else []
             self.room -= sum(part.nbytes for parts in read for part in parts)
             found += read
         if found:  # in one block: small tensors that stay keep an allocator from giving back what lies between them
@@ -129,11 +129,11 @@ class Remembered:
         states = [row[:length] for row, length in zip(hidden.all(), lengths, strict=True)] if self.places else []
         said = Said(logits[wanted.to(logits.device)].float(), states)
         places = slice(-logits.shape[1] - 1, -1)
-        gives = self.room > 0 and len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
+        gives = self.keeps and len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
         if gives and not self.known:
             gives = torch.equal(self.head(seen[0])[:, places].to(logits), logits)
         if not gives:
-            self.room = 0
+            self.keeps = False
             return said, []
         read = [row[at] for row, at in zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)]
         return said, list(zip(read, *([row.cpu() for row in states],) * bool(states), strict=True))

@@ -15,7 +15,7 @@ from hf_specx.drafting.heads.layers import Rotary
 
 
 class Unrolled(nn.Module):
-    """A head that is trained; to the head's body it is what feeds it.
+    """A head that is trained.
 
     Args:
         draft_head: of the kind "eagle3"; its weights are those of this module.
@@ -34,7 +34,6 @@ class Unrolled(nn.Module):
         super().__init__()
         self.draft_head, self.steps = draft_head, steps
         self.of_target = embed, output  # in a tuple: no part of what is trained or saved
-        self.kept: dict[str, torch.Tensor] = {}
 
     def forward(self, tokens: torch.Tensor, states: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
         """What follows the tokens, by each step of drafting.
@@ -47,38 +46,37 @@ class Unrolled(nn.Module):
         Returns:
             For each step s logits [n_s, V_d], row by row, of the wanted entries that are not among the first s.
         """
-        body, shape = self.draft_head.body, tokens.shape
-        self.tokens, self.states = tokens, states
-        self.newest = torch.arange(shape[1], device=tokens.device).expand(shape)
-        self.slots = Steps(self.draft_head.config, self.newest)
-        found = []
-        for step in range(self.steps):
-            if step:
-                self.kept["state"] = nn.functional.pad(self.kept["state"][:, :-1], (0, 0, 1, 0))
-                self.slots.step = step
-            normed = body.next(self, tokens) if step else body.begin(self, 0)
-            found.append(self.head(normed[:, step:][wanted[:, step:]]))
-        self.kept.clear()
+        body, every = self.draft_head.body, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        entries, embedded = Unrolling(self.draft_head.config, every), self.embed(tokens, states.dtype)
+        normed, state = body.begin(entries, embedded, states, every, self.steps)
+        found = [self.scored(normed[wanted])]
+        for step in range(1, self.steps):
+            entries.step = step
+            before = nn.functional.pad(state[:, :-1], (0, 0, 1, 0))
+            normed, state = body.next(entries, embedded, before)
+            found.append(self.scored(normed[:, step:][wanted[:, step:]]))
         return found
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, m, H] of tokens [B, m], by the head's own embeddings or the target's."""
         own = getattr(self.draft_head, "embed_tokens", None)
+        if own is not None:
+            return own(tokens)
         (embed, device), _ = self.of_target
-        found = embed(tokens.to(device)) if own is None else own(tokens)
-        return found.to(tokens.device, self.states.dtype)
+        with torch.no_grad():
+            return embed(tokens.to(device)).to(tokens.device, dtype)
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def scored(self, states: torch.Tensor) -> torch.Tensor:
         """Scores [n, V_d] of normed states [n, H]."""
         own = getattr(self.draft_head, "lm_head", None)
         if own is not None:
             return own(states)
-        output: Any = self.of_target[1]
-        return output(states.to(output.weight.device, output.weight.dtype)).to(states.device)
+        weight = self.of_target[1].weight.detach()
+        return nn.functional.linear(states.to(weight.device, weight.dtype), weight).to(states.device)
 
 
-class Steps:
-    """Keys and values of all entries of a text at all steps so far; in place of the `Slots` of a call.
+class Unrolling:
+    """All entries of a text at all steps so far, with their keys and values; in place of the `Entries` of a call.
 
     Args:
         config: `HeadConfig` of the head.
