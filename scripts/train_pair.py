@@ -5,6 +5,7 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
 
     python scripts/train_pair.py --work build/pair --out hf_specx/hub/embedded
     python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft alone
+    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head for it
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
+from hf_specx.training.recipe import HEAD
 from hf_specx.training.result import Distilled
 
 
@@ -160,7 +162,7 @@ def distil_draft(
         texts_per_phase=TEXTS,
         patience=phases,
         learn_from_prompts=True,
-        learning_rate=2e-3 if isinstance(draft, str) else 1e-3,
+        learning_rate={HEAD: None, "layers:2": 2e-3}.get(draft, 1e-3) if isinstance(draft, str) else 1e-3,
         training={"weight_decay": 0.1, "adam_beta2": 0.95} | ({"bf16": True} if bf16 else {}),
         **options,
     )
@@ -204,6 +206,7 @@ def main(
     phases: Annotated[int, typer.Option(help=f"of distillation; in each the target writes {TEXTS} texts")] = 10,
     passes: Annotated[int, typer.Option(help="how often a text is trained on")] = 6,
     seed: int = 0,
+    head: Annotated[bool, typer.Option("--head", help="a new EAGLE-3 head in place of the draft")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="the draft in mixed precision, faster on some CPUs")] = False,
 ) -> None:
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
@@ -216,7 +219,7 @@ def main(
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work) if pair is None else endless(pair.target)
-    start_from = "layers:2" if pair is None else endless(pair.models[1])
+    start_from = HEAD if head else "layers:2" if pair is None else endless(pair.models[1])
     how = {"phases": phases, "passes": passes, "seed": seed, "bf16": bf16}
     made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft

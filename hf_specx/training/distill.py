@@ -16,20 +16,24 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.engine.check_models import check_pair, check_target
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
 
-from .draft import ModelDraft, draft_to_train
+from .draft import Learner, ModelDraft, Tokenizers, draft_of_first_layers
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
-from .losses import alpha, estimate, measure_alpha
+from .head import HeadDraft
+from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
-from .recipe import TrainingRecipe
+from .reading import REMEMBERED_BYTES, Remembered, Text
+from .recipe import HEAD, TrainingRecipe, first_layers_wanted
 from .result import Distilled, card_notes
-from .texts import Writer, fingerprint_of
+from .texts import Phases, Writer, fingerprint_of
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
@@ -57,7 +61,8 @@ def distill(
 
     Args:
         target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
-        draft: a smaller model, trained where it is, or "layers:N" to start from the target's first N layers.
+        draft: a smaller model, trained where it is, "layers:N" to start from the target's first N layers, or "eagle3"
+            for a new head that reads the target's states, or such a `DraftHead`, which is trained further.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
@@ -80,15 +85,34 @@ def distill(
     recipe, target = TrainingRecipe.of(with_plain_arguments(options)), unwrapped(target)
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
-        split = split_prompts(prompts, held_out, Reader(tokenizer, (target, learner.first), recipe.max_new_tokens))
+        split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
         where = stack.enter_context(working(target, learner, split, folder))
         result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
     result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
 
 
+def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
+    """What is trained, by what the user has named; a ValueError for what cannot be."""
+    check_target(target, 0)
+    told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
+    require(not target.config.is_encoder_decoder, told)
+    draft = unwrapped(draft)
+    if draft == HEAD or isinstance(draft, DraftHead):
+        return HeadDraft(target, None if draft == HEAD else draft, recipe, tokenizers)
+    layers = first_layers_wanted(draft)
+    if layers is not None:
+        first = draft_of_first_layers(target, layers)
+        return ModelDraft(target, first, recipe, (tokenizers[0], tokenizers[0]), layers)
+    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N' or "
+    told += f"{HEAD!r}."
+    require(isinstance(draft, PreTrainedModel), told)
+    check_pair(target, draft, *tokenizers)
+    return ModelDraft(target, draft, recipe, tokenizers)
+
+
 @contextmanager
-def working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
+def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str | Path | None) -> Iterator[Path]:
     """The folder of a training that can begin as this process was launched, or go on with what it finds there."""
     sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
     told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
@@ -99,7 +123,8 @@ def working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: 
         stack.enter_context(enough_room(where, learner.recipe.batch_size))
         if processes().is_main_process:
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            models = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first)}
+            start = learner.made_from if learner.made_from == HEAD else fingerprint_of(learner.made_from)
+            models = {"target": fingerprint_of(target), "draft": start}
             prepare_folder(where, learner.recipe.to_dict() | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
@@ -107,7 +132,7 @@ def working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: 
 
 def _train(
     target: PreTrainedModel,
-    learner: ModelDraft,
+    learner: Learner,
     split: Split,
     folder: Path,
     progress: Tell,
@@ -115,36 +140,48 @@ def _train(
 ) -> Distilled:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     tell: Tell = progress if processes().is_main_process else lambda *_: None
-    recipe, first, writer = learner.recipe, learner.first, Writer(target, learner, folder / TEXTS)
+    recipe, writer = learner.recipe, Writer(target, learner, folder / TEXTS)
     validation, test = (
         writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
         for name in ("validation", "test")
     )
+    # with many processes each would read more texts than without it, not fewer
+    room = REMEMBERED_BYTES * (processes().num_processes < recipe.passes)
+    remembered = Remembered(target, learner.places, recipe.batch_size, room)
+    phases = Phases(writer, split.training, remembered.add)
+    phases.begin(0, lambda *done: tell("phase 1, writing", *done))
+    learner.begin(split.training, phases.texts)
+    afresh = Remembered(target, learner.places, recipe.batch_size, 0)
 
-    def judge(draft: Any) -> float:
-        return alpha(measure_alpha(target, draft, validation, recipe))
+    def measured(module: Any, texts: list[Text]) -> torch.Tensor:
+        return measure(afresh, learner.predict, module, texts, recipe)
 
-    before, start = measure_alpha(target, first, test, recipe), judge(first)
-    checkpoint, phases = last_checkpoint(folder), recipe.phases
+    def judge(module: Any) -> float:
+        return alpha(measured(module, validation)[:, 0])
+
+    first = learner.module(learner.first)
+    before, start = measured(first, test), judge(first)
+    checkpoint, count = last_checkpoint(folder), recipe.phases
     if checkpoint is None:
         tell(f"before training, α {start:.3f}", 0, 0)
     else:
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         known = alphas_of(state)
-        tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
+        tell(f"phase {len(known)} of {count}, α {known[-1]:.3f}", 0, 0)
         if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
-            phases = len(known)
-    args = training_arguments(learner, folder, phases)
-    trainer = DistillationTrainer(learner, args, writer, split.training, judge, start, tell, callbacks)
+            count = len(known)
+    args = training_arguments(learner, folder, count)
+    trainer = DistillationTrainer(learner, args, phases, remembered, judge, start, tell, callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
-    made = first if steps is None else learner.finished(trainer.model)
-    after = before if steps is None else measure_alpha(target, made, test, recipe)
+    made = learner.first if steps is None else learner.finished(trainer.model)
+    after = before if steps is None else measured(learner.module(made), test)
     config = PairConfig(model_facts(target), replace(model_facts(made), name=None, subfolder="draft"))
     pair = DraftTargetPair(target, made, learner.tokenizers[0], config, learner.tokenizers[1])
-    figures = estimate(before), estimate(after), estimate(after, before)
-    return Distilled(pair, *figures, alphas, steps or 0, recipe, split)
+    figures = estimate(before[:, 0]), estimate(after[:, 0]), estimate(after[:, 0], before[:, 0])
+    tokens = estimate(before[:, 1]), estimate(after[:, 1])
+    return Distilled(pair, *figures, *tokens, alphas, steps or 0, recipe, split)
 
 
 @contextmanager

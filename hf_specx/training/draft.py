@@ -1,18 +1,21 @@
 """What is trained: a draft model, which starts as it was given or as the target's first layers."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.errors import brief, require
-from hf_specx.common.wrappers import unwrapped
+from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.engine.check_models import check_pair, check_target
+from hf_specx.models.prompts import Place
 
-from .recipe import LAYERS_PREFIX, TrainingRecipe, first_layers_wanted
+from .losses import Predicted
+from .reading import Said, Text, collate, logits_where_written
+from .recipe import LAYERS_PREFIX, TrainingRecipe
 
 
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
@@ -20,51 +23,80 @@ PROBE = 8  # tokens on which a copy of the first layers is compared with the lay
 LORA_ALPHA = 2  # times the rank
 
 
-class ModelDraft:
-    """A draft model, `first`, which stays as it is, and `trained`: a float32 copy, or one with adapters for LoRA.
+class Learner:
+    """A draft that is trained.
+
+    Attributes:
+        first: as it is before, which stays so; `made_from` tells it from others, `in_words` in words.
+        trained: a float32 copy of it, as the Trainer has it; `drafts` is what drafts meanwhile.
+        device: where it is trained.
+        models: those that read prompts and texts.
+        places: where in the target it reads states.
+        rate: the largest learning rate.
+    """
+
+    first: Any
+    trained: Any
+    drafts: Any
+    recipe: TrainingRecipe
+    tokenizers: Tokenizers
+    device: torch.device
+    models: Sequence[PreTrainedModel]
+    places: Sequence[Place] = ()
+    made_from: Any
+    in_words: str
+    rate: float
+
+    def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
+        """Called once with all prompts and the texts of the first phase."""
+
+    def module(self, draft: PreTrainedModel) -> Any:
+        """A draft as what `predict` takes."""
+        return draft
+
+    def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
+        """What a draft says of texts where the target wrote."""
+        raise NotImplementedError
+
+    def finished(self, trained: Any) -> PreTrainedModel:
+        """The trained draft as a plain model, where the first one is and in its precision."""
+        raise NotImplementedError
+
+
+class ModelDraft(Learner):
+    """A draft model, of which all weights are trained, or with LoRA adapters.
 
     `layers` says as how many of the target's first layers it starts; None is for a model that was given.
     """
 
     def __init__(
         self,
+        target: PreTrainedModel,
         first: PreTrainedModel,
         recipe: TrainingRecipe,
         tokenizers: Tokenizers = (None, None),
         layers: int | None = None,
     ):
-        self.first, self.recipe, self.tokenizers = first, recipe, tokenizers
+        self.first, self.recipe, self.tokenizers, self.models = first, recipe, tokenizers, [target, first]
         name = str(first.name_or_path)
         name = Path(name).resolve().name if Path(name).exists() else name  # a card shows no folder of this machine
         named = f"`{name}`" if first.name_or_path else "a draft that was made here"
         self.in_words = named if layers is None else f"the first {layers} layers of the target, with its head"
         width = getattr(first.config.get_text_config(decoder=True), "hidden_size", 1024)
-        self.rate = recipe.rate(int(width), from_layers=layers is not None)
-        self.trained = trainable_copy(first, recipe.lora, recipe.seed)
+        self.rate = recipe.rate(int(width), "draft" if layers is None else "layers")
+        self.device, self.made_from = execution_device(first), first
+        self.trained = self.drafts = trainable_copy(first, recipe.lora, recipe.seed)
+
+    def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
+        logits = logits_where_written(model, collate(texts))
+        return Predicted(logits, torch.arange(len(logits), device=logits.device))
 
     def finished(self, trained: Any) -> PreTrainedModel:
-        """The trained draft as a plain model, where the first one is and in its precision.
-
-        Buffers that are in no state, as rotary frequencies, keep theirs.
-        """
+        """Buffers that are in no state, as rotary frequencies, keep theirs."""
         plain = trained.merge_and_unload() if hasattr(trained, "merge_and_unload") else trained
         made = copy.deepcopy(self.first)
         made.load_state_dict(plain.state_dict())
         return made.eval()
-
-
-def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> ModelDraft:
-    """What is trained, by what the user has named; a ValueError for what cannot be."""
-    check_target(target, 0)
-    told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
-    require(not target.config.is_encoder_decoder, told)
-    layers = first_layers_wanted(draft)
-    if layers is not None:
-        return ModelDraft(draft_of_first_layers(target, layers), recipe, (tokenizers[0], tokenizers[0]), layers)
-    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N'."
-    require(isinstance(unwrapped(draft), PreTrainedModel), told)
-    check_pair(target, unwrapped(draft), *tokenizers)
-    return ModelDraft(unwrapped(draft), recipe, tokenizers)
 
 
 @torch.no_grad()

@@ -5,11 +5,12 @@ A loss takes p [N, V] and log q [N, V] in float32 or float64 and returns [N]. p 
 is finite. Gradients flow into log q alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.generation.logits_process import (
     LogitsProcessor,
     TemperatureLogitsWarper,
@@ -19,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from hf_specx.sampling.processors import in_runs, warp
 
-from .reading import Text, collate, logits_where_written
+from .reading import Remembered, Said, Text
 from .recipe import TrainingRecipe
 
 
@@ -64,21 +65,44 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     return warp(in_runs(warpers_of(recipe)), logits).softmax(-1)
 
 
-def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """The loss at each position, [N], of logits [N, V].
+class Predicted(NamedTuple):
+    """What a draft says of texts, beside what the target says.
+
+    Attributes:
+        logits: [M, V_d].
+        rows: [M], of the target's N rows the one that each is a guess at.
+        steps: [M], how many candidates stand before each; None if the draft says the same after any number.
+        ids: [V_d], the target's ids of the columns; None if they are the same from 0 on.
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    steps: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+    def beside(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""
+        width = min(probs.shape[-1], self.logits.shape[-1])
+        columns = probs[:, :width] if self.ids is None else probs[:, self.ids]
+        return columns[self.rows], self.logits[:, :width]
+
+
+def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Predicted) -> torch.Tensor:
+    """The loss of each prediction, [M], for the target's logits [N, V].
 
     The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
     beyond the width of the other model are padding.
     """
-    width = min(target_logits.shape[-1], draft_logits.shape[-1])
-    log_q = (draft_logits / recipe.temperature).log_softmax(-1)
-    return LOSSES[recipe.loss](token_probs(recipe, target_logits)[:, :width], log_q[:, :width])
+    p, logits = predicted.beside(token_probs(recipe, target_logits))
+    full_width = predicted.logits.float() / recipe.temperature
+    log_q = full_width.log_softmax(-1)[:, : logits.shape[-1]]
+    return LOSSES[recipe.loss](p, log_q)
 
 
-def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """α at each position, [N], of logits [N, V]; for greedy text, whether both have the same argmax."""
-    width = min(target_logits.shape[-1], draft_logits.shape[-1])
-    p, q = (token_probs(recipe, logits)[:, :width] for logits in (target_logits, draft_logits))
+def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Predicted) -> torch.Tensor:
+    """α of each prediction, [M]; for greedy text, whether both have the same argmax."""
+    q = token_probs(recipe, predicted.logits.float())
+    p, q = predicted._replace(logits=q).beside(token_probs(recipe, target_logits))
     return acceptance_of(p, q)
 
 
@@ -93,27 +117,48 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+Predict = Callable[[Any, Sequence[Text], Said], Predicted]  # of a draft, texts, and what the target says of them
+
+
 @torch.no_grad()
-def measure_alpha(target: PreTrainedModel, draft: Any, texts: Sequence[Text], recipe: TrainingRecipe) -> torch.Tensor:
-    """Of each text of the target's the sum of Σₓ min(p, q) over its new tokens, and their number: [T, 2] float64."""
+def measure(
+    said: Remembered, predict: Predict, draft: Any, texts: Sequence[Text], recipe: TrainingRecipe
+) -> torch.Tensor:
+    """How much of a draft the target accepts on each of its texts: [T, 2, 2] float64, sums and what to divide them by.
+
+    First Σₓ min(p, q) over all predictions, and their number; then the tokens of rounds that begin at each new token
+    of the text, and the number of these. Tokens of a round are 1 + Σᵢ Πⱼ Σₓ min(p, q) over the candidates up to each.
+    """
     found = []
     for start in range(0, len(texts), recipe.batch_size):
         part = texts[start : start + recipe.batch_size]
-        batch = collate(part)
-        of_draft = logits_where_written(draft, batch)
-        of_target = logits_where_written(target, batch).to(of_draft.device)
-        shares = overlap(recipe, of_target, of_draft).double().cpu()
-        found += [(float(each.sum()), len(each)) for each in shares.split([len(text.new) for text in part])]
+        of_target = said.said(part)
+        predicted = predict(draft, part, of_target)
+        shares = overlap(recipe, of_target.logits.to(predicted.logits.device), predicted).double()
+        every = torch.arange(recipe.num_draft_tokens, device=shares.device)[:, None]
+        steps = every if predicted.steps is None else predicted.steps
+        table = shares.new_full((len(every), len(of_target.logits)), math.nan)
+        table[steps, predicted.rows] = shares
+        found += [_sums(each) for each in table.cpu().split([len(text.new) for text in part], 1)]
     return torch.tensor(found, dtype=torch.float64)
 
 
+def _sums(shares: torch.Tensor) -> list[list[float]]:
+    """Of one text: [K, n] shares of each of its n new tokens as the first, second, ... candidate, nan for none."""
+    number, count = shares.shape
+    known = nn.functional.pad(shares.nan_to_num(0), (0, number))
+    along = torch.stack([known[place, place : place + count] for place in range(number)])
+    rounds = 1 + along.cumprod(0).sum(0)
+    return [[float(shares.nansum()), int((~shares.isnan()).sum())], [float(rounds.sum()), count]]
+
+
 def alpha(sums: torch.Tensor) -> float:
-    """The mean over all tokens of [T, 2] sums and numbers."""
+    """The mean that [T, 2] sums and numbers make."""
     return float(sums[:, 0].sum() / sums[:, 1].sum())
 
 
 def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate:
-    """α with its percentile bootstrap interval over prompts, whose tokens are not independent (Efron 1979).
+    """A mean with its percentile bootstrap interval over prompts, whose tokens are not independent (Efron 1979).
 
     With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """

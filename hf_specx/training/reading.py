@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
+from hf_specx.models.decoder import HiddenStates
+from hf_specx.models.prompts import Place
 
 
 REMEMBERED_BYTES = 4 << 30  # bytes of host memory
@@ -55,62 +57,83 @@ def last_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple
     return model(**inputs, use_cache=False).logits[:, -kept:-1], wanted
 
 
-class Remembered:
-    """The target's last hidden states where it wrote, on the host and in the target's precision.
+class Said(NamedTuple):
+    """What a target says of texts.
 
-    They are read in the order in which texts were written, so they are the same, bit for bit, where an interrupted
-    training goes on. Texts that come when the room is full are read each time; so are all texts of a target whose
-    logits are not what its head gives, as where they are capped or scaled.
+    Attributes:
+        logits: [N, V] float32, at the N positions whose next token it wrote, text by text.
+        states: of each text [L, W] what a head reads, those of all its places joined; empty where none is read.
+    """
+
+    logits: torch.Tensor
+    states: list[torch.Tensor]
+
+
+class Remembered:
+    """What the target says of texts: what its head reads where it wrote, and states that a draft head reads.
+
+    They are kept on the host and in the target's precision, and read in the order in which texts were written, so they
+    are the same, bit for bit, where an interrupted training goes on. Texts that come when the room is full are read
+    each time; so are all texts of a target whose logits are not what its head gives, as if they are capped or scaled.
 
     Args:
         target: in evaluation mode.
+        places: where in it the states are that a draft head reads.
         rows: texts in a forward.
         room: bytes, which one forward may exceed; 0 remembers nothing.
     """
 
-    def __init__(self, target: PreTrainedModel, rows: int, room: int = REMEMBERED_BYTES):
-        self.target, self.rows = target, rows
+    def __init__(self, target: PreTrainedModel, places: Sequence[Place], rows: int, room: int = REMEMBERED_BYTES):
+        self.target, self.places, self.rows = target, places, rows
         self.head: Any = target.get_output_embeddings()
-        self.room = 0 if self.head is None else room
-        self.states: list[torch.Tensor | None] = []  # of each text so far [N, H], None where it is read each time
+        self.room, self.keeps = room, self.head is not None and room > 0
+        self.known: list[tuple[torch.Tensor, ...] | None] = []  # of each text so far, None where it is read each time
 
     @torch.no_grad()
     def add(self, texts: Sequence[Text]) -> None:
         """Read the texts that were written last, of one phase."""
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, ...]] = []
         for start in range(0, len(texts), self.rows):
-            read = self._read(texts[start : start + self.rows]) if self.room > 0 else []
-            self.room -= sum(states.nbytes for states in read)
+            read = self._read(texts[start : start + self.rows])[1] if self.keeps and self.room > 0 else []
+            self.room -= sum(part.nbytes for parts in read for part in parts)
             found += read
         if found:  # in one block: small tensors that stay keep an allocator from giving back what lies between them
-            self.states += torch.cat(found).split([len(states) for states in found])
-        self.states += [None] * (len(texts) - len(found))
+            blocks = [torch.cat(parts).split(list(map(len, parts))) for parts in zip(*found, strict=True)]
+            self.known += zip(*blocks, strict=True)
+        self.known += [None] * (len(texts) - len(found))
 
     @torch.no_grad()
-    def logits(self, texts: Sequence[Text], numbers: Sequence[int]) -> torch.Tensor:
-        """As `logits_where_written`, of texts with these numbers: in the order of `add`, counted from 0."""
-        known = [self.states[number] for number in numbers]
-        unread = [text for text, states in zip(texts, known, strict=True) if states is None]
+    def said(self, texts: Sequence[Text], numbers: Sequence[int] | None = None) -> Said:
+        """Of texts with these numbers, in the order of `add` and counted from 0; None is for others."""
+        known = [None] * len(texts) if numbers is None else [self.known[number] for number in numbers]
+        unread = [text for text, parts in zip(texts, known, strict=True) if parts is None]
         if len(unread) == len(texts):
-            return logits_where_written(self.target, collate(texts))
-        read = iter(self._read(unread) if unread else [])
-        rows = torch.cat([next(read) if states is None else states for states in known])
-        return self.head(rows.to(last_device(self.target))).float()
+            return self._read(texts)[0]
+        read = iter(self._read(unread)[1] if unread else [])
+        found = [next(read) if parts is None else parts for parts in known]
+        rows = torch.cat([parts[0] for parts in found]).to(last_device(self.target))
+        return Said(self.head(rows).float(), [parts[1] for parts in found if self.places])
 
-    def _read(self, texts: Sequence[Text]) -> list[torch.Tensor]:
-        """What the head reads in a forward, [N, H] of each text; none if more is done to its logits."""
+    def _read(self, texts: Sequence[Text]) -> tuple[Said, list[tuple[torch.Tensor, ...]]]:
+        """What a forward says, and what is kept of it for each text; nothing if more is done to the head's logits."""
         seen: list[torch.Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        hook = self.head and self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        hidden = HiddenStates(self.places)
         try:
-            logits, wanted = last_logits(self.target, collate(texts))
+            with hidden:
+                logits, wanted = last_logits(self.target, collate(texts))
         finally:
-            hook.remove()
+            if hook:
+                hook.remove()
+        lengths = [len(text.prompt) + len(text.new) for text in texts]
+        states = [row[:length] for row, length in zip(hidden.all(), lengths, strict=True)] if self.places else []
+        said = Said(logits[wanted.to(logits.device)].float(), states)
         places = slice(-logits.shape[1] - 1, -1)
-        gives = len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
-        if not self.states:
-            gives = gives and torch.equal(self.head(seen[0])[:, places].to(logits), logits)
+        gives = self.keeps and len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
+        if gives and not self.known:
+            gives = torch.equal(self.head(seen[0])[:, places].to(logits), logits)
         if not gives:
-            self.room = 0
-            return []
-        rows = zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)
-        return [row[at] for row, at in rows]
+            self.keeps = False
+            return said, []
+        read = [row[at] for row, at in zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)]
+        return said, list(zip(read, *([row.cpu() for row in states],) * bool(states), strict=True))

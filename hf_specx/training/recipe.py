@@ -10,8 +10,11 @@ from hf_specx.common.errors import brief, is_int, require, similar
 
 LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
 LAYERS_PREFIX = "layers:"
-COUNTS = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
-RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
+HEAD = "eagle3"  # what is trained from nothing
+COUNTS = """
+    max_new_tokens phases texts_per_phase passes patience batch_size num_draft_tokens draft_vocab_size
+""".split()  # noqa: SIM905
+RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4, HEAD: 2.0}  # largest, times the hidden size of the draft
 SET_BY_DISTILL = """
     output_dir num_train_epochs max_steps per_device_train_batch_size learning_rate seed eval_strategy eval_on_start
     eval_delay save_strategy save_only_model load_best_model_at_end metric_for_best_model remove_unused_columns
@@ -39,6 +42,9 @@ class TrainingRecipe:
         learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
             for each text that is written, best with prompts that are text of the kind that will be generated.
         batch_size: texts of a training step on one device.
+        num_draft_tokens: candidates of a round: of a head each is learned from its own states behind those before it
+            (the training-time test of EAGLE-3, arXiv 2503.01840), and tokens a round are told for so many.
+        draft_vocab_size: tokens that a new head scores, those that are most frequent in prompts and texts.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
             hidden size of the draft, for a draft that is trained already, for layers of the target, or for LoRA.
         lora: rank of LoRA on all linear layers of the draft, merged into it at the end; None trains all weights.
@@ -62,6 +68,8 @@ class TrainingRecipe:
     patience: int = 4
     learn_from_prompts: bool = False
     batch_size: int = 8
+    num_draft_tokens: int = 5
+    draft_vocab_size: int = 32000
     learning_rate: float | None = None
     lora: int | None = None
     seed: int = 0
@@ -111,9 +119,9 @@ class TrainingRecipe:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return options
 
-    def rate(self, hidden_size: int, from_layers: bool) -> float:
-        """The largest learning rate of a draft of this width."""
-        kind = "lora" if self.lora is not None else "layers" if from_layers else "draft"
+    def rate(self, hidden_size: int, start: str) -> float:
+        """The largest learning rate of a draft of this width, which starts as one of `RATES` says."""
+        kind = "lora" if self.lora is not None else start
         return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .recipe import TrainingRecipe
 from .trainer import Tell
 
 
+FIGURES = ("before", "after", "gain", "tokens_before", "tokens_after")
 PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
@@ -35,6 +36,8 @@ class Distilled:
         pair: the target with the trained draft, in the precision of the one that was given.
         before, after, gain: α on held-out prompts that had no part in the training, and the difference text by text,
             each with its 95% interval; under temperature, top-p and top-k alone, whatever else its config has.
+        tokens_before, tokens_after: tokens a round with `num_draft_tokens` candidates on the same prompts, 1 without
+            any, by these α, each with its interval.
         alphas: α on the held-out prompts by which training stops, before it and after each phase.
         steps: of the optimizer, up to the weights that were taken.
         recipe: how the draft was trained.
@@ -45,6 +48,8 @@ class Distilled:
     before: Estimate
     after: Estimate
     gain: Estimate
+    tokens_before: Estimate
+    tokens_after: Estimate
     alphas: list[float]
     steps: int
     recipe: TrainingRecipe
@@ -54,7 +59,10 @@ class Distilled:
         best = max(range(len(self.alphas)), key=self.alphas.__getitem__)
         taken = f"taken after phase {best} of {len(self.alphas) - 1}, {self.steps} steps"
         taken = taken if best else "no phase was better than the start, so the draft is as it was"
-        return f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; {taken}"
+        return (
+            f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; tokens a round: "
+            f"{self.tokens_before} before, {self.tokens_after} after; {taken}"
+        )
 
     def measure(
         self,
@@ -95,7 +103,7 @@ class Distilled:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        estimates = {name: getattr(self, name)._asdict() for name in ("before", "after", "gain")}
+        estimates = {name: getattr(self, name)._asdict() for name in FIGURES}
         return estimates | {"alphas": self.alphas, "steps": self.steps, "recipe": self.recipe.to_dict()}
 
 

@@ -13,7 +13,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.fingerprint import digest_of, plain_value
 from hf_specx.pairs.shares import gathered, processes
 
-from .draft import ModelDraft
+from .draft import Learner
 from .folder import write_whole
 from .reading import Text
 
@@ -29,12 +29,16 @@ class Writer:
     They are kept in a folder and taken from there for the same target, prompts, sampling and seed.
     """
 
-    def __init__(self, target: PreTrainedModel, learner: ModelDraft, folder: Path):
-        self.target, self.draft, self.recipe, self.folder = target, learner.trained, learner.recipe, folder
-        self.of_target, (tokenizer, draft_tokenizer) = fingerprint_of(target), learner.tokenizers
+    def __init__(self, target: PreTrainedModel, learner: Learner, folder: Path):
+        self.target, self.learner, self.recipe, self.folder = target, learner, learner.recipe, folder
+        self.of_target, self.strategy = fingerprint_of(target), self._strategy()
+
+    def _strategy(self) -> SpeculativeDecoding:
+        """With what drafts now."""
+        tokenizer, draft_tokenizer = self.learner.tokenizers
         verification = "coupled" if self.recipe.do_sample else None
-        self.strategy = SpeculativeDecoding(
-            self.draft, verification=verification, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
+        return SpeculativeDecoding(
+            self.learner.drafts, verification=verification, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
         )
 
     def write(
@@ -60,7 +64,10 @@ class Writer:
                 advance(len(found), len(mine))
             return found
 
-        self.draft.eval()
+        if self.strategy.draft_model is not self.learner.drafts:
+            self.strategy = self._strategy()
+        if isinstance(self.learner.drafts, torch.nn.Module):
+            self.learner.drafts.eval()
         new = dict(gathered(share))
         texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
         if processes().is_main_process:
@@ -118,7 +125,12 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     One whose weights are offloaded is told by where it came from.
     """
     offloaded = any(weight.is_meta for weight in model.parameters())
-    told = [model, model.generation_config, str(model.dtype), model.name_or_path if offloaded else ""]
+    told = [
+        model,
+        getattr(model, "generation_config", None),
+        str(model.dtype),
+        model.name_or_path if offloaded else "",
+    ]
     return digest_of([json.dumps(plain_value(told)).encode()])
 
 

@@ -18,14 +18,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief
 
-from .draft import ModelDraft
+from .draft import Learner
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .losses import losses_of
-from .reading import REMEMBERED_BYTES, Remembered, collate, logits_where_written
-from .texts import Phases, Writer
+from .reading import Remembered, collate
+from .texts import Phases
 
 
 ALPHA = "eval_alpha"
@@ -52,12 +51,12 @@ class Bar(tqdm):
         self.update(done - self.n)
 
 
-def training_arguments(learner: ModelDraft, folder: Path, phases: int) -> TrainingArguments:
+def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingArguments:
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     A draft on the CPU is trained there, also where there is an accelerator.
     """
-    recipe, device = learner.recipe, execution_device(learner.first)
+    recipe, device = learner.recipe, learner.device
     accelerated = device.type == "cuda"
     own: dict[str, Any] = {
         "output_dir": str(folder / CHECKPOINTS),
@@ -111,19 +110,17 @@ class DistillationTrainer(Trainer):
 
     def __init__(
         self,
-        learner: ModelDraft,
+        learner: Learner,
         args: TrainingArguments,
-        writer: Writer,
-        prompts: Sequence[list[int]],
+        phases: Phases,
+        remembered: Remembered,
         judge: Callable[[Any], float],
         start: float,
         tell: Tell,
         callbacks: Sequence[TrainerCallback],
     ):
-        self.recipe, self.judge, self.start, self.tell = learner.recipe, judge, start, tell
-        pays = args.world_size < self.recipe.passes  # else each process would read more texts, not fewer
-        self.remembered = Remembered(writer.target, args.per_device_train_batch_size, REMEMBERED_BYTES * pays)
-        self.phases = Phases(writer, prompts, self.remembered.add)
+        self.learner, self.recipe, self.judge, self.start, self.tell = learner, learner.recipe, judge, start, tell
+        self.phases, self.remembered = phases, remembered
         super().__init__(
             learner.trained,
             args,
@@ -147,11 +144,13 @@ class DistillationTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
-        numbers = inputs.pop("numbers").tolist()
-        of_target = self.remembered.logits([self.phases.texts[number] for number in numbers], numbers)
-        of_draft = logits_where_written(model, inputs)
-        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft)
-        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
+        numbers = inputs["numbers"].tolist()
+        texts = [self.phases.texts[number] for number in numbers]
+        said = self.remembered.said(texts, numbers)
+        predicted = self.learner.predict(model, texts, said)
+        losses = losses_of(self.recipe, said.logits.to(predicted.logits.device), predicted)
+        steps = 1 if predicted.steps is None else self.recipe.num_draft_tokens
+        loss = losses.sum() / steps / (len(said.logits) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss

@@ -44,7 +44,7 @@ def test_first_layers_in_bfloat16(tmp_path, moved: bool):
     draft = draft_of_first_layers(target, 1)
     wanted = EarlyExitDraft(1).first_layers(target)(ids).logits
     torch.testing.assert_close(draft(ids).logits, wanted, atol=0, rtol=0)
-    learner = ModelDraft(draft, TrainingRecipe())
+    learner = ModelDraft(target, draft, TrainingRecipe())
     back = learner.finished(learner.trained)
     torch.testing.assert_close(back(ids).logits, wanted, atol=0, rtol=0)
 
@@ -53,7 +53,7 @@ def test_first_layers_in_bfloat16(tmp_path, moved: bool):
 def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
     pytest.importorskip("peft")
     target, draft = models()
-    made = ModelDraft(draft, TrainingRecipe(lora=4))
+    made = ModelDraft(target, draft, TrainingRecipe(lora=4))
     names = [name for name, weight in made.trained.named_parameters() if weight.requires_grad]
     assert names
     assert all("lora_" in name for name in names)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from tiny import tiny
+from torch import nn
 from training_cases import models, some_prompts
 
-from hf_specx.training.losses import LOSSES, alpha, estimate, losses_of, measure_alpha, overlap, token_probs
-from hf_specx.training.reading import Text
+from hf_specx.training.draft import ModelDraft
+from hf_specx.training.losses import LOSSES, Predicted, alpha, estimate, losses_of, measure, overlap, token_probs
+from hf_specx.training.reading import Remembered, Text
 from hf_specx.training.recipe import TrainingRecipe
 
 
@@ -64,12 +66,16 @@ def test_the_target_has_the_distribution_that_generate_draws_from(options):
     torch.testing.assert_close(token_probs(recipe, logits), torch.cat(out.scores).softmax(-1))
 
 
+def said(logits: torch.Tensor) -> Predicted:
+    return Predicted(logits, torch.arange(len(logits)))
+
+
 def test_greedy_text_has_one_token_each():
     logits = torch.tensor([[0.1, 2.0, 1.0], [4.0, 0.0, 1.0]])
     recipe = TrainingRecipe(do_sample=False)
     assert token_probs(recipe, logits).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert overlap(recipe, logits, logits[[1, 0]]).tolist() == [0, 0]
-    assert overlap(recipe, logits, 3 * logits).tolist() == [1, 1]
+    assert overlap(recipe, logits, said(logits[[1, 0]])).tolist() == [0, 0]
+    assert overlap(recipe, logits, said(3 * logits)).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("wider", ["target", "draft"])
@@ -80,27 +86,34 @@ def test_padded_vocabularies(wider: str):
     padding = torch.full((3, 2), -30.0)
     padded = {"target": (torch.cat([target, padding], -1), draft), "draft": (target, torch.cat([draft, padding], -1))}
     recipe = TrainingRecipe(loss="total_variation")
-    torch.testing.assert_close(overlap(recipe, *padded[wider]), overlap(recipe, target, draft))
-    torch.testing.assert_close(losses_of(recipe, *padded[wider]), losses_of(recipe, target, draft))
+    wide_target, wide_draft = padded[wider]
+    for figure in (overlap, losses_of):
+        torch.testing.assert_close(figure(recipe, wide_target, said(wide_draft)), figure(recipe, target, said(draft)))
 
 
 def test_losses_are_at_the_temperature_of_later():
     target, draft = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
-    hot = losses_of(TrainingRecipe(temperature=2.0), target, draft)
-    torch.testing.assert_close(hot, losses_of(TrainingRecipe(), target / 2, draft / 2))
+    hot = losses_of(TrainingRecipe(temperature=2.0), target, said(draft))
+    torch.testing.assert_close(hot, losses_of(TrainingRecipe(), target / 2, said(draft / 2)))
 
 
 def test_alpha_is_the_mean_overlap_where_the_target_wrote():
     target, draft = models()
     texts = [Text(prompt, list(range(1, 3 + number))) for number, prompt in enumerate(some_prompts(5))]
-    found = measure_alpha(target, draft, texts, TrainingRecipe(batch_size=2))
-    for (total, count), text in zip(found.tolist(), texts, strict=True):
+    recipe = TrainingRecipe(batch_size=2, num_draft_tokens=2)
+    learner = ModelDraft(target, draft, recipe)
+    found = measure(Remembered(target, [], 2, 0), learner.predict, draft, texts, recipe)
+    for ((total, count), (tokens, rounds)), text in zip(found.tolist(), texts, strict=True):
         with torch.no_grad():
             ids = torch.tensor([text.prompt + text.new])
             p, q = (model(ids).logits[0, len(text.prompt) - 1 : -1].softmax(-1) for model in (target, draft))
-        assert count == len(text.new)
-        assert total == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-5)
-    assert alpha(found) == pytest.approx(float(found[:, 0].sum()) / sum(len(text.new) for text in texts))
+        shares = torch.minimum(p, q).sum(-1)
+        assert count / 2 == rounds == len(text.new)
+        assert total / 2 == pytest.approx(float(shares.sum()), abs=1e-5)
+        both = shares + shares * nn.functional.pad(shares[1:], (0, 1))
+        assert tokens == pytest.approx(len(text.new) + float(both.sum()), abs=1e-5)
+    every = 2 * sum(len(text.new) for text in texts)
+    assert alpha(found[:, 0]) == pytest.approx(float(found[:, 0, 0].sum()) / every)
 
 
 def test_the_interval_holds_the_truth():

@@ -15,7 +15,7 @@ def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    args = training_arguments(ModelDraft(tiny(), TrainingRecipe()), tmp_path, 1)
+    args = training_arguments(ModelDraft(tiny(), tiny(), TrainingRecipe()), tmp_path, 1)
     assert (args.device.type, args.bf16) == ("cpu", False)
 
 

@@ -13,7 +13,7 @@ TEXTS = [Text(prompt, prompt[::-1][: 2 + number % 3]) for number, prompt in enum
 
 
 def said(remembered: Remembered, numbers: list[int]) -> torch.Tensor:
-    return remembered.logits([TEXTS[number] for number in numbers], numbers)
+    return remembered.said([TEXTS[number] for number in numbers], numbers).logits
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "gemma2", "granite"])
@@ -21,32 +21,32 @@ def test_logits_are_those_of_the_target(model_type: str):
     """Also those of Gemma 2, which are capped, and of Granite, which are scaled: they are not remembered."""
     capped = {"gemma2": {"final_logit_softcapping": 5.0}, "granite": {"logits_scaling": 3.0}}
     target = tiny(model_type, **capped.get(model_type, {}))
-    remembered = Remembered(target, 4)
+    remembered = Remembered(target, [], 4)
     remembered.add(TEXTS[:5])
     remembered.add(TEXTS[5:])
     for numbers in ([3, 8], [3, 4], [9, 0, 3]):
         with torch.no_grad():
             plain = logits_where_written(target, collate([TEXTS[number] for number in numbers]))
         torch.testing.assert_close(said(remembered, numbers), plain, atol=1e-4, rtol=1e-4)
-    assert (None in remembered.states) == (model_type in capped)
+    assert (None in remembered.known) == (model_type in capped)
 
 
 def test_each_text_is_read_once():
     """Those of a phase lie in one block: an allocator could not give back what lies between many small ones."""
-    remembered = Remembered(models()[0], 4)
+    remembered = Remembered(models()[0], [], 4)
     with counting(remembered.target) as calls:
         remembered.add(TEXTS)
         assert len(calls) == 3
         said(remembered, [2, 7])
         assert len(calls) == 3
-    assert len({states.untyped_storage().data_ptr() for states in remembered.states}) == 1
+    assert len({kept[0].untyped_storage().data_ptr() for kept in remembered.known}) == 1
 
 
 def test_texts_beyond_the_room_are_read_each_time():
     target = models()[0]
-    remembered = Remembered(target, 4, room=1)
+    remembered = Remembered(target, [], 4, room=1)
     remembered.add(TEXTS)
-    assert [number for number, states in enumerate(remembered.states) if states is not None] == [0, 1, 2, 3]
+    assert [number for number, kept in enumerate(remembered.known) if kept is not None] == [0, 1, 2, 3]
     for numbers in ([9, 1], [0, 1], [8, 9]):
         with torch.no_grad():
             plain = logits_where_written(target, collate([TEXTS[number] for number in numbers]))
@@ -56,5 +56,5 @@ def test_texts_beyond_the_room_are_read_each_time():
 def test_a_training_is_the_same_without(monkeypatch):
     """But for rounding, which other neighbours in a forward change."""
     with_it = trained(phases=1)
-    monkeypatch.setattr("hf_specx.training.trainer.REMEMBERED_BYTES", 0)
+    monkeypatch.setattr("hf_specx.training.distill.REMEMBERED_BYTES", 0)
     assert with_it.alphas == pytest.approx(trained(phases=1).alphas, abs=1e-4)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("draft_pays")
 def writer(folder, noise: float = 0.1, **options) -> Writer:
     target, _ = models()
     recipe = TrainingRecipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options)
-    return Writer(target, ModelDraft(near(target, noise), recipe), folder)
+    return Writer(target, ModelDraft(target, near(target, noise), recipe), folder)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_p": 0.9}, {"do_sample": False}], ids=str)
