@@ -181,8 +181,14 @@ def test_a_text_that_fills_its_table_of_positions(layout: str, new_tokens: int, 
     assert torch.equal(output, expected)
 
 
-def test_a_draft_with_fewer_positions_than_the_prompt():
-    assert same(tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=8), prompts(3), GREEDY) <= 20
+@pytest.mark.usefixtures("draft_pays")
+@pytest.mark.parametrize("positions", [8, 16])
+def test_a_draft_with_fewer_positions_than_the_prompt_or_the_text(positions: int):
+    target, draft = tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=positions)
+    expected = target.generate(**prompts(3), **GREEDY)
+    for number in (4, "auto"):
+        custom = SpeculativeDecoding(draft, num_draft_tokens=number)
+        assert torch.equal(target.generate(**prompts(3), **GREEDY, custom_generate=custom), expected)
 
 
 def test_what_the_draft_would_generate_by_does_not_matter():
