@@ -105,23 +105,6 @@ def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
         assert len(forwards.lengths) == 1 + 4 + 3
 
 
-def test_one_number_travels_to_the_host_a_round(monkeypatch: pytest.MonkeyPatch):
-    """All that a round decides is read at once, survival among it."""
-    target, counts, whole = tiny(), [], torch.Tensor.tolist
-    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=[0, 3]))
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: counts.append(1) or whole(tensor))
-    for name in ("item", "__bool__", "__int__", "__float__"):
-        method = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda tensor, own=method: counts.append(1) or own(tensor))
-    seen = []
-    for new_tokens in (20, 60):
-        counts.clear()
-        strategy = SpeculativeDecoding(near(target, 0.0), costs=known())
-        run(target, prompts(4), strategy, **GREEDY, max_new_tokens=new_tokens)
-        seen.append((len(counts), len(strategy.report.history[0])))
-    assert seen[1][0] - seen[0][0] == seen[1][1] - seen[0][1] == 16
-
-
 class ByThePast(Forced):
     """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
 

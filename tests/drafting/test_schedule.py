@@ -60,14 +60,14 @@ def test_rows_draft_no_more_than_they_can_emit():
     assert Schedule(3, alike=True)(batch) == [3, 3, 3]  # where all ranks must draft alike
 
 
-def test_rounds_with_forced_candidates_are_no_plain_steps_and_no_shorter_rounds():
-    """Their forwards are longer than the steps of the draft tell."""
+def test_rounds_that_are_not_typical_do_not_count():
+    """Those with forced candidates, whose forwards are longer than the steps tell, and those that catch up."""
     pace = Pace(Costs(clock=iter(range(99)).__next__))
     schedule = Schedule(5, pace=pace)
     kinds = {"plain": ([0], None), "forced": ([4], [[True] * 4]), "some": ([4], [[True, True, False, True]])}
     kinds["drafted"] = ([4], [[False] * 4])
-    for kind in ("plain", "plain", "forced", "some", "drafted", "drafted"):
+    for kind in ("plain", "plain", "drafted", "drafted", "forced", "some", "drafted", "drafted"):
         lengths, forced = kinds[kind]
         done = made_round(lengths, lengths)
         schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
-    assert {kind: list(seconds) for kind, seconds in pace.seen.items()} == {(1, 0): [1], (1, 4): [1]}
+    assert {kind: list(seconds) for kind, seconds in pace.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
