@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import (
     PromptLookupCandidateGenerator,
 )
 from transformers.generation.logits_process import LogitsProcessorList
+from wrong_rules import GreedyDraft
 
 from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.sampling.processors import Processors
@@ -44,13 +45,6 @@ def test_stock_loop_greedy_equals_plain():
     assert torch.equal(output, expected)
 
 
-class SoftGreedy(RejectionRule):
-    """Wrong: candidates are the argmax, and are judged as if drawn from the distribution."""
-
-    def choose(self, batch, scores, ahead, lengths):
-        return scores.argmax(-1), scores.softmax(-1)
-
-
 def stock_loop_p_value(rule: type[RejectionRule]) -> float:
     """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
     sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
@@ -81,7 +75,7 @@ def test_stock_loop_sampled_law_is_exact():
 
 @pytest.mark.slow
 def test_stock_loop_law_test_can_fail():
-    assert stock_loop_p_value(SoftGreedy) < 1e-8
+    assert stock_loop_p_value(GreedyDraft) < 1e-8
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -12,11 +12,10 @@ from exit_cases import GREEDY, Fed, made, run, target
 from tiny import prompts, tiny
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
+from transformers import GenerationConfig, PreTrainedModel
 
 import hf_specx
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
-from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.publish import write_code
 
 
@@ -181,22 +180,10 @@ def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: st
     assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
 
 
-@pytest.mark.parametrize("way", ["folder", "pipeline"])
-def test_the_setting_by_string(tmp_path: Path, way: str):
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
-    model = target(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+def test_the_setting_by_string(tmp_path: Path):
+    model, asked = target(), {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
     write_code(tmp_path, str(tmp_path))
-    asked: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
-    settings = GREEDY | {"pad_token_id": tokenizer.pad_token_id}
-    if way == "folder":
-        expected = run(model, prompts(2), **settings).tolist()
-    else:
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        expected = write(["def main(", "import"], batch_size=2, **settings)
+    expected = model.generate(**prompts(2), **GREEDY)
     with Fed(model) as layers:
-        if way == "folder":
-            output = model.generate(**prompts(2), **settings, **asked, num_draft_tokens=3).tolist()
-        else:
-            output = write(["def main(", "import"], batch_size=2, **settings, **asked, num_draft_tokens=3)
-    assert output == expected
+        assert torch.equal(model.generate(**prompts(2), **GREEDY, **asked, num_draft_tokens=3), expected)
     layers.assert_drafted()

@@ -70,15 +70,12 @@ def draw(
 
 
 @torch.no_grad()
-def first_tokens(
-    strategy: SpeculativeDecoding, batches: int, rows: int, target: PreTrainedModel | None = None, **settings
-) -> torch.Tensor:
+def first_tokens(strategy: SpeculativeDecoding, batches: int, rows: int, **settings) -> torch.Tensor:
     """Those of rows that all have the same prompt, by any strategy: [batches * rows, DEPTH]."""
     inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
     torch.manual_seed(0)
-    target = target or models()[0]
-    texts = torch.cat([target.generate(**inputs, **options) for _ in range(batches)])
+    texts = torch.cat([models()[0].generate(**inputs, **options) for _ in range(batches)])
     return texts[:, PROMPT.shape[1] :][:, :DEPTH]
 
 
