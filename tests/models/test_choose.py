@@ -104,25 +104,6 @@ def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.
     assert min(p_values(in_lockstep("token", batches=100), exact_distribution([]))) < 1e-8
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_a_sliding_window_over_a_long_text(layout: str):
-    target, draft = pair("mistral")
-    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
-        torch.manual_seed(3)
-        expected = target.generate(**prompts(4), **settings, max_new_tokens=200)
-        output, _, lengths = run(target, draft, layout, **settings, max_new_tokens=200)
-        assert torch.equal(output, expected)
-        assert len(lengths) < 140
-
-
-@pytest.mark.parametrize("layout", DECODERS)
-def test_eager_attention_takes_additive_masks(layout: str):
-    target = tiny("gemma2", attn_implementation="eager")
-    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=NEW_TOKENS)
-    output, _, _ = run(target, near(target, 0.05), layout, do_sample=False, max_new_tokens=NEW_TOKENS)
-    assert torch.equal(output, expected)
-
-
 def test_the_choice_and_its_reason_are_reported():
     assert choose_layout(tiny("llama")) == (
         "ragged",

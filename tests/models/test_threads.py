@@ -73,12 +73,12 @@ def meanwhile(name: str, job: Callable[[], Any], forward: int = 3) -> Iterator[l
 
     def hook(module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == here and next(numbers) == forward:
+            handle.remove()  # which a job that pickles the model would meet
             with ThreadPoolExecutor(1) as pool:
                 found.append(pool.submit(job).result())
 
     handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
     yield found
-    handle.remove()
 
 
 def as_it_was(name: str) -> list:
