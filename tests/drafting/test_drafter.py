@@ -87,15 +87,6 @@ def test_the_text_of_generate_in_fewer_forwards(layout: str, settings: str, rows
     assert lengths_differ(strategy) == (rows > 1)
 
 
-@pytest.mark.usefixtures("traced")
-@pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize(("settings", "rows"), [pytest.param("greedy", 1, marks=pytest.mark.slow), ("coupled", 4)])
-def test_compiled(settings: str, rows: int):
-    strategy = check_equal_and_fewer(rows, {"layout": "ragged", "compile": True}, **SETTINGS[settings])
-    assert strategy.report.compilations > 0
-    assert lengths_differ(strategy) == (rows > 1)
-
-
 class Misshapen(Bigrams):
     """Claims more candidates than it has."""
 

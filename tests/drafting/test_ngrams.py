@@ -46,23 +46,6 @@ def test_the_longest_match_is_that_of_the_twin(lists: list, looked_for: list, le
         assert len(followers) == min(SAMPLE, len(expected)) or len(expected) > TRIED
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(few_texts, st.data())
-def test_texts_that_leave_are_not_found(lists: list, data):
-    """The oldest ones leave, as of a pool: what is left is what would be there without them."""
-    grams, gone = NGrams(2), data.draw(st.integers(0, len(lists)))
-    for number, text in enumerate(lists):
-        grams.extend(number, text)
-    for number in range(gone):
-        grams.remove(number)
-    anew = NGrams(2)
-    for number, text in list(enumerate(lists))[gone:]:
-        anew.extend(number, text)
-    assert grams.latest == anew.latest
-    for text in lists:
-        assert grams.find(array("i", text), DEPTH, 2) == anew.find(array("i", text), DEPTH, 2)
-
-
 def test_a_text_that_runs_into_its_own_end_goes_round():
     grams = grown([[1, 2, 3] * 5], 2)
     assert grams.find(grams.texts[0], DEPTH, 7)[1][0] == [1, 2, 3, 1, 2, 3, 1]

@@ -1,7 +1,4 @@
-"""Tests of encoder-decoder targets share: the call without and with speculation, and forwards counted by hooks."""
-
-import contextlib
-from collections.abc import Iterator
+"""Tests of encoder-decoder targets share: the call without and with speculation."""
 
 import torch
 from transformers import PreTrainedModel
@@ -11,23 +8,6 @@ from hf_specx import SpeculativeDecoding
 
 LAYOUTS = ("padded", "lockstep")
 DRAFT_TOKENS = 3
-
-
-@contextlib.contextmanager
-def counted(*modules: torch.nn.Module) -> Iterator[list[int]]:
-    """Forwards of each module, by hooks."""
-    counts = [0] * len(modules)
-
-    def note(place: int):
-        def hook(*_):
-            counts[place] += 1
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(note(place)) for place, module in enumerate(modules)]
-    yield counts
-    for handle in handles:
-        handle.remove()
 
 
 def stock(target: PreTrainedModel, **call) -> tuple[torch.Tensor, torch.Tensor]:
