@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 from command import command
 from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
 from hf_specx.hub.known_pairs import BY_NAME
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 KNOWN = next(iter(BY_NAME))
 NO_PROMPTS = "no prompts; give them with --file, on standard input, or use --no-measure."
 BEFORE_LOADING = {  # what is said, with the command that says it
@@ -63,9 +62,9 @@ OF_MODELS = {
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory) -> dict[str, str]:
+def names(tmp_path_factory, folder) -> dict[str, str]:
     """What words in capitals mean."""
-    root, target = tmp_path_factory.mktemp("refused"), tiny(**SIZES)
+    root, target = tmp_path_factory.mktemp("refused"), tiny()
     files = {
         "notes.txt": "notes",
         "messages.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
@@ -75,11 +74,10 @@ def names(tmp_path_factory) -> dict[str, str]:
     for name, text in files.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(root / "pair")
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
-    places |= {"PAIR": "pair", "UNREAD": "unread"}
-    return {word: str(root / name) for word, name in places.items()}
+    places |= {"UNREAD": "unread"}
+    return {"PAIR": folder} | {word: str(root / name) for word, name in places.items()}
 
 
 def refused(line: str, told: str, names: dict[str, str]) -> str:

@@ -29,11 +29,10 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
     return command("tune", *arguments, input=input, COLUMNS="200")
 
 
-def test_tables_and_json(folders, tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
+def test_tables_and_json(folders, texts, tmp_path):
     out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
     saved = ["--out", str(out), "--save-prompts"]
-    for more in (["--file", str(tmp_path / "prompts.txt"), *saved], ["--json"]):
+    for more in (["--file", texts, *saved], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
         assert (result.exit_code, result.stderr) == (0, "")
         told.append(result.stdout)
@@ -48,15 +47,11 @@ def test_tables_and_json(folders, tmp_path):
     for draft in by_name.values():  # one has a tokenizer of its own, whose tokens are mapped
         assert [m["batch"] for m in draft["config"]["measurements"]] == [1, 2]
         assert draft["error"] is None
-        assert f"{folders['target']} with {draft['draft']}" in shown
-        for finding in draft["findings"]:
-            assert finding["follows"][:30] in shown
-    assert ", num_draft_tokens" in shown
-    assert "candidates: γ, the recommended number in each round" in shown
+        assert all(finding["follows"][:30] in shown for finding in draft["findings"])
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
-def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
+def test_a_slow_draft_is_called_slow(capsys, speed, says):
     figures = dict.fromkeys(field.name for field in fields(Measurement)) | {"measured_speedup": speed}
     config = PairConfig(ModelSource(), ModelSource(), measurements=[Measurement(**figures)])
     cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
@@ -97,7 +92,7 @@ def test_options_reach_the_study(folders, monkeypatch):
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
-    """Checks alone need no prompts."""
+    """Checks alone need no prompts; what cannot be saved is told all the same."""
     out = tmp_path / "pair"
     arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(out), "--json"]
     for more in ([], ["--overwrite"]):

@@ -157,6 +157,7 @@ WRONG = {
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},
     "'layers:x' names no layers": {"draft": "layers:x"},
+    "layers=2 leaves out no layer of LlamaForCausalLM, which has 2": {"draft": "layers:2"},
     "the target scores 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
     "the two tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},
     "training={'nonsense': 1} is refused by TrainingArguments: got an unexpected": {"training": {"nonsense": 1}},
