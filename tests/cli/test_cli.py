@@ -105,5 +105,6 @@ def test_text_is_shown_literally(pair, prompts):
     assert result.stderr == ""
     for text in reference(pair, prompts, do_sample=False):
         assert Text(written_out(text)).plain in result.stdout
-    assert "\x1b[32m" in specx(*prompts, *FAST, colour=True).stdout
+    _, _, below_the_legend = specx(*prompts, *FAST, colour=True).stdout.partition("\n")
+    assert "\x1b[32m" in below_the_legend
     assert pair.strategy.streamer is None
