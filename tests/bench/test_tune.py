@@ -71,15 +71,6 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
     assert texts == [[TEXTS[0]], [TEXTS[1]], [TEXTS[0], TEXTS[1]], [TEXTS[2], TEXTS[0]]]
 
 
-def test_precision_and_places_are_those_of_the_study(folders, costs, monkeypatch):
-    seen, plain = [], tune.load_model
-    monkeypatch.setattr(tune, "load_model", lambda *a, **options: seen.append(options) or plain(*a, **options))
-    study = replace(QUICK, batches=(1,), dtype="bfloat16", device_map="cpu")
-    (trial,) = tune.tune(folders["target"], [folders["near"]], study)
-    assert seen == [{"dtype": "bfloat16", "device_map": place} for place in ("cpu", {"": torch.device("cpu")})]
-    assert (trial.measurements[0].dtype, trial.config.costs.dtype) == ("bfloat16", "bfloat16")
-
-
 def test_revisions_and_tokens_reach_the_hub(folders, monkeypatch):
     seen, plain = [], tune.get_files
 

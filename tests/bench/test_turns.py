@@ -93,8 +93,7 @@ def test_an_early_exit_has_the_head_of_the_pair(monkeypatch):
     drafts, calls = [], turns.Contender.__call__
     monkeypatch.setattr(turns.Contender, "__call__", lambda own, *a: drafts.append(own.strategy) or calls(own, *a))
     made = pair(EarlyExitDraft(1, torch.nn.Linear(32, 32, bias=False).eval()))
-    found = measure_cell(cell("exit:1-2"), made, "")["contenders"]["exit:1-2"]
-    assert len(found["runs"]) == 1
+    measure_cell(cell("exit:1-2"), made, "")
     assert {strategy.draft_model for strategy in drafts} == {made.draft}
 
 

@@ -9,9 +9,8 @@ from command import command
 from tiny import tiny
 from tiny_tokenizer import TEXTS
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.cli import loading
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx import DraftTargetPair
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
 @pytest.fixture
@@ -48,12 +47,3 @@ def test_publish(pair: DraftTargetPair, tmp_path: Path):
     assert result.exit_code == 0, result.stderr
     assert PairConfig.from_file(tmp_path / "made" / CONFIG_NAME).early_exit is not None
     assert not (tmp_path / "made" / "draft").exists()
-
-
-def test_both_is_with_whatever_the_pair_drafts_with(pair: DraftTargetPair):
-    """And where the target is stays known."""
-    early = DraftTargetPair(pair.target, EarlyExitDraft(1), pair.tokenizer)
-    early.sources["target"] = ModelSource("org/models", "0" * 40, "target")
-    made = loading.with_draft(early, "both")
-    assert made.sources["target"] == early.sources["target"]
-    assert [type(draft) for draft in made.draft] == [SuffixDraft, EarlyExitDraft]

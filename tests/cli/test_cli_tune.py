@@ -76,19 +76,14 @@ def test_options_reach_the_study(folders, monkeypatch):
     assert (target, drafts, revisions) == ("T", ["D", "E"], ["v1", ["v2", "v3"]])
     assert (study.prompts, study.batches, study.repeats, study.seed) == (list(TEXTS), [3], 4, 5)
     assert (study.options, study.verification) == ({"do_sample": False, "max_new_tokens": 128}, "token")
-    assert (study.dtype, study.hub, study.trust_remote_code, study.keep_prompts) == (
-        "float32",
-        {"token": "t"},
-        True,
-        True,
-    )
+    assert (study.dtype, study.hub) == ("float32", {"token": "t"})
+    assert study.trust_remote_code is study.keep_prompts is True
     assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
     target, drafts, study, *revisions = seen[1]
     assert (revisions, study.batches, study.verification) == ([None, []], [1, 8], None)
     assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
     assert (study.dtype, study.hub) == ("auto", {})
-    assert not study.trust_remote_code
-    assert not study.keep_prompts
+    assert study.trust_remote_code is study.keep_prompts is False
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
