@@ -45,14 +45,10 @@ def check_text(pair: DraftTargetPair, target: PreTrainedModel, rows: int = 3) ->
 
 
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}, ON_DISK], ids=str)
-@pytest.mark.parametrize("draft_device_map", [None, ON_DISK], ids=["", "draft on disk"])
-def test_devices(device_map, draft_device_map, folder: Path, target: PreTrainedModel, tmp_path: Path):
-    """Models on disk have each a folder of its own: their weights have the same names."""
-    maps = {"device_map": device_map, "draft_device_map": draft_device_map}
-    pair = DraftTargetPair.from_pretrained(folder, **maps, offload_folder=tmp_path, offload_buffers=True)
-    for model, asked in ((pair.target, device_map), (pair.draft, draft_device_map)):
-        assert execution_device(model) == last_device(model) == torch.device("cpu")
-        assert any(p.is_meta for p in model.parameters()) == (asked is ON_DISK)
+def test_devices_of_the_target(device_map: object, folder: Path, target: PreTrainedModel, tmp_path: Path):
+    pair = DraftTargetPair.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path)
+    assert execution_device(pair.target) == last_device(pair.target) == pair.draft.device == torch.device("cpu")
+    assert any(p.is_meta for p in pair.target.parameters()) == (device_map is ON_DISK)
     check_text(pair, target)
 
 
@@ -129,9 +125,15 @@ def test_a_model_from_elsewhere_with_another_tokenizer(role: str, with_tokenizer
         assert pair.report.tokenizer_match["match"] == "tokens"
 
 
-def test_pickles_where_they_are_trusted(folder: Path, target: PreTrainedModel, tmp_path: Path):
-    """Or safetensors all the same, as the draft's here."""
+@pytest.mark.parametrize("pickled", [("",), ("", "draft")], ids=str)
+def test_pickles_where_they_are_trusted(pickled: tuple[str], folder: Path, target: PreTrainedModel, tmp_path: Path):
+    """Or safetensors all the same. Both on disk, each in a folder of its own: their weights have the same names."""
     copied = Path(shutil.copytree(folder, tmp_path / "pair"))
-    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
-    (copied / "model.safetensors").unlink()
-    check_text(DraftTargetPair.from_pretrained(copied, use_safetensors=False), target)
+    for part in pickled:
+        weights = copied / part / "model.safetensors"
+        torch.save(load_file(weights), copied / part / "pytorch_model.bin")
+        weights.unlink()
+    maps = {"device_map": ON_DISK, "draft_device_map": ON_DISK, "offload_folder": tmp_path, "offload_buffers": True}
+    pair = DraftTargetPair.from_pretrained(copied, use_safetensors=False, **maps)
+    assert all(any(p.is_meta for p in model.parameters()) for model in pair.models)
+    check_text(pair, target)

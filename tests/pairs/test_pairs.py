@@ -12,7 +12,7 @@ import torch
 from tiny import near, prompts, tiny
 from transformers import GenerationConfig, LogitsProcessor
 
-from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +99,6 @@ def test_a_pair_goes_on_where_it_left_off():
             assert pair.report.layout == options.get("layout", "ragged")
         assert known == sorted(set(known))  # the draft is always right, which each call shows anew
         assert pair.strategy is strategy
-
-
-@pytest.mark.usefixtures("timed_first")
-def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypatch: pytest.MonkeyPatch):
-    target, measured = tiny(), []
-
-    def measure(costs: Costs, batch: int, *forwards: object) -> None:
-        measured.append(batch)
-        costs.table[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
-
-    monkeypatch.setattr(Costs, "measure", measure)
-    pair, settings = DraftTargetPair(target, near(target, 0.1)), {"do_sample": False, "max_new_tokens": 4}
-    tiny(seed=4).generate(**prompts(2), **settings, custom_generate=pair.strategy)
-    for options in ({}, {}, {"layout": "padded"}):
-        pair.generate(**prompts(2), **settings, **options)
-    assert measured == [2, 2]
-    assert list(pair.strategy.costs.table) == [2]
 
 
 def test_every_file_of_the_package_is_carried_by_its_wheel():
