@@ -2,16 +2,15 @@
 
 import re
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
 from repositories import edit, pickled, ran, with_code
-from tiny import prompts
 from transformers import BartConfig, LlamaConfig
 from tune_cases import FREE, QUICK
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx import EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
 from hf_specx.bench.study import weightless_draft
 from hf_specx.hub.pair_config import Measurement
@@ -64,21 +63,6 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
         assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]
         assert found[0].speedup == pytest.approx(2**0.5)
         assert [trial.pair is not None for trial in found] == [True, False, False]
-
-
-@pytest.mark.parametrize("name", ["suffix", "exit:1"])
-def test_the_saved_pair(folders, costs, tmp_path, name):
-    """With its times, also those of rounds with as many candidates as a suffix may have."""
-    (trial,) = tune.tune(folders["target"], [name], replace(QUICK, options={"max_new_tokens": 40, "do_sample": False}))
-    assert trial.error is None
-    trial.pair.strategy.costs.rounds[1] = {16: 0.5}
-    trial.config.costs.rounds["1"] = {"16": 0.5}
-    trial.pair.save_pretrained(tmp_path / "pair")
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    assert type(pair.draft) is type(weightless_draft(name))
-    assert pair.strategy.costs.rounds[1] == {16: 0.5}
-    options = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(pair.generate(**prompts(2), **options), pair.target.generate(**prompts(2), **options))
 
 
 FIGURES = [field.name for field in fields(Measurement)]

@@ -103,12 +103,3 @@ def test_ratios_within_turns():
     found = figures(ours, plain)
     assert found["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert found["tokens_per_second"] == {"median": 10.0, "min": 1.0, "max": 10.0}
-
-
-def test_forwards_that_are_compiled_are_not_timed_for_predictions(monkeypatch):
-    """Each of their lengths would be compiled for it."""
-    calls: list[bool] = []
-    monkeypatch.setattr(turns.Contender, "__call__", lambda own, inputs, options: inputs["input_ids"])
-    monkeypatch.setattr("hf_specx.SpeculativeDecoding.calibrate", lambda own, *given: calls.append(own.compile))
-    measure_cell(cell("block-2", "block-2-compiled", "suffix-2"), pair(), "")
-    assert calls == [False]

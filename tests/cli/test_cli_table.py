@@ -40,7 +40,7 @@ OUTPUTS = {  # options that name what is written, by command
     "card": ["--out", "--all"],
     "publish": ["--folder"],
 }
-INTERRUPTS_ITSELF = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+INTERRUPTS_ITSELF = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
 def words(name: str, pair: str, folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
-from hf_specx.bench.study import DraftTrial, weightless_draft
+from hf_specx.bench.study import DraftTrial
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
@@ -117,17 +117,3 @@ def test_no_draft_fits(folders, tmp_path):
     assert "no draft can be used" in result.stderr
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
-
-
-def test_a_target_alone(folders, tmp_path):
-    """What needs no second model is tried, and the best of it is a pair that others load."""
-    out = tmp_path / "pair"
-    result = specx(folders["target"], *QUICK, "--out", str(out), "--json")
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])["drafts"]
-    assert sorted(draft["draft"] for draft in found) == ["exit:1", "suffix"]
-    best = found[0]["draft"]
-    assert f"saved in {out}: target inside, draft {best}" in result.stderr
-    pair = DraftTargetPair.from_pretrained(out)
-    assert isinstance(pair.draft, type(weightless_draft(best)))
-    assert [m.batch for m in pair.config.measurements] == [1, 2]

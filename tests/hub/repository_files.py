@@ -118,7 +118,7 @@ CASES = [
     (NOT_WHOLE, after(lambda f: (f / "model.safetensors").open("a").write("x"))),
     ("two.safetensors is not whole", after(r.shard, cut("two.safetensors", -1))),
     ("num_hidden_layers=30, and there are 21 weights", model(num_hidden_layers=30)),
-    ("has [0-9]+ numbers in its weights, and the model of its config [0-9]+;", model(vocab_size=3000)),
+    ("has [0-9]+ numbers in its weights, and the model of its config [0-9]+;", model(vocab_size=10**9)),
     ("lacks 9 of the model's weights, 'model.layers.2.input_layernorm.weight' among them", model(num_hidden_layers=3)),
     ("lacks 1 of .*, 'lm_head.weight'", r.header(lambda h: h.update({"lm_head.weighs": h.pop("lm_head.weight")}))),
     ("'model.layers.0.mlp.down_proj.weight' is .8, 8., and its config says .8, 12.", model(intermediate_size=12)),

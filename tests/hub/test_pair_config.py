@@ -16,7 +16,7 @@ TIMES = {"target": {"1": 1.0, "5": 1.5, "9": 2.0}, "draft": 0.25}
 
 def whole() -> PairConfig:
     """A config in which nothing is as it would be by default."""
-    costs = SavedCosts("a clock", "float32", {"2": TIMES}, {"block": 0.5})
+    costs = SavedCosts("a clock", "float32", {"2": TIMES}, {"block": 0.5}, {"2": {"16": 0.5}})
     other = DraftTokenizer(9, 0.5, {"eos_token": "</s>"}, "0" * 64)
     return full(costs=costs, prompts=["def f(", "naïve \u2014 日本"], draft_tokenizer=other)
 

@@ -79,7 +79,6 @@ def test_a_process_that_has_just_the_id(shelf: tuple[HubOnDisk, dict[str, Any]])
         ("by_string", {"name": "owner/pair"}, 1),  # whose last name is the same
         ("by_string", {"name": "org/named", "target": "org/target"}, 1),
         ("by_override", {"name": NAME}, 2),
-        ("loaded_once", {"name": NAME}, 2),
         ("install", {}, None),
         ("by_package", {"name": NAME}, 2),
         ("by_package", then, 1),

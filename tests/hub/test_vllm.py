@@ -1,4 +1,4 @@
-"""Handing over to vLLM: the fields and the command; what is refused is in `tests/engine/tool_cases.py`."""
+"""Handing over to vLLM: the fields and the command."""
 
 import json
 import shlex
