@@ -70,12 +70,6 @@ def test_a_difference_is_found_and_refused_where_decoding_refuses_it(target, cas
     assert [f.follows for f in found.values() if f.verdict == "error"] == said
 
 
-def test_values_of_both_are_shown(target):
-    found = {f.subject: f[1:3] for f in find_fit(target, draft(vocab_size=288)(), tiny_tokenizer(), tiny_tokenizer())}
-    assert found["logit rows"] == ("280", "288")
-    assert found["tokens"] == ("277", "277")
-
-
 def test_texts_of_the_user_are_encoded_too(target):
     """A merge that no text of ours has."""
     texts = ["qqzz"] * 9

@@ -96,14 +96,11 @@ def test_a_run_that_compiled_something_is_made_again():
     assert len(found["ours"].runs) == 1
 
 
-@pytest.mark.parametrize(
-    ("end_ids", "texts"),
-    [
-        (1, [[5, 1], [5, 6, 7], [2, 5, 1]]),
-        ([1, 2], [[5, 1], [5, 6, 7], [2]]),
-        (None, [[5, 1, 1], [5, 6, 7], [2, 5, 1]]),
-    ],
-)
+ENDS = [(1, [[5, 1], [5, 6, 7], [2, 5, 1]]), ([1, 2], [[5, 1], [5, 6, 7], [2]])]
+ENDS += [(None, [[5, 1, 1], [5, 6, 7], [2, 5, 1]])]
+
+
+@pytest.mark.parametrize(("end_ids", "texts"), ENDS)
 def test_rows_end_with_their_first_end_token(end_ids, texts):
     output = torch.tensor([[9, 9, 5, 1, 1], [9, 1, 5, 6, 7], [9, 9, 2, 5, 1]])
     inputs, options = {"input_ids": output[:, :2]}, {"eos_token_id": end_ids}

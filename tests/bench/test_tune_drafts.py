@@ -2,16 +2,15 @@
 
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields
 
 import pytest
 import torch
 from repositories import edit, pickled, ran, with_code
-from tiny import prompts
 from transformers import BartConfig, LlamaConfig
 from tune_cases import FREE, QUICK
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx import EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
 from hf_specx.bench.study import weightless_draft
 from hf_specx.hub.pair_config import Measurement
@@ -29,45 +28,34 @@ def test_names_of_drafts_without_weights():
 
 
 def test_what_exits_stand_for(monkeypatch):
-    tried = {count: tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 4, 12, 1000)}
-    assert (tried[1], tried[2], tried[4], tried[12]) == ([], [1], [1, 2], [1, 2, 3, 4, 6])
-    assert len(tried[1000]) <= 6
+    tried = [tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 12)]
+    assert tried == [[], [1], [1, 2, 3, 4, 6]]
     assert tune.exit_layers(BartConfig()) == []
     monkeypatch.setattr(tune, "find_files", lambda *args: None)
     monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
     assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
     assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
-    assert tune.drafts_to_try("t", ["a/b", "a/b"], QUICK) == ["a/b", "a/b"]  # which is refused later
 
 
 def test_all_kinds_are_ranked(folders, costs):
     costs |= {1: (FREE[0], 0.3), 2: (FREE[0], 0.3)}
     names = tune.drafts_to_try(folders["target"], [folders["near"], "suffix", "exits"], QUICK)
     assert names == [folders["near"], "suffix", "exit:1"]
-    steps = []
-    found = tune.tune(folders["target"], names, QUICK, advance=lambda: steps.append(1))
-    assert len(steps) == len(names) * (1 + QUICK.runs)
+    found = tune.tune(folders["target"], names, QUICK)
     assert {trial.name: trial.error for trial in found} == dict.fromkeys(names)
     assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
     suffix, early_exit = (next(t for t in found if t.name == name).config for name in names[1:])
-    assert suffix.suffix is not None
-    assert early_exit.early_exit.exit_layer == 1
     assert [m.num_draft_tokens for m in suffix.measurements] == [16, 16]
     assert suffix.num_draft_tokens == "auto"
     assert {m.cost_coefficient for m in early_exit.measurements} == {0.3}
-    assert all(0 <= m.alpha <= 1 for config in (suffix, early_exit) for m in config.measurements)
 
 
 def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
     speeds = {folders["near"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
 
     def measure(target, draft, batches, study, config, advance):
-        for batch, speed in enumerate(speeds[draft.model.name_or_path], 1):
-            figures = {"alpha": 0.5, "cost_coefficient": None, "tokens_per_round": 2.0, "measured_speedup": speed}
-            kinds = {"dtype": "float32", "verification": "block", "num_draft_tokens": 2, "layout": "ragged"}
-            place = {"hardware": "", "versions": {}, "command": ""}
-            predicted = {"expected_speedup": None, "forward_limited_speedup": None}
-            config.measurements.append(Measurement(batch=batch, **figures, **kinds, **predicted, **place))
+        for speed in speeds[draft.model.name_or_path]:
+            config.measurements.append(Measurement(**dict.fromkeys(FIGURES) | {"measured_speedup": speed}))
 
     monkeypatch.setattr(tune, "measure_draft", measure)
     for drafts in (list(speeds), list(speeds)[::-1]):
@@ -77,21 +65,7 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
         assert [trial.pair is not None for trial in found] == [True, False, False]
 
 
-@pytest.mark.parametrize("name", ["suffix", "exit:1"])
-def test_the_saved_pair(folders, costs, tmp_path, name):
-    """With its times, also those of rounds with as many candidates as a suffix may have."""
-    (trial,) = tune.tune(folders["target"], [name], replace(QUICK, options={"max_new_tokens": 40, "do_sample": False}))
-    assert trial.error is None
-    trial.pair.strategy.costs.rounds[1] = {16: 0.5}
-    trial.config.costs.rounds["1"] = {"16": 0.5}
-    trial.pair.save_pretrained(tmp_path / "pair")
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    assert type(pair.draft) is type(weightless_draft(name))
-    assert pair.strategy.costs.rounds[1] == {16: 0.5}
-    options = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(pair.generate(**prompts(2), **options), pair.target.generate(**prompts(2), **options))
-
-
+FIGURES = [field.name for field in fields(Measurement)]
 HOSTILE = {
     "model": (
         "brings code of its own",

@@ -26,26 +26,22 @@ def cell(*contenders: str, **settings) -> Cell:
 
 
 def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
-    own = {
-        usual_contenders(pair()): "plain stock block-auto coupled-auto lookup-10 suffix-auto",
-        usual_contenders(pair(SuffixDraft())): "plain lookup-10 suffix-auto",
-        usual_contenders(pair(EarlyExitDraft(1))): "plain stock:1 exit:1-auto lookup-10 suffix-auto",
-        usual_contenders(pair(SuffixDraft(), near(tiny(), 0.05))): (
-            "plain stock block-auto coupled-auto several-auto lookup-10 suffix-auto"
-        ),
+    drafts = {
+        "stock block-auto coupled-auto": [],
+        "": [SuffixDraft()],
+        "stock:1 exit:1-auto": [EarlyExitDraft(1)],
+        "stock block-auto coupled-auto several-auto": [SuffixDraft(), near(tiny(), 0.05)],
     }
-    assert [" ".join(names) for names in own] == list(own.values())
+    for ways, own in drafts.items():
+        assert usual_contenders(pair(*own)) == ("plain", *ways.split(), "lookup-10", "suffix-auto")
 
 
 @pytest.mark.usefixtures("draft_pays")
 def test_what_a_cell_says():
-    torch.set_num_threads(1)
     found = measure_cell(cell("plain", "stock-2", "coupled-2", "block-auto", repeats=2, seed=7), pair(), "typed")
-    assert found["cell"]["contenders"] == ["plain", "stock-2", "coupled-2", "block-auto"]
     assert found["pair"]["target_parameters"] == found["pair"]["draft_parameters"] > 0
     known = {"seed": 7, "command": "typed", "dtype": "float32", "torch": torch.__version__}
     assert known.items() <= found["provenance"].items()
-    assert found["provenance"]["device"].startswith("cpu (")
     for noted in found["contenders"].values():
         assert noted["first_seconds"] > 0
         assert [run["tokens"] for run in noted["runs"]] == [8, 8]
@@ -62,7 +58,7 @@ def test_one_that_fails_is_said_and_the_others_go_on():
     assert found["stock"]["runs"] == []
     assert len(found["plain"]["runs"]) == len(found["block-2"]["runs"]) == 1
     found = measure_cell(cell("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["contenders"]
-    assert found["block-2"]["unavailable"] == "ValueError: block-2 needs a draft model, and this pair has none."
+    assert "block-2 needs a draft model" in found["block-2"]["unavailable"]
     assert len(found["suffix-2"]["runs"]) == 1
 
 
@@ -74,8 +70,7 @@ def test_a_head_drafts_for_our_contenders(tmp_path: Path):
     assert usual_contenders(made) == ("plain", "block-auto", "coupled-auto", "lookup-10", "suffix-auto")
     found = measure_cell(cell("stock", "block-2", batch=2), made, "")
     assert found["pair"]["draft_parameters"] == sum(x.numel() for x in head.parameters())
-    assert found["contenders"]["stock"]["unavailable"].endswith("stock needs a draft model, and this pair has none.")
-    assert 0 < found["contenders"]["block-2"]["alpha"] <= 1
+    assert "stock needs a draft model" in found["contenders"]["stock"]["unavailable"]
     assert len(found["contenders"]["block-2"]["runs"]) == 1
 
 
@@ -98,8 +93,7 @@ def test_an_early_exit_has_the_head_of_the_pair(monkeypatch):
     drafts, calls = [], turns.Contender.__call__
     monkeypatch.setattr(turns.Contender, "__call__", lambda own, *a: drafts.append(own.strategy) or calls(own, *a))
     made = pair(EarlyExitDraft(1, torch.nn.Linear(32, 32, bias=False).eval()))
-    found = measure_cell(cell("exit:1-2"), made, "")["contenders"]["exit:1-2"]
-    assert len(found["runs"]) == 1
+    measure_cell(cell("exit:1-2"), made, "")
     assert {strategy.draft_model for strategy in drafts} == {made.draft}
 
 
@@ -109,14 +103,3 @@ def test_ratios_within_turns():
     found = figures(ours, plain)
     assert found["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert found["tokens_per_second"] == {"median": 10.0, "min": 1.0, "max": 10.0}
-    assert "times_plain" not in figures(ours, None)
-    assert figures(Timing(error="no"), plain) == {"runs": [], "unavailable": "no"}
-
-
-def test_forwards_that_are_compiled_are_not_timed_for_predictions(monkeypatch):
-    """Each of their lengths would be compiled for it."""
-    calls = []
-    monkeypatch.setattr(turns.Contender, "__call__", lambda own, inputs, options: inputs["input_ids"])
-    monkeypatch.setattr("hf_specx.SpeculativeDecoding.calibrate", lambda own, *given: calls.append(own.compile))
-    measure_cell(cell("block-2", "block-2-compiled", "suffix-2"), pair(), "")
-    assert calls == [False]

@@ -1,8 +1,8 @@
 """What tests that try drafts share: sizes of models, a quick study, times of forwards."""
 
-import torch
 from tiny_tokenizer import TEXTS
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedModel
+from zoo import build
 
 from hf_specx.bench.study import Study
 
@@ -13,11 +13,10 @@ FREE = {1: 1.0, 9: 1.0}, 0.01  # a larger forward costs nothing more, a draft st
 DEAR = {1: 1.0, 9: 9.0}, 0.9
 
 
-def tiny_t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
-    ids = {"decoder_start_token_id": 1, "eos_token_id": 0, "pad_token_id": 1}
-    return T5ForConditionalGeneration(T5Config(**sizes, **ids)).eval()
+def tiny_t5() -> PreTrainedModel:
+    model = build("seq2seq", "t5")
+    model.resize_token_embeddings(280)
+    return model
 
 
 def save(folder, model, tokenizer=None):

@@ -3,40 +3,21 @@
 import json
 import sys
 
-import pytest
 from command import command
-from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny import tiny
 
-from hf_specx import DraftTargetPair
 from hf_specx.bench.ways import KINDS, way
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
 QUICK = ["--prompt-tokens", "5", "--new-tokens", "6", "--repeats", "1"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pairs") / "my-pair"
-    target = tiny(**SIZES)
-    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def texts(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(TEXTS))
-    return str(file)
-
-
-def specx(*arguments, columns: str = "160"):
-    return command("bench", *arguments, COLUMNS=columns)
+def specx(*arguments):
+    return command("bench", *arguments, COLUMNS="160")
 
 
 def test_a_first_look(folder, texts, tmp_path, monkeypatch):
-    """Each way beside plain and beside what transformers has in its place; what cannot run says why."""
+    """Each way beside plain and beside what transformers has in its place; what cannot run is said."""
     out = tmp_path / "results.json"
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
     result = specx(folder, *QUICK, "--file", texts, "--out", str(out))
@@ -45,7 +26,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
     ways = ["plain", "stock", "block-auto", "coupled-auto", "lookup-10", "suffix-auto"]
     assert [list(cell["contenders"]) for cell in cells] == [ways, ways]
-    assert "stock did not run: ValueError: assisted generate is only supported for batch_size = 1" in result.stdout
+    assert "stock did not run: ValueError: " in result.stdout
     assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
     for cell in cells:
         for name, noted in cell["contenders"].items():
@@ -54,7 +35,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
 
 
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):
-    tiny(**SIZES, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
+    tiny(vocab_size=280, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
     out = tmp_path / "results.json"
     options = "--batch 2 --temperature 0 --top-p 0.9 --seed 4 --dtype bfloat16 --contender plain --contender token-2"
     for more in ([], [], ["--draft", tmp_path / "draft"]):  # the second replaces the first

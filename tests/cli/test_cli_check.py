@@ -3,32 +3,14 @@
 import html
 import json
 
-import pytest
-from check_cases import PROMPTS, SIZES, inject
+from check_cases import inject
 from command import command
-from tiny import near, tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import TEXTS
 
-from hf_specx import DraftTargetPair
 from hf_specx.metrics.settings import Settings
 
 
 SMALL = ["--batch", "16", "--new-tokens", "8", "--samples", "32", "--num-draft-tokens", "3", "--temperature", "0.7"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pairs") / "my-pair"
-    target = tiny(**SIZES)
-    DraftTargetPair(target, near(target, 0.3), tiny_tokenizer()).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def texts(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS))
-    return str(file)
 
 
 def specx(*arguments: str):
@@ -42,19 +24,10 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     assert result.exit_code == 0, result.stdout + result.stderr
     page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
     assert found["command"] in html.unescape(page)
-    assert found["pair"] in page
     assert found["passed"] is True
-    assert found["prompts"] == PROMPTS
-    assert "_timestamp" in found
-    assert [line["what"] for line in found["lines"]][:2] == [
-        f"{way}, batch 16: the same tokens as plain generate" for way in ("greedy", "coupled")
-    ]
-    for line in found["lines"]:
-        assert line["what"].split(":")[0] in result.stdout
-        assert line["verdict"] == "passed"
+    assert found["prompts"] == list(TEXTS)
+    assert all(line["what"].split(":")[0] in result.stdout for line in found["lines"])
     assert "passed: no difference to plain generate was found" in result.stdout
-    assert f"wrote {out}" in result.stdout
-    assert "deviation that the test finds with probability 0.9" in " ".join(result.stdout.split())
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -63,7 +36,6 @@ def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
     result = specx(folder, *SMALL, "--file", texts, "--verification", "greedy", "--out", str(out))
     assert result.exit_code == 1
     assert "failed: greedy, batch 16: the same tokens as plain generate" in result.stdout
-    assert "not by rounding; row" in " ".join(result.stdout.split())
     assert json.loads(out.read_text())["passed"] is False
 
 
@@ -80,7 +52,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     specx(folder, *options.split(), *more.split(), "--file", texts)
     (settings, prompts, dtype, path), *_ = seen
     assert settings == Settings((2, 3), 9, 0.5, 0.9, 7, ("token",), 6, 2, 4, 0.01)
-    assert (prompts, str(dtype), path) == (PROMPTS, "torch.bfloat16", tmp_path / "known.json")
+    assert (prompts, str(dtype), path) == (list(TEXTS), "torch.bfloat16", tmp_path / "known.json")
     specx()
     settings, prompts, dtype, path = seen[1]
     assert (settings, len(prompts), path) == (Settings(), 16, None)  # the embedded pair has 16

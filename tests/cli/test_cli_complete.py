@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from command import command
-from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import TEXTS
 from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
@@ -20,16 +19,6 @@ from hf_specx.pairs.results_file import ResultsFile
 
 
 OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
-    """A pair that every id loads, in float64: in float32 rounding decides which of two tokens is the last of top-k."""
-    tokenizer = tiny_tokenizer()
-    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    made = DraftTargetPair(target.double(), near(target, 0.1), tokenizer)
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: made)
-    return made
 
 
 @pytest.fixture
@@ -61,13 +50,12 @@ def test_a_file_to_a_file(pair: DraftTargetPair, file: Path, tmp_path: Path):
     assert said["options"] == options
 
 
-def test_prompts_from_everywhere(pair: DraftTargetPair, tmp_path: Path):
+def test_prompts_from_everywhere(pair: DraftTargetPair, texts: str, tmp_path: Path):
     """Arguments, lines of a file, a pipe, which can be read once, and standard input."""
-    (tmp_path / "prompts.txt").write_text("\n\n".join(TEXTS) + "\n")
     found, (read, write) = [], os.pipe()
     os.write(write, "\n".join(TEXTS).encode())
     os.close(write)
-    ways = [*TEXTS], ["--file", tmp_path / "prompts.txt"], ["--file", f"/dev/fd/{read}"], []
+    ways = [*TEXTS], ["--file", texts], ["--file", f"/dev/fd/{read}"], []
     for number, arguments in enumerate(ways):
         out = tmp_path / f"{number}.jsonl"
         result = specx(
@@ -117,14 +105,6 @@ def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTarge
         codes.append(result.exit_code)
     assert codes == [0, 0, 2]
     assert re.search("was made with logits_processor=.*obje.*now it is .*arra", result.stderr)
-
-
-def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: Path):
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
-    file.write_text('{"prompt": "the cat"}\n{"prompt": ""}\n')
-    result = specx("--file", file, "--out", out)
-    assert result.exit_code == 0
-    assert "warning: prompts that were refused: 1; their lines in" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import sys
 from types import SimpleNamespace
 
-import pytest
 import torch
 from command import command, saved_models
 from tiny_tokenizer import TEXTS
@@ -19,37 +18,24 @@ QUICK = ["--phases", 2, "--texts", 8, "--passes", 2, "--max-new-tokens", 8, "--l
 PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A target, a draft for it and one with other tokens."""
-    return saved_models(tmp_path_factory.mktemp("models"), SIZES, 0.8)
-
-
-def specx(*arguments: object, input: str = PROMPTS):
-    return command("distill", *arguments, input=input, COLUMNS="200")
-
-
-def test_a_pair_is_trained_and_saved(folders, tmp_path, monkeypatch):
+def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
+    folders = saved_models(tmp_path, SIZES, 0.8)
     monkeypatch.setattr(sys, "argv", ["specx", "distill", "these", "words"])
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     out = tmp_path / "pair"
     given = ["--file", tmp_path / "prompts.txt", "--out", out, "--learn-from-prompts", "--json"]
-    result = specx(folders["target"], "layers:1", *QUICK, *given, input="")
+    result = command("distill", folders["target"], "layers:1", *QUICK, *given, COLUMNS="200")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["after"]["value"] > found["before"]["value"]
     assert len(found["alphas"]) == 3
-    assert "before training, α" in result.stderr
     assert "phase 2 of 2, α" in result.stderr
-    assert "batch 8: " in result.stderr
     assert f"saved in {out}; texts and checkpoints in {out}.training are no longer needed" in result.stderr
     pair = DraftTargetPair.from_pretrained(out)
     assert pair.draft.config.num_hidden_layers == 1
     assert [m.batch for m in pair.config.measurements] == [1, 8]
     assert '"learn_from_prompts": true' in pair.config.notes
-    card = command("card", out).stdout
-    assert "specx distill these words" in card
-    assert "How the draft was made" in card
+    assert "specx distill these words" in command("card", out).stdout
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):
@@ -59,21 +45,3 @@ def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):
     config = SimpleNamespace(measurements=[])
     cli_distill.measure_pair(SimpleNamespace(measure=full, pair=SimpleNamespace(config=config)), Output())
     assert "saved without all figures, as timing failed: out of memory\n" in capsys.readouterr().out
-
-
-WRONG = {
-    "error: layers=3 leaves out no layer of LlamaForCausalLM, which has 3": ["target", "layers:3"],
-    "the two tokenizers differ": ["target", "stranger"],
-    "loss='x' is unknown; choose one of": ["target", "draft", "--loss", "x"],
-    "positions of LlamaForCausalLM; shorten it, or lower": ["target", "draft", "--max-new-tokens", 120],
-}
-
-
-@pytest.mark.parametrize("told", WRONG)
-def test_refused_before_anything_is_written(folders, tmp_path, told: str):
-    target, draft, *options = WRONG[told]
-    names = [folders.get(name, name) for name in (target, draft)]
-    result = specx(*names, "--out", tmp_path / "pair", *QUICK, *options)
-    assert result.exit_code == 2
-    assert told in result.stderr
-    assert not list(tmp_path.iterdir())

@@ -6,26 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from command import command
-from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny import tiny
+from tiny_tokenizer import TEXTS
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.cli import loading
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx import DraftTargetPair
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
-    """One that every id loads; its target goes by the last token alone, so that its greedy text goes round."""
-    tokenizer = tiny_tokenizer()
-    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+def pair(loaded) -> DraftTargetPair:
+    """Its target goes by the last token alone, so that its greedy text goes round."""
+    target = tiny(vocab_size=280)
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), prompts=list(TEXTS), num_draft_tokens=3)
-    made = DraftTargetPair(target, near(target, 0.1), tokenizer, config)
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: made)
-    return made
+    return loaded(target)[0]
 
 
 KINDS = [("suffix", {"suffix"}), ("both", {"suffix", "model"}), ("exit:1", {"early exit"})]
@@ -52,12 +47,3 @@ def test_publish(pair: DraftTargetPair, tmp_path: Path):
     assert result.exit_code == 0, result.stderr
     assert PairConfig.from_file(tmp_path / "made" / CONFIG_NAME).early_exit is not None
     assert not (tmp_path / "made" / "draft").exists()
-
-
-def test_both_is_with_whatever_the_pair_drafts_with(pair: DraftTargetPair):
-    """And where the target is stays known."""
-    early = DraftTargetPair(pair.target, EarlyExitDraft(1), pair.tokenizer)
-    early.sources["target"] = ModelSource("org/models", "0" * 40, "target")
-    made = loading.with_draft(early, "both")
-    assert made.sources["target"] == early.sources["target"]
-    assert [type(draft) for draft in made.draft] == [SuffixDraft, EarlyExitDraft]

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 from command import command
 from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
 from hf_specx.hub.known_pairs import BY_NAME
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 KNOWN = next(iter(BY_NAME))
 NO_PROMPTS = "no prompts; give them with --file, on standard input, or use --no-measure."
 BEFORE_LOADING = {  # what is said, with the command that says it
@@ -20,15 +19,12 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "more than one way": "generate a --demo",
     "verification='nucleus' is unknown; choose one of token, block, coupled": "generate a --verification nucleus",
     "num_draft_tokens='many' is not a number": "generate a --num-draft-tokens many",
-    "--repeats is for --compare": "generate a --repeats 5",
     "--dtype int8 is unknown": "generate a --dtype int8",
     "--top-p 1.1 is not in (0, 1]": "generate a --top-p 1.1",
     "make one with specx tune openai-community/gpt2-xl": "generate a --pair gpt2-xl-with-gpt2",
     "--out shows and times nothing": "generate a --out x --compare",
     "is there already, and there is no notes.txt.arguments": "generate a --out NOTES",
     "a prompt is a list of messages; add --chat": "generate --pair no/pair --file MESSAGES",
-    "leave no round to time": "bench --new-tokens 1",
-    "--chat is for prompts of --file; give it, or leave --chat out": "bench --chat",
     "there is no folder": "bench --out no/such/folder.json",
     "has no results of this version": "bench --out NOTES",
     "new_tokens=1 and samples=None leave nothing to compare": "check --new-tokens 1",
@@ -37,15 +33,12 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "is there already; name another folder, or pass --overwrite": "tune T D --out FULL",
     "is no pair, as it has no specx_config.json": "tune T D --out FULL --overwrite",
     "(Not a directory); name another place": "tune T D --out NOTES/pair",
-    "--overwrite and --inside are for saving": "tune T D --overwrite",
     NO_PROMPTS: "tune T D",
     "specx tune takes texts": "tune T D --file MESSAGES",
     "without a name there is no card": "card --title a/b",
     f"--title a/b is for pairs of your own, and '{KNOWN}'": f"card {KNOWN} --title a/b",
     f"did you mean '{KNOWN}'": f"card {KNOWN[:-1]}",
     "--revision v1 is for pairs of your own, and 'embedded'": "export vllm embedded --revision v1",
-    "--private goes with a repository": "publish x/y --folder x --private",
-    "--overwrite goes with --folder": "publish x/y org/name --overwrite",
     "give the repository's name, or --folder": "publish x/y",
     "is no name of a repository": "publish x/y a/b/c",
     "is no pair, as it has no specx_config.json, so": "publish x/y --folder FULL --overwrite",
@@ -62,9 +55,9 @@ OF_MODELS = {
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory) -> dict[str, str]:
+def names(tmp_path_factory, folder) -> dict[str, str]:
     """What words in capitals mean."""
-    root, target = tmp_path_factory.mktemp("refused"), tiny(**SIZES)
+    root, target = tmp_path_factory.mktemp("refused"), tiny()
     files = {
         "notes.txt": "notes",
         "messages.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
@@ -74,11 +67,10 @@ def names(tmp_path_factory) -> dict[str, str]:
     for name, text in files.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(root / "pair")
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
-    places |= {"PAIR": "pair", "UNREAD": "unread"}
-    return {word: str(root / name) for word, name in places.items()}
+    places |= {"UNREAD": "unread"}
+    return {"PAIR": folder} | {word: str(root / name) for word, name in places.items()}
 
 
 def refused(line: str, told: str, names: dict[str, str]) -> str:

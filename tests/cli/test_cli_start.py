@@ -56,12 +56,6 @@ def test_nothing_that_takes_time_is_imported(told, line):
     assert errors == "" if line in HELP else errors.splitlines()[-1].lower().startswith("error: ")
 
 
-def test_the_package_is_a_command():
-    found = subprocess.run([sys.executable, "-m", "hf_specx", "nope"], capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "Try 'specx --help' for help." in found.stderr
-
-
 def test_what_is_missing_says_how_to_get_it():
     code = "import sys; sys.modules['typer'] = None; sys.argv = ['specx']; from hf_specx.cli.app import main; main()"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

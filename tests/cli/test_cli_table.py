@@ -40,7 +40,7 @@ OUTPUTS = {  # options that name what is written, by command
     "card": ["--out", "--all"],
     "publish": ["--folder"],
 }
-INTERRUPTS_ITSELF = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+INTERRUPTS_ITSELF = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
 def words(name: str, pair: str, folder: Path) -> list[str]:
@@ -120,34 +120,21 @@ def test_control_c_during_imports(tmp_path: Path, module: str, code: int):
     (tmp_path / module).mkdir()
     (tmp_path / module / "__init__.py").write_text(INTERRUPTS_ITSELF)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    found = subprocess.run(
-        [sys.executable, "-m", "hf_specx", "card", "embedded"],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        input="",
-    )
+    command = [sys.executable, "-m", "hf_specx", "card", "embedded"]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, input="")
     assert (found.returncode, found.stdout, found.stderr) == (code, "", "")
 
 
-PIPED = """
-import sys
-from hf_specx.cli.app import main
-from hf_specx.cli.console import Output
-kind, sys.argv = sys.argv[1], ["specx", "card"]
-if kind == "rich":
-    import hf_specx.cli.pairs
-    hf_specx.cli.pairs.typer.echo = lambda text: Output().print(text)
-main()
-"""
+RICH = "import sys, hf_specx.cli.app as app, hf_specx.cli.console as console, hf_specx.cli.pairs as pairs\n"
+RICH += "sys.argv, pairs.typer.echo = ['specx', 'card'], lambda text: console.Output().print(text)\napp.main()"
 
 
-@pytest.mark.parametrize("kind", ["rich", "typer"])
-def test_a_reader_that_has_gone(kind):
+@pytest.mark.parametrize("how", [["-c", RICH], ["-m", "hf_specx", "card"]], ids=["rich", "typer"])
+def test_a_reader_that_has_gone(how: list[str]):
     """By either of the two ways in which commands print; rich's own end is code 1, which means a failed check."""
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.Popen([sys.executable, "-c", PIPED, kind], stdout=write, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, *how], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert process.communicate()[1] == ""
     assert process.returncode == 141

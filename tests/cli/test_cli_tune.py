@@ -9,7 +9,7 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
-from hf_specx.bench.study import DraftTrial, weightless_draft
+from hf_specx.bench.study import DraftTrial
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
@@ -29,11 +29,10 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
     return command("tune", *arguments, input=input, COLUMNS="200")
 
 
-def test_tables_and_json(folders, tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
+def test_tables_and_json(folders, texts, tmp_path):
     out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
     saved = ["--out", str(out), "--save-prompts"]
-    for more in (["--file", str(tmp_path / "prompts.txt"), *saved], ["--json"]):
+    for more in (["--file", texts, *saved], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
         assert (result.exit_code, result.stderr) == (0, "")
         told.append(result.stdout)
@@ -48,15 +47,11 @@ def test_tables_and_json(folders, tmp_path):
     for draft in by_name.values():  # one has a tokenizer of its own, whose tokens are mapped
         assert [m["batch"] for m in draft["config"]["measurements"]] == [1, 2]
         assert draft["error"] is None
-        assert f"{folders['target']} with {draft['draft']}" in shown
-        for finding in draft["findings"]:
-            assert finding["follows"][:30] in shown
-    assert ", num_draft_tokens" in shown
-    assert "candidates: γ, the recommended number in each round" in shown
+        assert all(finding["follows"][:30] in shown for finding in draft["findings"])
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
-def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
+def test_a_slow_draft_is_called_slow(capsys, speed, says):
     figures = dict.fromkeys(field.name for field in fields(Measurement)) | {"measured_speedup": speed}
     config = PairConfig(ModelSource(), ModelSource(), measurements=[Measurement(**figures)])
     cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
@@ -81,23 +76,18 @@ def test_options_reach_the_study(folders, monkeypatch):
     assert (target, drafts, revisions) == ("T", ["D", "E"], ["v1", ["v2", "v3"]])
     assert (study.prompts, study.batches, study.repeats, study.seed) == (list(TEXTS), [3], 4, 5)
     assert (study.options, study.verification) == ({"do_sample": False, "max_new_tokens": 128}, "token")
-    assert (study.dtype, study.hub, study.trust_remote_code, study.keep_prompts) == (
-        "float32",
-        {"token": "t"},
-        True,
-        True,
-    )
+    assert (study.dtype, study.hub) == ("float32", {"token": "t"})
+    assert study.trust_remote_code is study.keep_prompts is True
     assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
     target, drafts, study, *revisions = seen[1]
     assert (revisions, study.batches, study.verification) == ([None, []], [1, 8], None)
     assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
     assert (study.dtype, study.hub) == ("auto", {})
-    assert not study.trust_remote_code
-    assert not study.keep_prompts
+    assert study.trust_remote_code is study.keep_prompts is False
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
-    """Checks alone need no prompts."""
+    """Checks alone need no prompts; what cannot be saved is told all the same."""
     out = tmp_path / "pair"
     arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(out), "--json"]
     for more in ([], ["--overwrite"]):
@@ -127,17 +117,3 @@ def test_no_draft_fits(folders, tmp_path):
     assert "no draft can be used" in result.stderr
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
-
-
-def test_a_target_alone(folders, tmp_path):
-    """What needs no second model is tried, and the best of it is a pair that others load."""
-    out = tmp_path / "pair"
-    result = specx(folders["target"], *QUICK, "--out", str(out), "--json")
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])["drafts"]
-    assert sorted(draft["draft"] for draft in found) == ["exit:1", "suffix"]
-    best = found[0]["draft"]
-    assert f"saved in {out}: target inside, draft {best}" in result.stderr
-    pair = DraftTargetPair.from_pretrained(out)
-    assert isinstance(pair.draft, type(weightless_draft(best)))
-    assert [m.batch for m in pair.config.measurements] == [1, 2]

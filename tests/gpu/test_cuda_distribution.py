@@ -44,7 +44,3 @@ def test_a_wrong_residual_is_seen(verification: str, monkeypatch: pytest.MonkeyP
     _, module, name, wrong = CONTROLS["residual replaced by the target"]
     monkeypatch.setattr(f"hf_specx.{module}.{name}", wrong)
     assert min(p_values(draw(verification, **LARGE), exact([]))) < 1e-8
-
-
-def test_another_distribution_is_seen():
-    assert min(p_values(draw("block", **LARGE, temperature=0.9), exact([]))) < 1e-8

@@ -45,7 +45,6 @@ def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
     pair = hf_specx.DraftTargetPair(model, draft_model, tokenizer)
     given = {name: getattr(hf_specx, name) for name in hf_specx.__all__} | {"hf_specx": hf_specx, "path": metrics.path}
     given |= {"model": model, "draft_model": draft_model, "tokenizer": tokenizer, "inputs": inputs, "prompts": prompts}
-    write(random_head(vocab=len(tokenizer), layer_ids=(1, 2, 3)), tmp_path / "org" / "head")
     given |= {"strategy": strategy, "trainer": trainer, "pair": pair, "Thread": Thread}
     return given | {name: evaluate.load(metrics.path(name)) for name in metrics.NAMES}
 

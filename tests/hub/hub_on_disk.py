@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from huggingface_hub.errors import RevisionNotFoundError
@@ -18,62 +19,52 @@ class HubOnDisk:
     def __init__(self, home: Path):
         self.home, self.commits = home, 0
 
-    def place(self, repo_id: str) -> Path:
-        return self.home / "hub" / f"models--{repo_id.replace('/', '--')}"
+    def branch(self, repo_id: str, name: str | None) -> Path:
+        """The file that says which commit a branch is at."""
+        return self.home / "hub" / f"models--{repo_id.replace('/', '--')}" / "refs" / (name or "main")
 
-    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+    def files(self, repo_id: str, revision: str | None = None) -> dict[str, bytes]:
         """The content of each file of a branch."""
-        name = self.place(repo_id) / "refs" / revision
-        if not name.exists():
+        branch = self.branch(repo_id, revision)
+        if not branch.exists():
             raise RevisionNotFoundError(f"no {revision}", response=mock.MagicMock())
-        root = self.place(repo_id) / "snapshots" / name.read_text()
+        root = self.branch(repo_id, None).parents[1] / "snapshots" / branch.read_text()
         return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
-    def put(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
+    def put(self, repo_id: str, files: dict[str, bytes], revision: str | None = None) -> str:
         """Commit these files, and no others; returns the commit."""
         self.commits += 1
-        commit = f"{self.commits:040x}"
-        for path, content in files.items():
-            file = self.place(repo_id) / "snapshots" / commit / path
+        commit, branch = f"{self.commits:040x}", self.branch(repo_id, revision)
+        snapshots = self.branch(repo_id, None).parents[1] / "snapshots"
+        for file, content in {snapshots / commit / path: content for path, content in files.items()}.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        name = self.place(repo_id) / "refs" / branch
-        name.parent.mkdir(parents=True, exist_ok=True)
-        name.write_text(commit)
+        branch.parent.mkdir(parents=True, exist_ok=True)
+        branch.write_text(commit)
         return commit
 
-    def create_repo(self, repo_id: str, private: bool | None = None, exist_ok: bool = False) -> None:
-        if not self.place(repo_id).exists():
+    def create_repo(self, repo_id: str, **_: Any) -> None:
+        if not self.branch(repo_id, None).exists():
             self.put(repo_id, {".gitattributes": b""})
 
-    def create_branch(self, repo_id: str, branch: str, exist_ok: bool = False) -> None:
-        if not (self.place(repo_id) / "refs" / branch).exists():
+    def create_branch(self, repo_id: str, branch: str, **_: Any) -> None:
+        if not self.branch(repo_id, branch).exists():
             self.put(repo_id, self.files(repo_id), branch)
 
-    def list_repo_files(self, repo_id: str, revision: str | None = None) -> list[str]:
-        return list(self.files(repo_id, revision or "main"))
-
-    def upload_folder(
-        self,
-        folder_path: Path,
-        repo_id: str,
-        path_in_repo: str = "",
-        revision: str | None = None,
-        delete_patterns: list[str] | None = None,
-        commit_message: str = "",
-    ) -> SimpleNamespace:
-        start = f"{path_in_repo}/" if path_in_repo else ""
-        stale = [f"{start}{pattern}" for pattern in delete_patterns or []]
-        there = self.files(repo_id, revision or "main").items()
+    def upload_folder(self, folder_path: Path, repo_id: str, revision: str | None, **options: Any) -> SimpleNamespace:
+        start = f"{options['path_in_repo']}/" if "path_in_repo" in options else ""
+        stale = [f"{start}{pattern}" for pattern in options["delete_patterns"]]
+        there = self.files(repo_id, revision).items()
         kept = {path: content for path, content in there if not any(fnmatch(path, pattern) for pattern in stale)}
         new = [path for path in folder_path.rglob("*") if path.is_file()]
         sent = {f"{start}{path.relative_to(folder_path).as_posix()}": path.read_bytes() for path in new}
-        return SimpleNamespace(oid=self.put(repo_id, kept | sent, revision or "main"))
+        return SimpleNamespace(oid=self.put(repo_id, kept | sent, revision))
 
     @contextmanager
     def published_to(self) -> Iterator[mock.Mock]:
         """Let `publish` upload here, by the methods of `HfApi`, with arguments that these have; yields that class."""
         with mock.patch.object(publish, "HfApi", autospec=True) as api:
-            for name in ("create_repo", "create_branch", "list_repo_files", "upload_folder"):
+            api.return_value.list_repo_files.side_effect = self.files
+            for name in ("create_repo", "create_branch", "upload_folder"):
                 getattr(api.return_value, name).side_effect = getattr(self, name)
             yield api

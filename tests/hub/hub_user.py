@@ -57,15 +57,6 @@ def by_override(name: str, **options: Any) -> list[list[int]]:
     return said(model.generate, model)
 
 
-def loaded_once(name: str) -> list[list[int]]:
-    """`load_custom_generate`, whose result takes the model first."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(name)
-    code = model.load_custom_generate(name, trust_remote_code=True)
-    return said(lambda **inputs: code(model=model, **inputs), model)
-
-
 def modules_of_repositories() -> list[str]:
     return [name for name in sys.modules if name.startswith("transformers_modules.")]
 

@@ -1,10 +1,11 @@
 """Broken and hostile `specx_config.json`: what is said of it, and what is wrong."""
 
 import json
+import os
 from dataclasses import asdict
 
 import card_cases
-from repositories import after, cut, load, remove, said, write
+from repositories import after, cut, remove, said, write
 
 from hf_specx.hub.pair_config import CONFIG_NAME
 
@@ -32,7 +33,7 @@ def measured(**changes: object):
 
 
 CASES = [
-    ("has more than 4194304 bytes, .*get it again", whole(" " * (5 * 2**20))),
+    ("has more than 4194304 bytes, .*get it again", after(lambda folder: os.truncate(folder / CONFIG_NAME, 2**40))),
     ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
     ("subfolder has the control", said("draft.subfolder", "a\0b")),
     ("license has the control", said("license", "\x9b2J")),
@@ -51,38 +52,28 @@ CASES = [
     ("subfolder is 'C:x', no plain", said("draft.subfolder", "C:x")),
     (r"subfolder is 'aaaa.*\.\.\., no", said("draft.subfolder", "a" * 5000)),
     ("has no specx_config.json, so it is no draft-target", after(remove(CONFIG_NAME))),
-    ("has no specx_config.json", lambda folder: load(folder / "draft")),
     ("is not JSON .*may be cut off: get it again", after(cut(CONFIG_NAME, -20))),
     ("is not JSON .maximum recursion", whole("[" * 100_000)),
     ("is not JSON .'utf-8' codec", whole(b'{"schema": 1, "notes": "\xff"}')),
     ("is not JSON .*surrogates", whole('{"schema": 1, "notes": "\\ud800"}')),
     ("is not JSON .*4300 digits", whole('{"schema": 1' + "0" * 5000 + "}")),
     ("does not say its schema .it has None", said("schema", ...)),
-    ("does not say its schema", whole("[1]")),
     ("has schema 2 and this version reads up to 1; install a newer", said("schema", 2)),
     ("target is 'org/target', not an object; save", said("target", "org/target")),
-    (r"measurements\[0\] is 3, not an object", said("measurements", [3])),
     ("has a field 'auto_map' that its schema does not", said("auto_map", "x.py")),
     ("has no 'draft'; save", said("draft", ...)),
     ("target: parameters is '9', not int or null", said("target.parameters", "9")),
-    ("layout is None, not str; save", said("layout", None)),
-    (r"prompts is \{\}, not list", said("prompts", {})),
     ("alpha is True, not float", measured(alpha=True)),
     (r"batch is 10{76}\.\.\., not int", measured(batch=10**400)),
     ("both in the folder of the pair under ''; a draft needs", said("draft.subfolder", "")),
     ("num_draft_tokens is 1000000000, neither 'auto' nor an int from 1 to 64", said("num_draft_tokens", 10**9)),
-    ("verification is 'x', none of token", said("verification", "x")),
     ("layout is 'os.system', none of auto", said("layout", "os.system")),
     (NO_ROW, costs(draft=-1.0)),
-    (NO_ROW, costs(draft=float("nan"))),
     (NO_ROW, costs(target={"1": 1.0, "5": float("inf")})),
-    (NO_ROW, costs(target={"1": 1.0, "5": 10**400})),
     (NO_ROW, costs(target={"2": 1.0, "3": 2.0})),
     (NO_ROW, costs(target=json.loads("[" * 500 + "]" * 500))),
-    (NO_ROW, said("costs", COSTS | {"table": {"0": ROW}})),
     (r"rounds\['2'\]\['1'\] is 0.0, which nothing measures", rounds({"2": {"1": 0.0}})),
     ("rounds.* is '1000', no number of candidates", rounds({"2": {"1000": 1.0}})),
-    ("alpha is 1.5, no probability", measured(alpha=1.5)),
     ("alpha is nan, no probability", measured(alpha=float("nan"))),
     (r"alpha\['block'\] is -0.5, no probability", said("costs", COSTS | {"alpha": {"block": -0.5}})),
     ("measured_speedup is -1.0, which nothing measures", measured(measured_speedup=-1.0)),

@@ -20,24 +20,19 @@ def model():
     return tiny(vocab_size=50).bfloat16()
 
 
-def test_facts_of_a_model(model):
-    parameters = sum(p.numel() for p in model.parameters())
+@pytest.mark.parametrize("why", [None, "no commit", "a folder of that name", "a path"])
+def test_facts_of_a_model(model, tmp_path, monkeypatch, why):
+    """With where it is, unless that is not known."""
     kind = {"auto_class": "AutoModelForCausalLM", "model_type": "llama", "vocab_size": 50}
+    parameters = sum(p.numel() for p in model.parameters())
     expected = ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
-    assert model_facts(model) == expected
-    model.name_or_path, model.config._commit_hash = "org/model", COMMIT
-    assert model_facts(model) == replace(expected, name="org/model", revision=COMMIT)
-
-
-@pytest.mark.parametrize("why", ["no commit", "a folder of that name", "a path"])
-def test_model_from_elsewhere(model, tmp_path, monkeypatch, why):
     model.name_or_path = str(tmp_path) if why == "a path" else "org/model"
     model.config._commit_hash = None if why == "no commit" else COMMIT
     monkeypatch.chdir(tmp_path)
     if why == "a folder of that name":
         (tmp_path / "org" / "model").mkdir(parents=True)
-    found = model_facts(model)
-    assert (found.name, found.revision) == (None, None)
+    known = {"name": "org/model", "revision": COMMIT} if why is None else {}
+    assert model_facts(model) == replace(expected, **known)
 
 
 def test_of_another_tokenizer_the_overlap_is_noted():

@@ -3,11 +3,7 @@
 import copy
 import gc
 import shutil
-import sys
-import threading
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,7 @@ import hf_specx
 from hf_specx import DraftTargetPair, SpeculationReport
 from hf_specx.common.devices import hardware
 from hf_specx.hub import find_draft as resolve
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig, SavedCosts
 from hf_specx.hub.publish import save
 
 
@@ -98,56 +94,18 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)
 
 
-def test_threads_that_ask_at_once_share_one_draft(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    model, loads = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1)), []
-    load, both = resolve.load_model, threading.Barrier(2)
-
-    def slowly(*args, **kwargs) -> PreTrainedModel:
-        loads.append(args)
-        time.sleep(0.3)
-        return load(*args, **kwargs)
-
-    def ask(_: int) -> PreTrainedModel:
-        both.wait(60)
-        return resolve.find_draft(model, {})[0]
-
-    monkeypatch.setattr(resolve, "load_model", slowly)
-    with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(ask, range(2))
-    assert one is other
-    assert len(loads) == 1
-
-
 def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):
-    """It is named, and its text is right all the same."""
+    """By its sizes or its commit: that is said, and its text is right all the same."""
     folder = publish(tmp_path / "pair", target, 0.1)
+    config = PairConfig.from_file(folder / CONFIG_NAME)
+    config.target.revision = "1" * 40
+    (folder / CONFIG_NAME).write_text(config.to_text())
     other = tiny(seed=3, num_hidden_layers=1)
-    with pytest.warns(UserWarning, match="differs in parameters from the one that the pair was measured with"):
+    other.config._commit_hash = "2" * 40
+    with pytest.warns(UserWarning, match="differs in parameters, revision from the one that the pair was measured w"):
         output = by_string(other, folder, verification="coupled")
     torch.manual_seed(0)
     assert torch.equal(output, other.generate(**prompts(3), **SETTINGS))
-
-
-def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
-    config = GenerationConfig(num_assistant_tokens=2)
-    for given in ({"num_draft_tokens": 2}, {"generation_config": config}):
-        output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
-        assert output.speculation_report.num_draft_tokens == 2
-
-
-def test_arguments_are_checked_before_a_draft_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules["hf_specx.pairs.generate"], "find_draft", lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="inputs is a str; pass a tensor"):
-        hf_specx.generate(model=tiny(), inputs="text")
-
-
-def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
-    """Models with one tokenizer of 277 tokens, whose vocabularies are padded to other sizes."""
-    tokenizer = tiny_tokenizer()
-    return DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=draft_tokens, seed=1), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +118,8 @@ def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
 )
 def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):
     """Whether the pair has noted what it was checked with or not."""
-    pair, commit = padded_pair(), "d" * 40
+    commit = "d" * 40  # of models with one tokenizer of 277 tokens, whose vocabularies are padded to other sizes
+    pair = DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=280, seed=1), tiny_tokenizer())
     save(pair, tmp_path / "pair", with_code=True)
     repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
     shutil.move(tmp_path / "pair" / "draft", repository)
@@ -186,6 +145,13 @@ def first_number(report: SpeculationReport) -> int:
     return next(record.drafted for record in report.history[0] if record.drafted)
 
 
+def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    for given in ({"num_draft_tokens": 2}, {"generation_config": GenerationConfig(num_assistant_tokens=2)}):
+        output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
+        assert output.speculation_report.num_draft_tokens == 2
+
+
 FREE_DRAFTS = {"3": {"target": {"1": 1.0, "9": 1.0}, "draft": 0.02}}
 
 
@@ -204,16 +170,3 @@ def test_what_a_pair_has_measured_is_gone_by(
     output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
     assert first_number(output.speculation_report) == number
     assert torch.equal(output.sequences, expected)
-
-
-@pytest.mark.parametrize(
-    ("recorded", "found", "said"), [("1", "2", True), ("1", "1", False), (None, "2", False), ("1", None, False)]
-)
-def test_a_target_at_another_commit_is_named(
-    recorded: str | None, found: str | None, said: bool, recwarn: pytest.WarningsRecorder
-):
-    """Where both are known."""
-    target = tiny()
-    target.config._commit_hash = found and found * 40
-    resolve.warn_of_another_target(PairConfig(ModelSource(revision=recorded and recorded * 40), ModelSource()), target)
-    assert [str(w.message).split(" from the one")[0] for w in recwarn] == ["the target '' differs in revision"] * said

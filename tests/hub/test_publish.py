@@ -53,8 +53,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> tuple[HubOnDisk, dict[str
         pair = a_pair(1)
         for name, model in {"org/target": pair.target, "org/draft": pair.draft}.items():
             folder = tmp_path_factory.mktemp("model")
-            model.save_pretrained(folder)
-            pair.tokenizer.save_pretrained(folder)
+            for part in (model, pair.tokenizer):
+                part.save_pretrained(folder)
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
             model.name_or_path, model.config._commit_hash = name, made.put(name, files)
         pair.push_to_hub("org/named", target="reference", draft="reference")
@@ -79,7 +79,6 @@ def test_a_process_that_has_just_the_id(shelf: tuple[HubOnDisk, dict[str, Any]])
         ("by_string", {"name": "owner/pair"}, 1),  # whose last name is the same
         ("by_string", {"name": "org/named", "target": "org/target"}, 1),
         ("by_override", {"name": NAME}, 2),
-        ("loaded_once", {"name": NAME}, 2),
         ("install", {}, None),
         ("by_package", {"name": NAME}, 2),
         ("by_package", then, 1),
@@ -131,7 +130,7 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     with pytest.raises(ValueError, match=f"org/pair is no pair, and has .'{file}'., which a pair would replace"):
         a_pair().push_to_hub(NAME, revision=branch)
     assert hub.files(NAME) == hub.files(NAME, "theirs") == files
-    assert not (hub.place(NAME) / "refs" / "next").exists()
+    assert not hub.branch(NAME, "next").exists()
     hub.put(NAME, {"README.md": b"mine"})
     a_pair().push_to_hub(NAME, token="hf_owner", private=True)
     assert "specx_config.json" in hub.files(NAME)
@@ -139,15 +138,11 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     assert hub.api.return_value.create_repo.call_args.kwargs["private"] is True
 
 
-def test_no_network_is_said(hub: HubOnDisk, monkeypatch: pytest.MonkeyPatch):
-    """By the error of the Hub's client, which is told by its name."""
+class TransportError(Exception):
+    """Of the Hub's client, by its name."""
 
-    class TransportError(Exception):
-        pass
 
-    def fail(*given: object, **options: object) -> None:
-        raise TransportError("no route")
-
-    monkeypatch.setattr(hub.api.return_value.create_repo, "side_effect", fail)
+def test_no_network_is_said(hub: HubOnDisk):
+    hub.api.return_value.create_repo.side_effect = TransportError("no route")
     with pytest.raises(ConnectionError, match="'org/pair' was not published: the Hub cannot be reached"):
         a_pair().push_to_hub(NAME)

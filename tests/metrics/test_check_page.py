@@ -1,79 +1,87 @@
-"""The report: the verdict, each line and each number are on it, text stays text, and it loads and runs nothing."""
+"""The report: the verdict, each line and each token are on it, text stays text, and it loads and runs nothing."""
 
 import base64
 import hashlib
 import html
 import re
+from dataclasses import replace
 
 import pytest
 from check_cases import inject, quick
-from page_cases import HOSTILE, LINES, TOLD, WRONG, made, text_of
 
+from hf_specx import CheckResult
 from hf_specx.metrics import check as checking
 from hf_specx.metrics.page import number, page, visible
 from hf_specx.metrics.settings import Settings
 
 
+HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
 QUICK = {"batch_sizes": (8,), "new_tokens": 8, "samples": 16, "verifications": ("greedy", "block")}
 TOKEN = r'<span class="token (\w+)" tabindex="0" role="note" aria-label="([^"]*)">'
 
 
-@pytest.fixture(scope="module")
-def source() -> str:
-    return page(made())
+def entry(text: str, token: int, p: float, q: float | None, **more: object) -> dict:
+    return {"token": token, "text": text, "p": p, "q": q} | more
+
+
+TRACE = {
+    "verification": "token",
+    "rounds": [
+        {
+            "candidates": [
+                entry(" cat", 12, 0.0584, 0.1347, acceptance=0.4342),
+                entry(HOSTILE, 13, 0.001234, 0.5, acceptance=0.002468),
+            ],
+            "rejected": 1,
+            "tokens": [
+                entry(" cat", 12, 0.0584, 0.1347, origin="accepted"),
+                entry("\n    ", 15, 0.3, 0.0777, origin="recovered"),
+            ],
+        },
+        {"candidates": [], "rejected": None, "tokens": [entry(HOSTILE, 17, 0.017, None, origin="bonus")]},
+    ],
+}
+TOLD = [  # of each token
+    "␣cat: accepted, token 12, p 0.0584, q 0.135, acceptance 0.434, round 1, candidate 1 of 2",
+    f"↵␣␣␣␣: recovered, token 15, p 0.3, q 0.0777, acceptance -, round 1; in place of {HOSTILE}: token 13, p 0.00123, "
+    "q 0.5, acceptance 0.00247",
+    f"{HOSTILE}: bonus, token 17, p 0.017, q -, acceptance -, round 2",
+]
+
+
+def text_of(source: str) -> str:
+    """The text of a page, with single spaces, without its style."""
+    without_style = re.sub(r"<style>.*?</style>", "", source, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", without_style)).split())
 
 
 @pytest.fixture(scope="module")
-def text(source) -> str:
-    return text_of(source)
+def result() -> CheckResult:
+    return quick(**QUICK)
 
 
-def test_what_decides_comes_first(text):
-    top, _, _ = text.partition("What was looked at")
-    assert f"passed: specx check of my-pair {HOSTILE}" in top
-    assert "✓ passed No difference to plain generate was found; a correct one fails in at most 0.001" in top
-    assert f"Made by specx check my-pair --batch 1 --file {HOSTILE}" in top
-    failed = text_of(page(made(passed=False, trace={}, cells={}, texts={}, pair="", command="")))
-    assert f"✗ failed What does not hold: {WRONG.what}; a correct one" in failed
-    assert f"✗ failed {WRONG.what} {WRONG.note} - 16" in failed
-    for told in ("How a text came about", "What the draft was worth", "Made by"):
-        assert told not in failed
-
-
-def test_what_is_told(text):
-    signs = {"passed": "✓", "not told": "?"}
-    for line in LINES:
-        figures = f"{number(line.figure)} {number(line.threshold)}"
-        assert f"{signs[line.verdict]} {line.verdict} {line.what} {line.note} {figures}" in text
-    assert "batch sizes [1, 8] new tokens 8 temperature 0.7" in text
-    assert f"def {HOSTILE}( the dog" in text
-    assert "token, batch 1 0.731 2.80 0.75 of 40 0.80 of 30 0.75 of 24 0.45 of 20 0.00 of 9" in text
-
-
-def test_each_token_of_the_trace(source, text):
-    tokens = re.findall(TOKEN, source)
-    assert [html.unescape(told) for _, told in tokens] == TOLD
-    assert [origin for origin, _ in tokens] == ["bonus", "accepted", "recovered", "accepted", "bonus"]
-    assert all(told in text for told in TOLD)  # the list
-
-
-def test_text_stays_text_and_nothing_is_loaded_or_run(source, text):
-    """Nothing but its own style is applied."""
+def test_text_stays_text_and_nothing_is_loaded_or_run(result):
+    """Wherever a text comes from; nothing but the page's own style is applied."""
+    texts = {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]}
+    given = {"prompts": [HOSTILE, "the dog"], "texts": texts, "trace": TRACE, "provenance": {"target": HOSTILE}}
+    source = page(replace(result, **given, pair=HOSTILE, command=HOSTILE))
     assert HOSTILE not in source
+    assert text_of(source).count(HOSTILE) >= 9  # pair, command, prompt, model, texts, trace and its list
     assert not re.search(r"<script|<img|https?://|//cdn|@import|url\(", source)
     assert not re.search(r"<[^>]* (on\w+|style)=", re.sub('"[^"]*"', "", source))
-    assert text.count(HOSTILE) >= 9  # pair, command, prompt, model, texts, trace and its list
     assert re.findall(r' (?:src|href|srcset|action)="([^"]*)"', source) == ["data:,"]
     style = re.search(r"<style>(.*)</style>", source, re.DOTALL).group(1)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert re.search(r'Content-Security-Policy" content="([^"]*)"', source).group(1) == (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
+    assert [html.unescape(told) for _, told in re.findall(TOKEN, source)] == TOLD
+    assert all(told in text_of(source) for told in TOLD)  # the list
 
 
 @pytest.mark.parametrize("fault", [None, "one candidate too many"])
 def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
-    """Whether it passes or fails."""
+    """Whether it passes or fails, which comes first."""
     if fault:
         inject(monkeypatch, fault)
     path, steps = tmp_path / "report.html", []
@@ -81,12 +89,14 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
     assert result.passed == (fault is None)
     assert len(steps) == Settings(**QUICK).steps
     source = path.read_text(encoding="utf-8")
+    top, _, below = text_of(source).partition("What was looked at")
+    assert ("✗ failed What does not hold: greedy" if fault else "✓ passed No difference") in top
     for line in result.lines:
-        told = f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}"
-        assert told in text_of(source)
+        assert f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}" in below
         assert line.figure is None or (line.figure > line.threshold) == (line.verdict == "failed")
     tokens = [token for each in result.trace["rounds"] for token in each["tokens"]]
-    assert len(re.findall(TOKEN, source)) == len(tokens) == 8
+    assert [origin for origin, _ in re.findall(TOKEN, source)] == [token["origin"] for token in tokens]
+    assert len(tokens) == 8
 
 
 def test_refused_before_any_work(monkeypatch, tmp_path):

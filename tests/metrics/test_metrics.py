@@ -1,10 +1,8 @@
 """The `evaluate` modules: where they are, and what acceptance and sequence equality say of small examples."""
 
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,7 +50,6 @@ def test_acceptance_of_nothing(rows: list):
     ("accepted", "drafted", "overlaps", "message"),
     [
         ([[1, 2]], [[4]], None, r"accepted=\[1, 2\] of drafted=\[4\]; give"),
-        ([[-1]], [[4]], None, "0 to all of the candidates"),
         ([[1]], [[4]], [[0.5] * 3], "0 to 1, of the 2 judged candidates and no others"),
         ([[1]], [[4]], [[0.5, 1.5]], "0 to 1, of the 2 judged"),
     ],
@@ -68,9 +65,7 @@ def test_acceptance_of_what_does_not_fit(accepted: list, drafted: list, overlaps
         ([1, 2, 3], [1, 2, 3], -1),
         ([], [], -1),
         ([1, 2, 3], [1, 5, 3], 1),
-        ([4, 2], [5, 2], 0),
         ([1, 2], [1, 2, 3], 2),
-        ([1, 2, 3], [1, 2], 2),
         ([], [7], 0),
     ],
 )
@@ -91,7 +86,6 @@ def refuse(*args, **kwargs):
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 import hf_specx.metrics
 assert not {"evaluate", "datasets", "scipy.stats"} & set(sys.modules)
-assert hf_specx.__file__.startswith(sys.argv[1])
 import evaluate
 
 both = [hf_specx.metrics.path(name) for name in ("sequence_equality", "acceptance")]
@@ -101,30 +95,10 @@ assert all(evaluate.load(hf_specx.metrics.path(name)).name == name for name in h
 """
 
 
-def load_all(folder: Path, tmp_path: Path) -> None:
-    """From a folder with the package, in a process that cannot reach a network."""
+def test_modules_load_and_combine_offline(tmp_path: Path):
+    """In a process that cannot reach a network."""
     caches = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
-    env = caches | offline | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", CODE, str(folder)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    env = caches | offline | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CODE], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_modules_load_and_combine_offline(tmp_path: Path):
-    load_all(ROOT, tmp_path)
-
-
-@pytest.mark.slow
-def test_the_wheel_has_all_modules_and_the_page(tmp_path: Path):
-    source, site = tmp_path / "source", tmp_path / "site"
-    shutil.copytree(ROOT / "hf_specx", source / "hf_specx", ignore=shutil.ignore_patterns("embedded", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    found = {file.name for file in (site / "hf_specx" / "metrics").glob("page.*")}
-    assert found == {"page.css", "page.html", "page.py"}
-    load_all(site, tmp_path)

@@ -27,19 +27,12 @@ class Shorter(evaluate.Metric):
 
     def _compute(self, predictions, references):
         (text,), (target,) = predictions, references
-        return RESULT
+        return {"text": len(text), "target": len(target), "kinds": [1]}
 """
 
 
 def quality(left=LEFT, right=RIGHT, **options) -> dict:
     return load("text_quality").compute(predictions=left, references=right, **options)
-
-
-def extra(tmp_path, result: str) -> str:
-    folder = tmp_path / "shorter"
-    folder.mkdir()
-    (folder / "shorter.py").write_text(EXTRA.replace("RESULT", result))
-    return str(folder)
 
 
 def test_measures_of_words_by_hand():
@@ -108,19 +101,20 @@ def test_p_values_are_those_of_students_paired_test_and_pairs_are_drawn_together
 
 
 def test_other_metrics_are_computed_text_by_text(tmp_path, monkeypatch):
+    """Code of one that is only named is not run."""
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    metric = evaluate.load(extra(tmp_path, "{'text': len(text), 'target': len(target), 'kinds': [1]}"))
+    (tmp_path / "shorter.py").write_text(EXTRA + f"\n\nopen({str(tmp_path / 'was_run')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="is not loaded; pass evaluate.load"):
+        quality(targets=LEFT, extra=[str(tmp_path / "shorter.py")])
+    assert not (tmp_path / "was_run").exists()
+    metric = evaluate.load(str(tmp_path / "shorter.py"))
+    assert (tmp_path / "was_run").exists()
     found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[metric])
     assert (found["shorter_text"]["prediction"], found["shorter_text"]["reference"]) == (1.5, 2.5)
     assert found["shorter_target"]["prediction"] == 4
 
 
-def test_code_of_a_metric_that_is_only_named_is_not_run(tmp_path):
-    path = tmp_path / "was_run"
-    name = extra(tmp_path, f"open({str(path)!r}, 'w') and {{'one': 1.0}}")
-    with pytest.raises(ValueError, match="is not loaded; pass evaluate.load"):
-        quality(targets=LEFT, extra=[name])
-    assert not path.exists()
+READING = {"model": tiny(**SIZES), "tokenizer": tiny_tokenizer()}
 
 
 @pytest.mark.parametrize(
@@ -131,18 +125,11 @@ def test_code_of_a_metric_that_is_only_named_is_not_run(tmp_path):
         ({"prompts": ["a"], "model": "m"}, "prompts has 1 texts for 3 rows; give"),
         ({"targets": ["a"]}, "targets has 1 texts for 3 rows; give"),
         ({"model": tiny(**SIZES)}, "model cannot read text; pass its tokenizer"),
+        (READING | {"left": ["", "a"], "right": ["b", ""]}, "less than two pairs both texts have tokens; leave out"),
+        (READING | {"tokenizer": tiny_tokenizer(eos_token=None)}, "has nothing before its first token; give prompts"),
         ({"extra": ["bleu"]}, "compare texts with targets; give targets"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         quality(**options)
-
-
-def test_what_has_no_perplexity_is_refused():
-    tokenizer, model = tiny_tokenizer(), tiny(**SIZES)
-    with pytest.raises(ValueError, match="less than two pairs both texts have tokens; leave out the model"):
-        quality(["", "a"], ["b", ""], model=model, tokenizer=tokenizer)
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="has nothing before its first token; give prompts"):
-        quality(model=model, tokenizer=tokenizer)

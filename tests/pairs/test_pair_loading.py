@@ -52,14 +52,6 @@ def test_devices_of_the_target(device_map: object, folder: Path, target: PreTrai
     check_text(pair, target)
 
 
-def test_models_that_are_both_on_disk(folder: Path, target: PreTrainedModel, tmp_path: Path):
-    """Each in a folder of its own: their weights have the same names."""
-    maps = {"device_map": ON_DISK, "draft_device_map": ON_DISK}
-    pair = DraftTargetPair.from_pretrained(folder, **maps, offload_folder=tmp_path, offload_buffers=True)
-    assert all(any(p.is_meta for p in model.parameters()) for model in (pair.target, pair.draft))
-    check_text(pair, target)
-
-
 @pytest.mark.parametrize(
     ("role", "options"),
     [
@@ -109,25 +101,13 @@ def elsewhere(folder: Path, model: PreTrainedModel, own: str | None, texts: tupl
 
 
 @pytest.mark.parametrize(
-    ("roles", "own", "expected"),
-    [
-        (("target",), True, ("target", None)),
-        (("draft",), False, (None, None)),
-        (("target", "draft"), True, ("target", "draft")),
-    ],
+    "own", [{"target": "target"}, {"draft": None}, {"target": "target", "draft": "draft"}], ids=str
 )
-def test_whose_tokenizers_there_are(
-    roles: tuple[str, ...],
-    own: bool,
-    expected: tuple[str | None, str | None],
-    with_tokenizer: Path,
-    tmp_path: Path,
-):
+def test_whose_tokenizers_there_are(own: dict[str, str | None], with_tokenizer: Path, tmp_path: Path):
     """A model from elsewhere has its own, if there is one there, and the other keeps that of the pair."""
-    model = tiny(vocab_size=280)
-    others = {role: elsewhere(tmp_path / role, model, role if own else None) for role in roles}
+    others = {role: elsewhere(tmp_path / role, tiny(vocab_size=280), name) for role, name in own.items()}
     pair = DraftTargetPair.from_pretrained(with_tokenizer, **others)
-    assert (pair.tokenizer.chat_template, pair.draft_tokenizer.chat_template) == expected
+    assert (pair.tokenizer.chat_template, pair.draft_tokenizer.chat_template) == (own.get("target"), own.get("draft"))
     used = (pair.strategy.tokenizer, pair.strategy.draft_tokenizer)
     assert used == (pair.tokenizer, pair.draft_tokenizer)
 
@@ -145,14 +125,15 @@ def test_a_model_from_elsewhere_with_another_tokenizer(role: str, with_tokenizer
         assert pair.report.tokenizer_match["match"] == "tokens"
 
 
-@pytest.mark.parametrize("pickled", [(), ("",), ("", "draft")], ids=str)
-def test_pickles_where_they_are_trusted(
-    pickled: tuple[str, ...], folder: Path, target: PreTrainedModel, tmp_path: Path
-):
-    """Or safetensors all the same."""
+@pytest.mark.parametrize("pickled", [("",), ("", "draft")], ids=str)
+def test_pickles_where_they_are_trusted(pickled: tuple[str], folder: Path, target: PreTrainedModel, tmp_path: Path):
+    """Or safetensors all the same. Both on disk, each in a folder of its own: their weights have the same names."""
     copied = Path(shutil.copytree(folder, tmp_path / "pair"))
     for part in pickled:
         weights = copied / part / "model.safetensors"
         torch.save(load_file(weights), copied / part / "pytorch_model.bin")
         weights.unlink()
-    check_text(DraftTargetPair.from_pretrained(copied, use_safetensors=False), target)
+    maps = {"device_map": ON_DISK, "draft_device_map": ON_DISK, "offload_folder": tmp_path, "offload_buffers": True}
+    pair = DraftTargetPair.from_pretrained(copied, use_safetensors=False, **maps)
+    assert all(any(p.is_meta for p in model.parameters()) for model in pair.models)
+    check_text(pair, target)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shutil
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -99,12 +98,8 @@ def cut(name: str, size: int) -> Change:
     return lambda folder: write(name, (folder / name).read_bytes()[:size])(folder)
 
 
-def remove(*names: str) -> Change:
-    def change(folder: Path) -> None:
-        for name in names:
-            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
-
-    return change
+def remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
 
 
 def put(field: str, value: Any) -> Change:

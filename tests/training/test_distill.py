@@ -1,7 +1,6 @@
 """`distill`: what it makes of a draft, what it leaves alone, and what it refuses."""
 
 import copy
-import json
 import random
 
 import numpy
@@ -73,7 +72,6 @@ def test_it_stops_when_alpha_no_longer_rises():
     assert len(result.alphas) == 3
     assert (result.steps, result.pair.draft) == (0, draft)
     assert result.gain == (0, 0, 0)
-    assert "no phase was better than the start" in str(result)
     assert "No phase was better" in result.pair.config.notes
 
 
@@ -112,23 +110,18 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     No folder of this machine is in it: neither the draft's nor those of the command and of the settings.
     """
     target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=288, seed=1)))
-    tokenizer = tiny_tokenizer()
     draft.save_pretrained(tmp_path / "my draft")
     draft.name_or_path = str(tmp_path / "my draft")
-    texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
-    result = trained(
-        target=target,
-        draft=draft,
-        prompts=texts,
-        tokenizer=tokenizer,
-        draft_tokenizer=tokenizer,
-        phases=1,
-        training={"run_name": str(tmp_path / "my run")},
-        command=f"specx distill '{tmp_path}/a b' c",
-    )
+    given = {
+        "target": target,
+        "draft": draft,
+        "prompts": [f"{text} {number}" for text in TEXTS for number in range(10)],
+    }
+    given |= dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
+    given |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
+    result = trained(**given, phases=1)
     result.measure((1, 2), "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
-    assert result.pair.config.measurements[0].command == "specx distill a b"
     assert (result.pair.draft.dtype, result.pair.draft.config.vocab_size) == (torch.bfloat16, 288)
     result.pair.save_pretrained(tmp_path / "pair")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
@@ -136,10 +129,9 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     assert loaded.config.prompts == []
     card = render(loaded.config, "pair")
     figures = map(str, (result.before, result.after, result.gain))
-    shown = ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts", "`my draft`", "specx distill 'a b' c")
+    shown = (*figures, '"loss": "jsd"', "24 prompts", "`my draft`", "specx distill 'a b' c")
     assert [text for text in shown if text not in card] == []
     assert tmp_path.name not in card
-    assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
 
 
 WRONG = {
@@ -157,6 +149,7 @@ WRONG = {
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},
     "'layers:x' names no layers": {"draft": "layers:x"},
+    "layers=2 leaves out no layer of LlamaForCausalLM, which has 2": {"draft": "layers:2"},
     "the target scores 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
     "the two tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},
     "training={'nonsense': 1} is refused by TrainingArguments: got an unexpected": {"training": {"nonsense": 1}},

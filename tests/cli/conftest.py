@@ -1,0 +1,49 @@
+"""A saved pair, and a pair that every id loads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+from transformers import PreTrainedModel
+
+from hf_specx import DraftTargetPair
+from hf_specx.hub.pair_config import ModelSource, PairConfig
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a pair without prompts of its own."""
+    path, target = tmp_path_factory.mktemp("pairs") / "my-pair", tiny(**SIZES)
+    DraftTargetPair(target, near(target, 0.3), tiny_tokenizer()).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    """A file of prompts."""
+    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
+    return str(tmp_path / "prompts.txt")
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel], tuple[DraftTargetPair, list[dict]]]:
+    """Makes of a target the pair that every id loads, and a list of the arguments by which it was."""
+
+    def make(target: PreTrainedModel) -> tuple[DraftTargetPair, list[dict]]:
+        config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), num_draft_tokens=3, prompts=list(TEXTS))
+        pair, seen = DraftTargetPair(target, near(target, 0.1), tiny_tokenizer(), config), []
+        monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+        return pair, seen
+
+    return make
+
+
+@pytest.fixture
+def pair(loaded: Callable[[PreTrainedModel], tuple[DraftTargetPair, list[dict]]]) -> DraftTargetPair:
+    """In float64: in float32 rounding decides which of two tokens is the last of top-k."""
+    return loaded(tiny(**SIZES).double())[0]
