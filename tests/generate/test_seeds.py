@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from enumerated import draw, exact_distribution, p_values
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
 from hf_specx.common.batch import Batch
-from hf_specx.sampling import rules
 from hf_specx.sampling.noise import SeededNoise
 from hf_specx.sampling.rules import RejectionRule
 
@@ -164,43 +162,3 @@ def test_seeds_of_each_kind(seeds: Any):
     settings = SAMPLED | {"num_return_sequences": 2, "verification": "coupled", "num_draft_tokens": 3}
     output = generate(**prompts(3), **settings, model=target, draft_model=draft, seeds=seeds)
     assert output[:, 11:].tolist() == expected
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_law_over_seeds_is_the_targets(verification: str):
-    """False alarm 1e-4 for both together."""
-    assert min(p_values(draw(verification, batches=12, rows=1024, seeded=True), exact_distribution([]))) > 1e-4 / 4
-
-
-class OneStream(RejectionRule):
-    """Wrong: a row's acceptance and its residual are drawn with what its drafts are drawn with."""
-
-    def begin(self):
-        super().begin()
-        for streams in self.streams:
-            for name in ("accepting", "choosing"):
-                streams[name].manual_seed(streams["drafting"].initial_seed())
-
-
-class Restarted(RejectionRule):
-    """Wrong: the streams of a row start anew each round."""
-
-    def choose(self, batch, scores, ahead, lengths):
-        if ahead == 0:
-            self.restart("drafting")
-        return super().choose(batch, scores, ahead, lengths)
-
-    def judge(self, batch, draft, scores):
-        self.restart("accepting", "choosing")
-        return super().judge(batch, draft, scores)
-
-    def restart(self, *names):
-        for streams in self.streams:
-            for name in names:
-                streams[name].manual_seed(streams[name].initial_seed())
-
-
-@pytest.mark.parametrize("wrong", [OneStream, Restarted])
-def test_wrong_streams_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: type[RejectionRule]):
-    monkeypatch.setattr(rules, "RejectionRule", wrong)
-    assert min(p_values(draw("token", batches=6, rows=1024, seeded=True), exact_distribution([]))) < 1e-8
