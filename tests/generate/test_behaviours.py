@@ -44,6 +44,8 @@ LENGTHS = {
     "both minima": {"min_length": 30, "min_new_tokens": 4, "max_new_tokens": 20, "eos_token_id": "common"},
     "a minimum above the maximum": {"min_new_tokens": 30, "max_new_tokens": 12, "eos_token_id": "common"},
     "a minimum without an end": {"min_new_tokens": 5, "max_new_tokens": 9},
+    "scores without a dict": {"max_new_tokens": 9, "output_scores": True, "output_attentions": False},
+    "beams of one": {"max_new_tokens": 9, "num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
 }
 
 
@@ -85,26 +87,6 @@ def test_an_end_as_the_first_token(do_sample: bool):
     some = same(**prompts(4), do_sample=do_sample, max_new_tokens=20, eos_token_id=first[0])
     assert some[0, 12:].sum() == 0
     assert same(**prompts(4), do_sample=do_sample, max_new_tokens=20, eos_token_id=first).shape == (4, 12)
-
-
-LAWS: dict[str, dict[str, Any]] = {
-    "bad words": {"bad_words_ids": [[3], [4, 5], [0]]},
-    "no n-gram twice": {"no_repeat_ngram_size": 2},
-    "a bias": {"sequence_bias": {(7,): 3.0, (8, 9): -4.0}},
-    "suppressed": {"suppress_tokens": [1, 2, 3], "begin_suppress_tokens": list(range(4, 30))},
-    "penalties": {"repetition_penalty": 1.4, "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2},
-    "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
-    "a prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: range(1 + (row + len(ids)) % 5, VOCAB_SIZE)},
-    "unlikely tokens cut": {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9, "temperature": 0.6},
-    "almost cold": {"temperature": 1e-3},
-    "scores without a dict": {"output_scores": True, "output_attentions": False},
-    "beams of one": {"num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
-}
-
-
-@pytest.mark.parametrize(("name", "do_sample"), once(LAWS, SAMPLING))
-def test_laws(name: str, do_sample: bool):
-    same(**prompts(4), **LAWS[name], do_sample=do_sample, max_new_tokens=16)
 
 
 class Doubled(LogitsProcessor):
