@@ -139,10 +139,6 @@ def of_pair(**settings):
     return pair().generate(**given | settings)
 
 
-def made(**given):
-    return SpeculativeDecoding(get("draft"), **given)
-
-
 def masked(change: Callable[[torch.Tensor], object], **settings):
     """A call with a changed mask of ones, [2, 6]."""
     mask = torch.ones(2, 6, dtype=torch.int64)

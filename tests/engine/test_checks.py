@@ -78,8 +78,7 @@ def continued(target: PreTrainedModel, inputs: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rope_type", "given"),
-    [("dynamic", whole), ("longrope", whole), ("dynamic", embedded), ("dynamic", continued)],
+    ("rope_type", "given"), [("dynamic", whole), ("longrope", whole), ("dynamic", embedded), ("dynamic", continued)]
 )
 def test_rope_that_depends_on_the_length(rope_type: str, given: Callable):
     """Within the original length it is the plain one and exact; after it, `generate` switches at another step.

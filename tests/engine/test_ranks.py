@@ -106,11 +106,7 @@ def compare(name: str, rank: int, synced_gpus: bool) -> None:
     torch.manual_seed(rank)
     with meeting(target, draft):
         output = hf_specx.generate(
-            model=target,
-            **call,
-            **options,
-            logits_processor=processors(case),
-            return_dict_in_generate=True,
+            model=target, **call, **options, logits_processor=processors(case), return_dict_in_generate=True
         )
     meet(DONE)
     assert torch.equal(output.sequences, expected), name

@@ -36,14 +36,9 @@ class TooMany(Exception):
 
 @dataclass
 class Kind:
-    """A kind of call.
+    """A kind of call: `model` is the family of both models, and `many` says whether it is a queue of requests.
 
-    Attributes:
-        model: the family of both models.
-        draft: what proposes, from the draft model.
-        options: of the strategy, besides 3 candidates; functions are called for what is new in each call.
-        settings: of the call, likewise.
-        many: whether it is a queue of requests.
+    What is callable in `options`, of the strategy, and in `settings`, of the call, is made anew for each call.
     """
 
     model: str = "llama"

@@ -12,12 +12,7 @@ from all_pairs import once
 from criteria import RowAndPrefix, RowSumIs
 from forms import FORMS, GREEDY, SAMPLED, equal
 from tiny import prompts
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from hf_specx import Costs, SpeculativeDecoding
 
