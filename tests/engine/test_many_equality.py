@@ -1,8 +1,7 @@
 """Many requests of every kind, in several orders of arrival and batch sizes: each has the text of plain `generate`.
 
-And the distribution of what is sampled in places that are filled again, against exact enumeration. Each p-value is
-that of a chi-square test of goodness of fit. The seeds are fixed; over all choices of them, some test of the right
-distribution would fail with probability 1e-4.
+That what is sampled in places that are filled again has the right distribution follows: a request under a seed has the
+text of a batch of one (test_many.py), and over seeds that has the distribution of the target (test_law.py).
 """
 
 import gc
@@ -11,17 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from enumerated import NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
+from criteria import Raising
 from many import GREEDY, SAMPLED, alone, completed
-from test_many_whole import Raising
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig
-from wrong_rules import GreedyDraft
 
 from hf_specx import Request, SpeculativeDecoding
 from hf_specx.engine import run
-from hf_specx.sampling import rules
 
 
 STOPS = [None, ["a b"], "cd", ["e", "xyz"]]
@@ -79,29 +75,6 @@ def test_stop_strings_of_a_config():
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
 def test_five_hundred_requests(options: dict):
     check(500, (1, 3, 8, 16, 8), options)
-
-
-def drawn(verification: str, number: int) -> torch.Tensor:
-    """The first four tokens of requests that all have the same prompt: [number, 4]."""
-    target, draft = models()
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
-    asked = (Request(PROMPT[0], 4 + index % 3) for index in range(number))
-    torch.manual_seed(0)
-    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None, "ordered": True}
-    found = list(strategy.generate_many(target, asked, batch_size=64, **options))
-    return torch.tensor([done.tokens[:4] for done in found])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_distribution_is_that_of_the_target(verification: str):
-    assert min(p_values(drawn(verification, 6000), exact_distribution([]))) > 1e-4 / 4
-
-
-@pytest.mark.slow
-def test_a_wrong_distribution_is_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "RejectionRule", GreedyDraft)
-    assert min(p_values(drawn("token", 6000), exact_distribution([]))) < 1e-8
 
 
 @pytest.mark.slow

@@ -4,15 +4,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 import zoo
 from counting import counting
-from criteria import Counting
+from criteria import Counting, Raising
 from grammar_cases import installed, make, pair
 from many import GREEDY, SAMPLED, alone, assert_alone, completed, requests
 from plain import coupled
 from tiny import near, tiny
-from transformers import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
 
@@ -48,18 +46,6 @@ def test_lockstep_takes_the_coupled_text_by_default(batch_size):
     block = SpeculativeDecoding(near(target, 0.1), layout="lockstep", verification="block")
     with pytest.raises(ValueError, match="^requests have seeds of their own, .* use verification='coupled'"):
         list(block.generate_many(target, asked, batch_size=3, **SAMPLED))
-
-
-class Raising(LogitsProcessor):
-    """Raises one token; another one for each request."""
-
-    stateless = True
-
-    def __init__(self, token: int):
-        self.token = token
-
-    def __call__(self, input_ids, scores):
-        return scores + 4.0 * torch.nn.functional.one_hot(torch.tensor(self.token), scores.shape[-1])
 
 
 OWN = {

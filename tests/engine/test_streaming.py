@@ -6,12 +6,13 @@ import pytest
 import torch
 from collectors import Collector, RowCollector, Words
 from criteria import Counting, RowSumIs
-from tiny import near, prompts, tiny
+from plain import coupled
+from tiny import prompts, tiny
 from transformers import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx import BatchStreamer, SpeculativeDecoding
+from hf_specx import BatchStreamer
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -45,9 +46,7 @@ def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():
 def run(collector: BaseStreamer, rows: int, noise: float, stream_by: str, **call: Any) -> tuple[Any, Any]:
     """Our text and report."""
     target = tiny()
-    strategy = SpeculativeDecoding(
-        near(target, noise), num_draft_tokens=4, verification="coupled", streamer=collector, stream_by=stream_by
-    )
+    strategy = coupled(target, noise, streamer=collector, stream_by=stream_by)
     torch.manual_seed(3)
     return target.generate(**prompts(rows), **call, custom_generate=strategy), strategy.report
 

@@ -24,6 +24,7 @@ from enumerated import (
     models,
     p_values,
 )
+from transformers import SynthIDTextWatermarkingConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 from wrong_rules import CONTROLS, SEEDED_CONTROLS
 
@@ -37,6 +38,7 @@ from hf_specx.sampling.rules import RejectionRule
 
 
 BOTH = ["token", "block"]
+SYNTHID = SynthIDTextWatermarkingConfig(keys=list(range(1, 9)), ngram_len=2, sampling_table_size=64)
 # arguments of `draw`, and the processors that they stand for
 CASES: dict[str, tuple[dict[str, Any], list]] = SETTINGS | {
     "none": (LARGE, []),  # more draws than the wrong variants below need
@@ -45,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], list]] = SETTINGS | {
     "a larger vocabulary of the draft": ({"draft_vocab_size": VOCAB_SIZE + 2}, []),
     "rows up to their first unlikely candidate": ({"assistant_confidence_threshold": 0.3}, []),
     "seeds": ({"seeded": True}, []),
+    "SynthID": ({"watermarking_config": SYNTHID}, [SYNTHID.construct_processor(VOCAB_SIZE, "cpu")]),
 }
 NUM_TESTS = 2 * 2 * (len(CASES) + 6)
 

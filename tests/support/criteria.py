@@ -25,6 +25,18 @@ class Counting(LogitsProcessor):
         return scores + 4.0 * torch.nn.functional.one_hot(torch.tensor(self.calls % 7), scores.shape[-1])
 
 
+class Raising(LogitsProcessor):
+    """Raises one token; another one for each request."""
+
+    stateless = True
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores):
+        return scores + 4.0 * torch.nn.functional.one_hot(torch.tensor(self.token), scores.shape[-1])
+
+
 class RowAndPrefix(LogitsProcessor):
     """Depends on the row's place in the batch, the length and the last token."""
 

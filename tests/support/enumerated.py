@@ -1,5 +1,6 @@
 """The joint distribution of the first tokens: drawn through `generate`, enumerated exactly, and compared."""
 
+import copy
 from collections.abc import Callable
 from functools import cache
 
@@ -92,7 +93,7 @@ def exact_distribution(
     texts = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * DEPTH)  # [V^DEPTH, DEPTH]
     ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
     logits = (target or models()[0])(ids).logits
-    exact = torch.ones(len(texts), dtype=torch.float64)
+    exact, processors = torch.ones(len(texts), dtype=torch.float64), copy.deepcopy(processors)  # some keep state
     for i, token in enumerate(texts.unbind(1)):
         seen = PROMPT.shape[1] + i
         scores = LogitsProcessorList(processors)(ids[:, :seen], logits[:, seen - 1])
