@@ -5,7 +5,7 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
 
     python scripts/train_pair.py --work build/pair --out hf_specx/hub/embedded
     python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft alone
-    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head for it
+    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head
 """
 
 import hashlib

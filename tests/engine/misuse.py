@@ -1,10 +1,8 @@
 """Bad input and misuse, put into practice: models of all kinds, and calls with them that should be refused."""
 
 import copy
-import string
 from collections.abc import Callable
 from functools import cache
-from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -23,7 +21,6 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.engine import call as calls
@@ -34,21 +31,7 @@ from hf_specx.models.slots import CACHE
 
 IDS = prompts(2, width=6)["input_ids"]
 ONES = torch.ones(2, 3, dtype=torch.int64)
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-class Tokens:
-    """A tokenizer as far as the check reads it."""
-
-    def __init__(self, size: int, first: str = "0"):
-        self.vocab = {first: 0} | {str(i): i for i in range(1, size)}
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.vocab
-
-    def __len__(self) -> int:
-        return len(self.vocab)
 
 
 def letters(tokens: str, decoder: bool = True) -> PreTrainedTokenizerFast:
@@ -59,27 +42,7 @@ def letters(tokens: str, decoder: bool = True) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-LETTERS = string.ascii_letters[:48]
 OTHER = {"tokenizer": letters("abcdefg"), "draft_tokenizer": letters("gfe")}
-
-
-class Closing:
-    """A streamer that notes whether it was ended."""
-
-    ended = False
-
-    def put(self, value):
-        pass
-
-    def end(self):
-        self.ended = True
-
-
-class Counting(LogitsProcessor):
-    """May keep state, so it is called in order."""
-
-    def __call__(self, input_ids, scores):
-        return scores
 
 
 class Reader(CandidateGenerator):
@@ -103,7 +66,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "no head": lambda: tiny().model,
     "empty": lambda: on_meta(),
     "both ways": lambda: BertLMHeadModel(BertConfig(**SMALL)).eval(),
-    "long": lambda: tiny(rope_parameters=DYNAMIC, max_position_embeddings=12),
     "sliding": lambda: tiny("mistral"),
     "unknown": lambda: called("never_heard_of"),
     "doge": lambda: called("doge"),
@@ -160,16 +122,6 @@ def early(**options):
     return get("target").generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, custom_generate=strategy)
 
 
-def of_other_files():
-    """With a draft that was loaded from a folder where another tokenizer lies."""
-    draft = copy.deepcopy(get("draft"))
-    with TemporaryDirectory() as folder:
-        letters(LETTERS[::-1]).save_pretrained(folder)
-        draft.name_or_path = folder
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=2, tokenizer=letters(LETTERS))
-        return get("target").generate(**prompts(2, width=6), max_new_tokens=2, custom_generate=strategy)
-
-
 def function(target: str = "target", **settings):
     """Two rows through the function."""
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
@@ -185,10 +137,6 @@ def of_pair(**settings):
     """Two rows through a pair."""
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
     return pair().generate(**given | settings)
-
-
-def made(**given):
-    return SpeculativeDecoding(get("draft"), **given)
 
 
 def masked(change: Callable[[torch.Tensor], object], **settings):

@@ -1,153 +1,181 @@
-"""Calls that would give wrong text: {check: (a part of what is said, what is done)}.
-
-What follows a comma tells cases of one check apart. Plain misuse is in `plain_cases`.
-"""
+"""Calls that are refused, [(a part of what is said, what is done)]: what would give wrong text, and plain misuse."""
 
 import copy
 import string
 from functools import partial
+from pathlib import Path
 
 import torch
 from misuse import (
     IDS,
     ONES,
     OTHER,
-    Tokens,
+    Reader,
     call,
+    call_of_1,
+    directly,
     early,
     embeds,
     full_window,
+    function,
     get,
     holed_decoder,
     later,
     letters,
     masked,
     negative,
-    of_other_files,
+    of_pair,
     only_encoded,
+    pair,
     put,
     spread,
+    strategy,
     to_compile,
     two_tokens,
     without_a_model_elsewhere,
 )
-from transformers import StaticCache
+from tiny import prompts
+from transformers import LlamaForCausalLM, StaticCache, TextStreamer
 
-from hf_specx import generate
-from hf_specx.engine.check_inputs import DRAFTS_INSTEAD
+from hf_specx import SpeculativeDecoding, SuffixDraft, generate
+from hf_specx.engine.check_inputs import check_noise
 from hf_specx.models.slots import CACHE
+from hf_specx.pairs.complete import complete
 from hf_specx.pairs.generate import NAMED
+from hf_specx.pairs.results_file import check_results_path
 
 
-SAMPLED = {"do_sample": True, "top_k": 0}
-MODES = {"penalty_alpha": 0.6, "prompt_lookup_num_tokens": 3, "force_words_ids": [[1]]}
+NONE = {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}  # that OTHER has too
+MORE = {"draft_tokenizer": letters(string.ascii_letters)}
+LETTERS = string.ascii_letters[:48]
+ALL = letters(LETTERS)
+LOCKSTEP = {"verification": "token", "layout": "lockstep"}
+TWO_ENCODERS = {"target": "encoder", "draft": "encoder"}
 
-CASES = {
+
+def static() -> StaticCache:
+    return StaticCache(get("target").config, max_cache_len=40)
+
+
+def continued(cache, options=None, target="target", **settings):
+    """A call that goes on in a copy of a cache."""
+    return call(options, target, **{CACHE: copy.deepcopy(cache())}, **settings)
+
+
+def lifted():
+    return generate(model=get("whisper"), **dict.fromkeys(NAMED) | {"assistant_model": get("draft")})
+
+
+WRONG_TEXT = [
     # What a strategy is made of
-    "compiled_in_another_layout": (
-        "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
-        partial(to_compile, {"layout": "padded"}),
-    ),
+    ("would be decoded in 'padded'.*use compile=False", partial(to_compile, {"layout": "padded"})),
     # The models
-    "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
-    "trained_without_a_cache": ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
-    "weights_not_loaded": ("the draft model has parameters on the meta device", partial(call, draft="empty")),
-    "attends_in_both_directions": ("attends in both directions.*set is_decoder", partial(call, target="both ways")),
-    "frequencies_that_change": (
-        "rope_type='dynamic' changes its frequencies after position 12",
-        partial(call, target="long", max_new_tokens=7),
-    ),
-    "draft_with_an_encoder": (
-        "T5ForConditionalGeneration is an encoder-decoder.*choose a decoder-only draft",
-        partial(call, draft="encoder"),
-    ),
-    "draft_that_hears": (
-        "reads input_ids and the draft WhisperForConditionalGeneration input_features; choose",
-        partial(call, target="encoder", draft="whisper"),
-    ),
-    "vocabularies_of_other_sizes": ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
-    "files_of_other_tokens": (
-        "have different tokenizers: 48 of 48 ids stand for other tokens, .*; pass tokenizer= and draft_tokenizer=",
-        of_other_files,
-    ),
-    "tokens_of_another_meaning": (
-        "the two tokenizers differ, for instance in '0' with id 0; choose a draft with the",
-        partial(early, tokenizer=Tokens(48), draft_tokenizer=Tokens(48, "zero")),
-    ),
-    "too_few_common_tokens": (
-        "only 0% of the tokens of a sample text are in both tokenizers.*choose a draft with the target's own",
-        partial(call, OTHER | {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}),
-    ),
-    "own_text_in_lockstep": (
-        "the draft .* has another tokenizer .*one row at a time; choose a draft with attention",
-        partial(call, OTHER, draft="recurrent"),
-    ),
-    "tokenizer_of_another_model": (
-        "the draft's tokenizer is not that of LlamaForCausalLM: 'W' has id 48, and the model scores 48 tokens; pass",
-        partial(call, OTHER | {"draft_tokenizer": letters(string.ascii_letters)}),
-    ),
-    "check_lifted": (
-        "drops begin_suppress_tokens .*pass the draft as draft_model=",
-        lambda: generate(model=get("whisper"), **dict.fromkeys(NAMED) | {"assistant_model": get("draft")}),
-    ),
-    "type_that_is_not_exact": ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
-    "attention_without_layout": ("by position only.*load it with attn_impl", partial(call, target="by mask")),
-    "layout_that_is_not_exact": (
-        "layout='padded' has not been shown .*'never_heard_of'.*use 'lockstep' or 'auto'",
-        partial(call, {"layout": "padded"}, target="unknown"),
-    ),
+    ("the target is in training mode.*target.eval", partial(call, target="training")),
+    ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
+    ("the draft model has parameters on the meta device", partial(call, draft="empty")),
+    ("attends in both directions.*set is_decoder", partial(call, target="both ways")),
+    ("T5ForConditionalGeneration is an encoder-decoder.*choose a dec", partial(call, draft="encoder")),
+    ("input_ids and the draft Whisper.* input_features; choose", partial(call, target="encoder", draft="whisper")),
+    ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
+    ("differ, .* in '!' with id 0; choose", partial(early, tokenizer=ALL, draft_tokenizer=letters("!" + LETTERS[1:]))),
+    ("only 0% of the tokens of a sample text are in both.*choose", partial(call, OTHER | NONE)),
+    ("has another tokenizer .*one row at a time; choose a draft with", partial(call, OTHER, draft="recurrent")),
+    ("not that of LlamaForCausalLM: 'W' has id 48.*pass", partial(call, OTHER | MORE)),
+    ("drops begin_suppress_tokens .*pass the draft as draft_model=", lifted),
+    ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
+    ("by position only.*load it with attn_impl", partial(call, target="by mask")),
+    ("'padded' has not been shown .*'never_heard_of'.*use", partial(call, {"layout": "padded"}, target="unknown")),
     # What a call asks for
-    "beam_search": ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
-    **{
-        f"other_mode, {name}": (
-            f"^{name}=.* selects .*; {'a draft.*Draft' if name in DRAFTS_INSTEAD else 'for greedy'}.* leave it out",
-            partial(call, top_k=4, **{name: value}),
-        )
-        for name, value in MODES.items()
-    },
-    "static_past": (
-        f"{CACHE} is a StaticCache, .*pass a DynamicCache",
-        lambda: call(**{CACHE: StaticCache(get("target").config, max_cache_len=40)}),
-    ),
-    "check_past": (
-        "layout='ragged' needs the keys of all tokens.*use layout='auto'",
-        lambda: call({"layout": "ragged"}, "sliding", **{CACHE: copy.deepcopy(full_window())}, **later()),
-    ),
-    "packed_past": (
-        f"layout='packed' starts empty, and {CACHE} holds 2 tokens; use layout='ragged'",
-        lambda: call({"layout": "packed"}, **{CACHE: copy.deepcopy(two_tokens())}),
-    ),
-    "noise_that_cannot_be_redrawn": (
-        "cannot redraw the noise .* on 'cpu'; use verification='token' or 'block'",
-        without_a_model_elsewhere,
-    ),
+    ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
+    ("^penalty_alpha=.* selects .*; for greedy.* leave it out", partial(call, top_k=4, penalty_alpha=0.6)),
+    ("^prompt_lookup_.* selects .*; a draft.*Draft.* leave it out", partial(call, prompt_lookup_num_tokens=3)),
+    ("^force_words_ids=.* selects .*; for greedy.* leave it out", partial(call, force_words_ids=[[1]])),
+    (f"{CACHE} is a StaticCache, .*pass a DynamicCache", partial(continued, static)),
+    ("needs the keys of all.*use", lambda: continued(full_window, {"layout": "ragged"}, "sliding", **later())),
+    ("starts empty, and .* holds 2 tokens; use layout=", partial(continued, two_tokens, {"layout": "packed"})),
+    ("cannot redraw the noise .* on 'cpu'; use verification=", without_a_model_elsewhere),
     # Its text
-    "unknown_token": ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
-    "embeds_of_another_width": ("of width 16 .* the target.* in 32; make", partial(call, **embeds(width=16))),
-    "encoded_already": ("the draft T5.* has an encoder of its own; pass what", only_encoded),
-    "positions_for_other_tokens": (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
-    "mask_for_other_tokens": ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
-    "mask_of_other_values": ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
-    "empty_row": ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
-    "padding_on_the_right": ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
-    "holes_in_the_mask": ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
-    "text_that_was_read": (
-        "holds 2 tokens, and the whole text has 2; pass the text with",
-        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], **{CACHE: copy.deepcopy(two_tokens())}),
-    ),
+    ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
+    ("of width 16 .* the target.* in 32; make", partial(call, **embeds(width=16))),
+    ("the draft T5.* has an encoder of its own; pass what", only_encoded),
+    (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
+    ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
+    ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
+    ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
+    ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
+    ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
+    ("the whole text has 2; pass", lambda: continued(two_tokens, input_ids=IDS[:, :2], attention_mask=ONES[:, :2])),
     # What ties rows together
-    "seeds_in_lockstep": (
-        "verification='token' and layout='lockstep', where.*use verification='coupled'",
-        partial(call, {"verification": "token", "layout": "lockstep"}, seeds=[1, 2], **SAMPLED),
-    ),
-    "guided_encoder_decoder": (
-        "guidance_scale= works for decoder-only models.*T5ForConditionalGeneration has an encoder; leave",
-        partial(call, target="encoder", draft="encoder", guidance_scale=1.5),
-    ),
-    "negative_prompt_that_ends_in_a_pad": ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
-    "ranks_with_states": ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
-    "schedule_that_varies": (
-        "schedule='heuristic' changes the number.*use 'constant'",
-        partial(spread, num_assistant_tokens_schedule="heuristic"),
-    ),
-}
+    ("'token' and layout='lockstep', where.*use", partial(call, LOCKSTEP, seeds=[1, 2], do_sample=True, top_k=0)),
+    ("guidance_scale= works for dec.*T5.* has an encoder; leave", partial(call, **TWO_ENCODERS, guidance_scale=1.5)),
+    ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
+    ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
+    ("'heuristic' changes the number.*use", partial(spread, num_assistant_tokens_schedule="heuristic")),
+]
+
+
+def of_a_class():
+    return get("target").generate(**prompts(2), max_new_tokens=2, custom_generate=SpeculativeDecoding)
+
+
+def lookup(number: object) -> dict:
+    return {"prompt_lookup_num_tokens": number, "num_draft_tokens": ...}
+
+
+def on_meta():
+    inputs = {name: tensor.to("meta") for name, tensor in prompts(2).items()}
+    return generate(**inputs, model=get("target"), max_new_tokens=2, draft_model=get("draft"))
+
+
+# values of the wrong type, out of range or of no known choice, one for each check
+PLAIN = [
+    # What a strategy is made of
+    ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
+    ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
+    ("give it an object: custom_generate=SpeculativeDecoding.draft_model.", of_a_class),
+    ("input_ids is on the meta device, which has shapes", on_meta),
+    ("LlamaModel, which scores no next token", lambda: strategy("no head")),
+    ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
+    ("'num_drafts'; did you mean 'num_draft_tokens'. known: num_draft_tokens, ", partial(strategy, num_drafts=5)),
+    ("num_draft_tokens=0 is below 1; give 1", partial(strategy, num_draft_tokens=0)),
+    ("verification='typical' is unknown; choose", partial(strategy, verification="typical")),
+    ("compile='max' is not a bool; use True", partial(strategy, compile="max")),
+    ("streamer is an int without put and end; pass a", partial(strategy, streamer=3)),
+    ("tokens=-1 is not an int of 1 or", partial(function, num_assistant_tokens=-1, num_draft_tokens=...)),
+    ("threshold=1.5 is no probability; give a number", partial(function, assistant_confidence_threshold=1.5)),
+    # What a call asks for
+    ("device type 'mps' does not have; use do_sample=False", lambda: check_noise(torch.device("mps"), "block")),
+    ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
+    ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
+    ("a TextStreamer takes one row, and", lambda: call({"streamer": TextStreamer(tokenizer=None)})),
+    ("pass assistant_model= on.*leave", lambda: call_of_1(assistant_model=get("draft"))),
+    ("pass tokenizer= on.*use Spec", lambda: call_of_1(tokenizer=ALL)),
+    ("several drafts are chosen by the text; give one", lambda: spread(draft_model=[SuffixDraft(), get("draft")])),
+    # Its text
+    ("of shape .2, 6, 1. is no batch.*; pass", partial(call, input_ids=IDS[..., None], attention_mask=...)),
+    ("input_ids has dtype torch.float32; pass int", partial(call, input_ids=IDS.float())),
+    ("the prompt is empty.*pass at least one token", lambda: directly(IDS[:, :0])),
+    ("of shape .2, 1, 6. is no 2D mask .*; pass", partial(masked, lambda mask: mask[:, None] * 0, **embeds())),
+    # What ties rows together
+    ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
+    ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, do_sample=True, top_k=0)),
+    ("the seed -1 is outside of what torch takes; give ints", partial(call, seeds=[1, -1])),
+    ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
+    # The function, and pairs
+    ("there is no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
+    ("lookup_num_tokens=0 is not an int of 1 or more; give", partial(function, draft_model=..., **lookup(0))),
+    ("lookup_num_tokens=2.5 is not an int", partial(function, draft_model=..., **lookup(2.5))),
+    ("ngram_size=3 is for prompt_lookup", partial(function, draft_model=..., max_matching_ngram_size=3)),
+    ("ngram_size=-1 is not", partial(function, draft_model=..., max_matching_ngram_size=-1, **lookup(4))),
+    ("custom_generate= has no .*; use", lambda: of_pair(custom_generate="org/x")),
+    ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),
+    ("transformers ignores; pass it as a str", partial(function, custom_generate=Path("here"))),
+    ("generation_config is a dict; pass", partial(function, generation_config={})),
+    ("'num_draft_token'; did you mean 'num_draft_tokens'", partial(function, num_draft_token=3)),
+    ("needs the tokenizer; pass tok", partial(function, stop_strings=["x"])),
+    ("token_healing=True needs.*pass", partial(function, token_healing=True)),
+    # Results in files
+    ("the pair has no tokenizer to read texts with", lambda: complete(pair(), ["a"])),
+    ("out='.*/misuse_cases.py' is there already, and .*; name another", lambda: check_results_path(Path(__file__))),
+    ("out='/dev/null' is a device; name a file", lambda: check_results_path(Path("/dev/null"))),
+]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import zoo
 from counting import counting
+from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -19,27 +20,21 @@ def learned() -> PreTrainedModel:
     return tiny("gpt2")
 
 
-@pytest.fixture(scope="module")
-def draft(learned: PreTrainedModel) -> PreTrainedModel:
-    return near(learned, 0.05)
-
-
-def ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict:
+def ways(target: PreTrainedModel) -> dict:
     """All ways to ask for a text: functions of the arguments of `generate`."""
-    given, pair = prompts(2), DraftTargetPair(target, draft)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
-    options = {"model": target, "draft_model": draft, "num_draft_tokens": 4}
+    given, draft = prompts(2), near(target, 0.05)
+    strategy, pair = SpeculativeDecoding(draft, num_draft_tokens=4), DraftTargetPair(target, draft)
     return {
         "strategy": lambda **call: target.generate(**given, **call, custom_generate=strategy),
-        "function": lambda **call: generate(**given, **call, **options),
+        "function": lambda **call: generate(**given, **call, model=target, draft_model=draft, num_draft_tokens=4),
         "pair": lambda **call: pair.generate(**given, **call, num_draft_tokens=4),
     }
 
 
 @pytest.mark.parametrize("way", ["strategy", "function", "pair"])
-def test_learned_positions(way: str, learned: PreTrainedModel, draft: PreTrainedModel):
+def test_learned_positions(way: str, learned: PreTrainedModel):
     """The last text for which there is room is that of plain `generate`; one token more fails there."""
-    call = ways(learned, draft)[way]
+    call = ways(learned)[way]
     expected = learned.generate(**prompts(2), max_new_tokens=FITS, do_sample=False)
     with counting(learned) as forwards:
         assert torch.equal(call(max_new_tokens=FITS, do_sample=False), expected)
@@ -52,38 +47,28 @@ def test_learned_positions(way: str, learned: PreTrainedModel, draft: PreTrained
     assert not forwards
 
 
-def test_pads_have_no_positions(learned: PreTrainedModel, draft: PreTrainedModel):
+def test_pads_have_no_positions(learned: PreTrainedModel):
     """So rows that were padded to more columns than there are positions are no reason to refuse."""
     given = {name: torch.nn.functional.pad(each, (TABLE, 0)) for name, each in prompts(2).items()}
-    settings, strategy = {"max_new_tokens": 20, "do_sample": False}, SpeculativeDecoding(draft, num_draft_tokens=4)
-    expected = learned.generate(**given, **settings)
-    assert torch.equal(learned.generate(**given, **settings, custom_generate=strategy), expected)
+    assert_plain(learned, coupled(learned, 0.05), given, max_new_tokens=20, do_sample=False)
 
 
-def test_requests(learned: PreTrainedModel, draft: PreTrainedModel):
-    """Of many, those that cannot be served are refused, with what would help; the others get their texts."""
-    strategy, ids = SpeculativeDecoding(draft, num_draft_tokens=4), prompts(1)["input_ids"][0].tolist()
-    requests = [ids, [*ids, 1], [1] * (TABLE + 1)]
-    done = list(strategy.generate_many(learned, requests, ordered=True, max_new_tokens=FITS, do_sample=False))
-    expected = learned.generate(torch.tensor([ids]), max_new_tokens=FITS, do_sample=False)[0, PROMPT:]
-    assert [each.finish_reason for each in done] == ["length", "refused", "refused"]
-    assert done[0].tokens == expected.tolist()
-    assert "request 1: the prompt has 12 tokens and may get 118 new ones" in done[1].error
-    assert "set max_new_tokens=117 or less" in done[1].error
-    assert "shorten the prompt to 128 tokens or fewer" in done[2].error
+@pytest.mark.usefixtures("draft_pays")
+@pytest.mark.parametrize("num_draft_tokens", [4, 7, "auto"])
+def test_candidates_past_the_last_position(num_draft_tokens: int | str):
+    """The text may fill the table to its end; candidates that would lie behind it must not reach it."""
+    target = tiny("gpt2", max_position_embeddings=24)
+    assert target.transformer.wpe.num_embeddings == 24
+    strategy = SpeculativeDecoding(tiny("gpt2", seed=3), num_draft_tokens=num_draft_tokens)
+    assert_plain(target, strategy, prompts(3), do_sample=False, max_new_tokens=13)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "xglm", "bloom"])
 def test_computed_positions(model_type: str):
     """They have no end, also where the config names one, and the text beyond it is that of plain `generate`."""
     target = tiny() if model_type == "llama" else zoo.build("causal", model_type)
-    given, settings = prompts(2), {"max_new_tokens": FITS + 9, "min_new_tokens": FITS + 9, "do_sample": False}
-    expected = target.generate(**given, **settings)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
-    with counting(target) as forwards:
-        text = target.generate(**given, **settings, custom_generate=strategy)
-    assert torch.equal(text, expected)
-    assert len(forwards) < FITS + 9
+    settings = {"max_new_tokens": FITS + 9, "min_new_tokens": FITS + 9, "do_sample": False}
+    assert assert_plain(target, coupled(target, 0.05), prompts(2), **settings).forwards < FITS + 9
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(100, 60), (10, 128)])

@@ -11,53 +11,51 @@ from hf_specx import Costs, SpeculationReport
 COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
 
 
+def report(*rounds, rows: int = 2, costs: Costs | None = None, layout: str = "ragged") -> SpeculationReport:
+    """The prompt's step, and the given rounds."""
+    made = SpeculationReport("token", layout, "chosen", rows=rows, costs=costs)
+    for one in (made_round([0] * rows, [0] * rows), *rounds):
+        made.observe(one)
+    return made
+
+
 def three_rounds(costs: Costs | None = None) -> SpeculationReport:
-    """The prompt's step, two rounds of 3 candidates and one of 1; row 1 ends in the second, at 2 of its 3 tokens."""
-    made = SpeculationReport("token", "ragged", "chosen", rows=2, costs=costs)
-    made.observe(made_round([0, 0], [0, 0]))
-    made.observe(made_round([3, 3], [3, 1], overlap=[[1.0, 0.5, 1.0], [0.75, 0.25, 9.0]]))  # judged 3 + 2
-    made.observe(made_round([3, 3], [0, 2], [1, 2], overlap=[[0.5, 9.0, 9.0], [0.25, 0.5, 0.25]]))  # judged 1 + 3
-    made.observe(made_round([1], [1], overlap=[[0.5]]))  # judged 1
+    """Two rounds of 3 candidates and one of 1; row 1 ends in the second, at 2 of its 3 tokens."""
+    made = report(
+        made_round([3, 3], [3, 1], overlap=[[1.0, 0.5, 1.0], [0.75, 0.25, 9.0]]),  # judged 3 + 2
+        made_round([3, 3], [0, 2], [1, 2], overlap=[[0.5, 9.0, 9.0], [0.25, 0.5, 0.25]]),  # judged 1 + 3
+        made_round([1], [1], overlap=[[0.5]]),  # judged 1
+        costs=costs,
+    )
     made.finish(2.0, COLUMNS)
     return made
 
 
 def test_counters():
     made = three_rounds()
-    assert made.rounds == 3
-    assert made.rounds_per_row == [3, 2]
-    assert made.num_draft_tokens == 3
-    assert made.drafted == 6 + 6 + 1
-    assert made.judged == 5 + 4 + 1
-    assert made.accepted == 4 + 2 + 1
+    assert (made.rounds, made.rounds_per_row, made.num_draft_tokens) == (3, [3, 2], 3)
+    assert (made.drafted, made.judged, made.accepted) == (6 + 6 + 1, 5 + 4 + 1, 4 + 2 + 1)
     assert made.drafted_per_position == [5, 4, 4]
     assert made.judged_per_position == [5, 3, 2]
     assert made.accepted_per_position == [4, 2, 1]
     assert (made.drafted_per_row, made.accepted_per_row) == ([7, 6], [4, 3])
-    assert made.emitted_per_row == [8, 5]
-    assert made.emitted == 13
+    assert (made.emitted_per_row, made.emitted) == ([8, 5], 13)
 
 
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
-    made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
-    made.observe(made_round([3, 3], [3, 1], [2, 2], gained=[2, 2]))
-    assert made.mean_acceptance_length == 3
-    assert made.tokens_per_round == 2
+    made = report(made_round([3, 3], [3, 1], [2, 2], gained=[2, 2]), costs=costs, layout="lockstep")
+    assert (made.mean_acceptance_length, made.tokens_per_round) == (3, 2)
     assert made.forward_limited_speedup == pytest.approx(2)
 
 
 def test_tokens_behind_the_last_column_are_not_emitted():
     """A row that ran ahead of the others keeps its accepted tokens, but what was cut off is not in the text."""
-    made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe(made_round([0, 0], [0, 0]))
-    made.observe(made_round([4, 4], [4, 0]))
-    made.observe(made_round([4, 4], [4, 1]))
+    made = report(made_round([4, 4], [4, 0]), made_round([4, 4], [4, 1]))
     made.finish(1.0, columns=4)
     assert made.emitted_per_row == [4, 4]
     assert [record.emitted for record in made.history[0]] == [1, 3, 0]
-    assert made.accepted == 9
-    assert made.acceptance_rate == 9 / 16
+    assert (made.accepted, made.acceptance_rate) == (9, 9 / 16)
 
 
 def test_ratios_with_costs():
@@ -85,10 +83,7 @@ def test_plain_steps_count_in_predictions_and_nowhere_else():
 
 def test_rows_of_a_round_may_draft_unlike_numbers():
     """One that drafts nothing takes a plain step."""
-    made = SpeculationReport("block", "ragged", "chosen", rows=3)
-    made.observe(made_round([0, 0, 0], [0, 0, 0]))
-    made.observe(made_round([3, 1, 0], [1, 1, 0]))
-    made.observe(made_round([2, 0], [2, 0], rows=[0, 2]))
+    made = report(made_round([3, 1, 0], [1, 1, 0]), made_round([2, 0], [2, 0], rows=[0, 2]), rows=3)
     assert (made.rounds, made.plain_steps, made.num_draft_tokens) == (2, 1, 3)
     assert (made.drafted, made.judged, made.accepted) == (6, 2 + 1 + 2, 4)
     assert made.rounds_per_row == [2, 1, 0]
@@ -101,8 +96,7 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
 
 
 def test_survival_rate_goes_by_all_drafted_positions():
-    made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe(made_round([2, 2], [2, 0], survival=[[1.0, 0.5], [0.4, 0.1]]))
+    made = report(made_round([2, 2], [2, 0], survival=[[1.0, 0.5], [0.4, 0.1]]))
     assert made.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
     made.observe(made_round([0], [0], rows=[1]))
     assert made.survival_rate == pytest.approx(2 / 3.4)
@@ -138,9 +132,8 @@ def test_empty(finished: bool):
 
 def test_several_calls_add_up():
     """Later calls may have fewer rows, as for the windows of a long sound, or more, as in a queue."""
-    first, second = three_rounds(), SpeculationReport("token", "ragged", "chosen", rows=3)
-    second.observe(made_round([0, 0, 0], [0, 0, 0]))
-    second.observe(made_round([3, 1, 0], [1, 1, 0], overlap=[[0.5, 0.5, 0.5], [0.25], []]))
+    overlap = [[0.5, 0.5, 0.5], [0.25], []]
+    first, second = three_rounds(), report(made_round([3, 1, 0], [1, 1, 0], overlap=overlap), rows=3)
     second.seconds["draft"] = 1.5
     for one, other in ((first, second), (second, first)):
         total = one + other

@@ -5,29 +5,19 @@ from typing import Any
 import pytest
 import torch
 from collectors import Collector, RowCollector, Words
-from criteria import RowSumIs
-from rounds import made_round
-from tiny import near, prompts, tiny
-from transformers import LogitsProcessor, LogitsProcessorList
+from criteria import Counting, RowSumIs
+from plain import coupled
+from tiny import prompts, tiny
+from transformers import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx import BatchStreamer, SpeculativeDecoding
-from hf_specx.common.batch import Batch
-from hf_specx.common.round import Round
+from hf_specx import BatchStreamer
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 TIMEOUT = 60
-
-
-def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) -> Round:
-    """Take in tokens [R, n], or as many of each row; the round is one as far as a stream looks at it."""
-    counts = [tokens.shape[1]] * len(tokens) if counts is None else counts
-    batch.emit(tokens, counts)
-    new = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
-    return made_round([0] * len(tokens), [0] * len(tokens), batch=batch, tokens=new)
 
 
 def test_the_parts_of_rows_come_with_their_numbers():
@@ -56,9 +46,7 @@ def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():
 def run(collector: BaseStreamer, rows: int, noise: float, stream_by: str, **call: Any) -> tuple[Any, Any]:
     """Our text and report."""
     target = tiny()
-    strategy = SpeculativeDecoding(
-        near(target, noise), num_draft_tokens=4, verification="coupled", streamer=collector, stream_by=stream_by
-    )
+    strategy = coupled(target, noise, streamer=collector, stream_by=stream_by)
     torch.manual_seed(3)
     return target.generate(**prompts(rows), **call, custom_generate=strategy), strategy.report
 
@@ -82,23 +70,13 @@ def test_one_row_gets_what_stock_gives(noise: float, settings: dict, eos_token_i
     assert runs.ends == 1
 
 
-class Counting(LogitsProcessor):
-    """Counts its calls, so that transformers' own sampler decodes, with all rows in the batch to the end."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores
-
-
-PLAIN = GREEDY | {"eos_token_id": 5, "logits_processor": LogitsProcessorList([Counting()])}
+PLAIN = GREEDY | {"logits_processor": LogitsProcessorList([Counting()])}
 
 
 @pytest.mark.parametrize("stream_by", ["token", "run"])
 @pytest.mark.parametrize(
-    "settings", [GREEDY, SAMPLED | {"num_return_sequences": 2}, GREEDY | {"eos_token_id": 5}, PLAIN]
+    "settings",
+    [GREEDY, SAMPLED | {"num_return_sequences": 2}, GREEDY | {"eos_token_id": 5}, PLAIN, PLAIN | {"eos_token_id": 5}],
 )
 def test_rows_get_their_texts(settings: dict, stream_by: str):
     collector = RowCollector()
@@ -110,7 +88,7 @@ def test_rows_get_their_texts(settings: dict, stream_by: str):
         assert prompt == output[row, :11][mask[row]].tolist()
         text = [token for part in parts for token in part]
         assert text == output[row, 11 : 11 + report.emitted_per_row[row]].tolist()
-        one_by_one = stream_by == "token" or settings is PLAIN
+        one_by_one = stream_by == "token" or "logits_processor" in settings
         assert {len(part) for part in parts} == {1} if one_by_one else len(parts) < len(text)
     assert collector.ends == 1
     assert collector.ended.keys() == (set(range(rows)) if "eos_token_id" in settings else set())

@@ -1,17 +1,14 @@
 """A target of which two processes hold parts (`tp_plan="auto"`): all of them draft alike, and have the text of one."""
 
-import datetime
-import json
-import os
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from forking import run_on_ranks
 from head_files import random_head, write
+from rounds import numbers
 from tiny import near, prompts, tiny
-from torch import distributed, multiprocessing
+from torch import multiprocessing
 from transformers import LlamaForCausalLM
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
@@ -23,7 +20,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_toke
 SAMPLED = GREEDY | {"do_sample": True}
 CASES = {"greedy": (GREEDY, None), "coupled": (SAMPLED, "coupled"), "block": (SAMPLED, "block")}
 QUEUE = [Request([1 + number, 2, 3], 3 + 4 * (number % 3), seed=number) for number in range(6)]
-LIMIT = datetime.timedelta(seconds=20)  # of a meeting that the other never comes to
 
 
 class Clock:
@@ -41,8 +37,7 @@ def text(target, name: str, rank: int) -> tuple[list[list[int]], list[int]]:
     """What a case gives, and the candidates of its rounds."""
     options, verification = CASES[name]
     strategy = SpeculativeDecoding(near(tiny(), 0.1), verification=verification, costs=Costs(clock=Clock(rank)))
-    seen: list[int] = []
-    strategy.listeners = (Numbers(seen),)
+    strategy.listeners = (seen := numbers(),)
     torch.manual_seed(0)
     return target.generate(**prompts(3), **options, custom_generate=strategy).tolist(), seen
 
@@ -53,42 +48,23 @@ def plain(target, name: str) -> list[list[int]]:
     return target.generate(**prompts(3), **CASES[name][0]).tolist()
 
 
-class Numbers:
-    def __init__(self, seen: list[int]):
-        self.seen = seen
-
-    def observe(self, done):
-        self.seen.append(max(done.draft.lengths))
-
-
-def play(rank: int, folder: str, agreed: bool) -> None:
-    """Run all cases on a rank, and leave what came of them in a file."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun sets them
-    distributed.init_process_group("gloo", f"file://{folder}/store{agreed}", LIMIT, 2, rank)
+def play(rank: int, found: dict, folder: str, agreed: bool) -> None:
     if not agreed:
         run.of_first_rank = lambda number, device: number
-    found = {}
-    try:
-        target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
-        assert target.tp_size == 2
-        for name in CASES:
-            found[name] = text(target, name, rank)
-        head = DraftHead.from_pretrained(f"{folder}/head", target=target)
-        strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
-        torch.manual_seed(0)
-        with_head = target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
-        found["head"] = with_head.tolist(), strategy.report.drafted, strategy.report.accepted
-        compiled = SpeculativeDecoding(near(tiny(), 0.1), compile=True)
-        with pytest.raises(ValueError, match="compile=True takes models that lie whole on one"):
-            target.generate(**prompts(3), **GREEDY, custom_generate=compiled)
-        queued = SpeculativeDecoding(near(tiny(), 0.1), costs=Costs(clock=Clock(rank)), verification="coupled")
-        found["queue"] = [done.tokens for done in queued.generate_many(target, QUEUE, batch_size=2, **SAMPLED)]
-    except Exception:
-        found["error"] = traceback.format_exc()
-    Path(folder, f"{agreed}{rank}.json").write_text(json.dumps(found))
-    distributed.destroy_process_group()
-    os._exit(0)  # else the process may abort as it ends, by threads of gloo (pytorch#190489)
+    target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
+    assert target.tp_size == 2
+    for name in CASES:
+        found[name] = text(target, name, rank)
+    head = DraftHead.from_pretrained(f"{folder}/head", target=target)
+    strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
+    torch.manual_seed(0)
+    with_head = target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    found["head"] = with_head.tolist(), strategy.report.drafted, strategy.report.accepted
+    compiled = SpeculativeDecoding(near(tiny(), 0.1), compile=True)
+    with pytest.raises(ValueError, match="compile=True takes models that lie whole on one"):
+        target.generate(**prompts(3), **GREEDY, custom_generate=compiled)
+    queued = SpeculativeDecoding(near(tiny(), 0.1), costs=Costs(clock=Clock(rank)), verification="coupled")
+    found["queue"] = [done.tokens for done in queued.generate_many(target, QUEUE, batch_size=2, **SAMPLED)]
 
 
 @pytest.fixture(scope="module")
@@ -96,24 +72,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     tiny().save_pretrained(folder / "target")
     write(random_head("eagle3", layer_ids=(0, 1), draft_vocab=24), folder / "head")
+    for agreed in (True, False):
+        (folder / str(agreed)).mkdir()
     return folder
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[dict]:
-    run_on_ranks(play, str(folder), True)
-    return [json.loads((folder / f"True{rank}.json").read_text()) for rank in range(2)]
+    found = run_on_ranks(play, folder / "True", str(folder), True, seconds=20)
+    assert not any("error" in seen for seen in found), found
+    return found
 
 
 def test_a_queue_on_both_ranks(outcomes: list[dict]):
-    first, second = (seen.get("queue", seen.get("error")) for seen in outcomes)
+    first, second = (seen["queue"] for seen in outcomes)
     assert first == second
     strategy = SpeculativeDecoding(near(tiny(), 0.1), verification="coupled")
     assert sorted(first) == sorted(done.tokens for done in strategy.generate_many(tiny(), QUEUE, **SAMPLED))
 
 
 def test_every_rank_runs_a_head(outcomes: list[dict]):
-    first, second = (seen.get("head", seen.get("error")) for seen in outcomes)
+    first, second = (seen["head"] for seen in outcomes)
     assert first == second
     text, drafted, accepted = first
     assert text == plain(tiny(), "coupled")
@@ -122,7 +101,6 @@ def test_every_rank_runs_a_head(outcomes: list[dict]):
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_ranks_have_the_text_of_one_process(outcomes: list[dict], name: str):
-    assert all("error" not in seen for seen in outcomes), outcomes
     (text_0, numbers_0), (text_1, numbers_1) = (seen[name] for seen in outcomes)
     assert text_0 == text_1
     assert numbers_0 == numbers_1
@@ -131,13 +109,13 @@ def test_both_ranks_have_the_text_of_one_process(outcomes: list[dict], name: str
         assert text_0 == plain(tiny(), name)
 
 
-def test_numbers_of_each_rank_fail(folder: Path, outcomes: list[dict]):
+@pytest.mark.usefixtures("outcomes")
+def test_numbers_of_each_rank_fail(folder: Path):
     """Forwards of other sizes meet, and gloo aborts a process or raises; ranks that agree get through."""
-    assert not any("error" in seen for seen in outcomes)
-    signal = None
+    signal, errors = None, []
     try:
-        multiprocessing.spawn(play, (str(folder), False), 2)
+        found = run_on_ranks(play, folder / "False", str(folder), False, seconds=20)
+        errors = [seen.get("error", "") for seen in found]
     except multiprocessing.ProcessExitedException as error:
         signal = error.signal_name
-    errors = [json.loads(file.read_text()).get("error", "") for file in folder.glob("False*.json")]
     assert signal == "SIGABRT" or any("gloo" in error for error in errors), errors

@@ -63,8 +63,7 @@ def test_nothing_to_compare():
     target, of_other_type, of_other_end = tiny(eos_token_id=5), tiny("gpt2"), tiny(seed=1, eos_token_id=7)
     (told,) = warned(target, of_other_type)
     assert f"{APART} the target is of type llama and the draft of type gpt2" in told
-    assert told.endswith("pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and "
-                         "matches their tokens.")  # fmt: skip
+    assert "pass tokenizer= and draft_tokenizer=" in told
     assert warned(target, of_other_type) == []
     (told,) = warned(target, of_other_end, tokenizer=tokenizer_of(WORDS))
     assert "since the target's texts end at id 5, and the draft's end at id 7" in told

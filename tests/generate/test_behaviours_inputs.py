@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from alike import ENTRIES, models, said, same, stock
+from alike import ENTRIES, models, same
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation import GenerateEncoderDecoderOutput
 
 from hf_specx.models.slots import CACHE
 
@@ -58,17 +57,6 @@ def test_embeddings_as_the_prompt(do_sample: bool, rows: int):
     assert torch.equal(together[:, 11:], alone)
     assert same(**call, max_length=20).shape == (rows, 9)
     assert torch.equal(same(**inputs, do_sample=do_sample, max_new_tokens=12), together)
-
-
-def test_left_padding_changes_nothing():
-    """Greedy text of a row is the same alone, in a batch, and behind more pads."""
-    inputs = prompts(4)
-    text = same(**inputs, do_sample=False, max_new_tokens=16)[:, 11:]
-    padded = {name: torch.nn.functional.pad(x, (6, 0)) for name, x in inputs.items()}
-    assert torch.equal(same(**padded, do_sample=False, max_new_tokens=16)[:, 17:], text)
-    for row, (ids, mask) in enumerate(zip(inputs["input_ids"], inputs["attention_mask"], strict=True)):
-        alone = ids[mask.bool()][None]
-        assert torch.equal(same(alone, do_sample=False, max_new_tokens=16)[:, alone.shape[1] :], text[row : row + 1])
 
 
 def more(text: torch.Tensor, words: int, seed: int) -> torch.Tensor:
@@ -141,12 +129,3 @@ def test_encodings_that_are_given(model_type: str, do_sample: bool):
     embeds = pair[0].get_encoder().get_input_embeddings()(inputs["input_ids"])
     call = {name: x for name, x in call.items() if name != "input_ids"}
     same(**call, inputs_embeds=embeds, pair=pair)
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_what_an_encoder_decoder_returns(entry: Callable):
-    pair = translators("bart")
-    call = zoo.inputs(pair[0], 2) | {"do_sample": False, "max_new_tokens": 9}
-    output, _ = said(entry, **call, return_dict_in_generate=True, pair=pair)
-    assert type(output) is GenerateEncoderDecoderOutput
-    assert torch.equal(output.sequences, said(stock, **call, pair=pair)[0])

@@ -9,41 +9,18 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import once
+from criteria import RowAndPrefix, RowSumIs
 from forms import FORMS, GREEDY, SAMPLED, equal
 from tiny import prompts
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from hf_specx import (
-    Costs,
-    SpeculativeDecoding,
-)
-
-
-class LastToken(LogitsProcessor):
-    """Takes away the token two above the last one."""
-
-    stateless = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.scatter(1, (input_ids[:, -1:] + 2) % scores.shape[1], -torch.inf)
+from hf_specx import Costs, SpeculativeDecoding
 
 
 def evens(batch_id: int, input_ids: torch.Tensor) -> list[int]:
     return list(range(2 + batch_id, 4096, 2))
 
 
-def seventh(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-    """A stopping criterion: rows whose last token is divisible by 7."""
-    return input_ids[:, -1] % 7 == 0
-
-
-seventh.stateless = True
 IDS, MASK = prompts(3).values()
 NEGATIVE = prompts(3, width=5, seed=3)
 CASES: dict[str, dict[str, Any]] = {
@@ -52,8 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "keyword input_ids": SAMPLED | {"input_ids": IDS, "attention_mask": MASK},
     "config": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7, min_new_tokens=3)},
     "config and arguments": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7), "temperature": 1.3},
-    "logits_processor": SAMPLED | {"logits_processor": LogitsProcessorList([LastToken()])},
-    "stopping_criteria": GREEDY | {"stopping_criteria": StoppingCriteriaList([seventh])},
+    "logits_processor": SAMPLED | {"logits_processor": LogitsProcessorList([RowAndPrefix()])},
+    "stopping_criteria": GREEDY | {"stopping_criteria": StoppingCriteriaList([RowSumIs()])},
     "prefix_allowed_tokens_fn": SAMPLED | {"prefix_allowed_tokens_fn": evens},
     "negative prompts": SAMPLED
     | {
@@ -85,7 +62,7 @@ def test_positional_arguments(world: SimpleNamespace, form: str):
     config = GenerationConfig(**SAMPLED, temperature=0.8)
     equal(world, form, IDS, attention_mask=MASK, **SAMPLED)
     equal(world, form, IDS, config, attention_mask=MASK)
-    equal(world, form, IDS, config, LogitsProcessorList([LastToken()]), attention_mask=MASK)
+    equal(world, form, IDS, config, LogitsProcessorList([RowAndPrefix()]), attention_mask=MASK)
 
 
 @pytest.mark.parametrize(("where", "form"), once(["argument", "config", "the model's own", "criterion"], FORMS))

@@ -3,19 +3,21 @@
 Any error in a mask, a position, a cache, a processor or a stop shows here as a different token.
 """
 
-import math
 from functools import cache
 
 import pytest
 import torch
 from all_pairs import all_pairs
-from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from plain import assert_plain, coupled
+from sweep import outcomes
+from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.engine import run
 from hf_specx.models.ragged import Masks, RaggedDecoder
+from hf_specx.sampling import noise
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.stopping import Stopping
 
@@ -37,108 +39,60 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
     return target, {"equal": target, "near": near(target, 0.05), "unrelated": tiny(model_type, seed=9)}
 
 
-def stock(target: PreTrainedModel, inputs: dict, **settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stock's output, and the state it leaves the generator in."""
-    torch.manual_seed(4)
-    output = target.generate(**inputs, **settings)
-    return output, torch.get_rng_state()
-
-
-def ours(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding, **settings):
-    torch.manual_seed(4)
-    output = target.generate(**inputs, custom_generate=strategy, **settings)
-    return output, torch.get_rng_state()
-
-
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], SETTINGS))
 def test_equals_stock(model_type: str, rows: int, settings: str):
     target, drafts = models(model_type)
-    inputs, chosen = prompts(rows), SETTINGS[settings] | {"max_new_tokens": NEW_TOKENS}
-    expected, state = stock(target, inputs, **chosen)
-    width = inputs["input_ids"].shape[1]
-    assert min(len(set(row.tolist())) for row in expected[:, width:]) >= 5
     for name, draft in drafts.items():
-        for num_draft_tokens in (1, 4, 7):
-            strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens, verification="coupled")
-            output, left = ours(target, inputs, strategy, **chosen)
-            assert torch.equal(output, expected), (name, num_draft_tokens)
-            assert torch.equal(left, state), (name, num_draft_tokens)
-
-
-@pytest.mark.parametrize(("model_type", "settings", "num_draft_tokens"), all_pairs(MODEL_TYPES, SETTINGS, [1, 4, 7]))
-def test_equal_draft_needs_few_target_forwards(model_type: str, settings: str, num_draft_tokens: int):
-    target, _ = models(model_type)
-    twin = near(target, 0.0)
-    strategy = SpeculativeDecoding(twin, num_draft_tokens=num_draft_tokens, verification="coupled")
-    with Forwards(target) as forwards:
-        ours(target, prompts(4), strategy, **SETTINGS[settings], max_new_tokens=NEW_TOKENS)
-    prompt, *rounds = forwards.lengths
-    assert prompt == 11
-    assert len(rounds) <= math.ceil((NEW_TOKENS - 1) / (num_draft_tokens + 1))
-
-
-def outcomes(fed: list[torch.Tensor], output: torch.Tensor) -> list[list[int]]:
-    """Accepted candidates of each row in each round, from what hooks saw the target being fed and from the text."""
-    text, ends, rounds = output[:, 11:], [1] * len(output), []
-    for tokens in fed:
-        going = [row for row, end in enumerate(ends) if end < NEW_TOKENS]
-        assert len(tokens) == len(going)
-        counts = []
-        for row, (last, *candidates) in zip(going, tokens.tolist(), strict=True):
-            assert last == text[row, ends[row] - 1]
-            follows = text[row, ends[row] :].tolist()
-            kept = next((i for i, c in enumerate(candidates) if [c] != follows[i : i + 1]), len(candidates))
-            counts.append(kept)
-            ends[row] += kept + 1
-        rounds.append(counts)
-    return rounds
+        for number in (1, 4, 7):
+            strategy = SpeculativeDecoding(draft, num_draft_tokens=number, verification="coupled")
+            text = assert_plain(target, strategy, prompts(rows), **SETTINGS[settings], max_new_tokens=NEW_TOKENS).text
+            assert min(len(set(row.tolist())) for row in text[:, 11:]) >= 5, name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_near_drafts_see_every_outcome(model_type: str):
-    """Rejections, full acceptances and unequal rounds all occur, else the grid above would show little; by hooks."""
+    """Rejections, full acceptances and unequal rounds all occur, else the grid above would show little."""
     target, drafts = models(model_type)
-    rounds = []
+    seen: set[str] = set()
     for settings in SETTINGS.values():
         strategy = SpeculativeDecoding(drafts["near"], num_draft_tokens=4, verification="coupled")
-        with Forwards(target) as forwards:
-            output, _ = ours(target, prompts(4), strategy, **settings, max_new_tokens=NEW_TOKENS)
-        rounds += outcomes(forwards.ids[1:-4], output)  # the prompt is no round, and the last ones draft less
-    assert any(count < 4 for counts in rounds for count in counts)
-    assert any(count == 4 for counts in rounds for count in counts)
-    assert any(len(set(counts)) > 1 for counts in rounds)
+        target.generate(**prompts(4), **settings, max_new_tokens=NEW_TOKENS, custom_generate=strategy)
+        seen |= outcomes(strategy.report)
+    assert seen == {"rejection", "full acceptance", "unequal counts"}
 
 
 @pytest.mark.parametrize(("model_type", "settings", "pad"), all_pairs(MODEL_TYPES, SETTINGS, PADS))
 def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
     """Rows end at different steps; ends are never read off ids that may be pads."""
     target, drafts = models(model_type)
-    inputs, chosen = prompts(8), SETTINGS[settings] | {"max_new_tokens": 60}
-    free, _ = stock(target, inputs, **chosen)
+    chosen = SETTINGS[settings] | {"max_new_tokens": 60}
+    torch.manual_seed(4)
+    free = target.generate(**prompts(8), **chosen)
     common = torch.bincount(free[:, 11:].flatten(), minlength=VOCAB_SIZE).argsort(descending=True).tolist()
     eos = [common[3], common[8]]
     chosen |= {"eos_token_id": eos, "pad_token_id": eos[0] if pad == "equal to the end token" else common[0]}
-    expected, state = stock(target, inputs, **chosen)
-    ends = torch.isin(expected[:, 11:], torch.tensor(eos)).int().argmax(-1)
-    assert len(set(ends.tolist())) > 2
     for draft in drafts.values():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled")
-        output, left = ours(target, inputs, strategy, **chosen)
-        assert torch.equal(output, expected)
-        assert torch.equal(left, state)
+        text = assert_plain(target, strategy, prompts(8), **chosen).text
+        ends = torch.isin(text[:, 11:], torch.tensor(eos)).int().argmax(-1)
+        assert len(set(ends.tolist())) > 2
 
 
-@pytest.mark.parametrize("noise_window", [0, 1])
-def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkeypatch: pytest.MonkeyPatch):
-    """Eager attention takes the same masks; noise that was dropped comes back from its saved state."""
-    monkeypatch.setattr(run, "NOISE_WINDOW", noise_window)
+REDRAWN = {  # where noise comes back from a saved state of the generator
+    "at once": {(run, "NOISE_WINDOW"): 0},
+    "after a round": {(run, "NOISE_WINDOW"): 1},
+    "for want of memory": {(noise, "MOST_HELD"): 0},
+    "from one of few states": {(run, "NOISE_WINDOW"): 0, (noise, "LATEST_STATES"): 2, (noise, "STATE_EVERY"): 4},
+}
+
+
+@pytest.mark.parametrize("why", REDRAWN)
+def test_eager_attention_and_noise_that_is_drawn_again(why: str, monkeypatch: pytest.MonkeyPatch):
+    """Eager attention takes the same masks."""
+    for place, number in REDRAWN[why].items():
+        monkeypatch.setattr(*place, number)
     target = tiny("mistral", attn_implementation="eager")
-    inputs, chosen = prompts(4), SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS}
-    expected, state = stock(target, inputs, **chosen)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
-    output, left = ours(target, inputs, strategy, **chosen)
-    assert torch.equal(output, expected)
-    assert torch.equal(left, state)
+    assert_plain(target, coupled(target, 0.05), **SETTINGS["plain"], max_new_tokens=NEW_TOKENS)
 
 
 def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
@@ -159,12 +113,7 @@ def noise_of_another_row(self: StockNoise, batch: Batch, probs: torch.Tensor, ah
     return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
-MASK, POSITIONS, CUT, NOISE = (
-    Masks.__call__,
-    RaggedDecoder._positions,
-    Stopping.cut,
-    StockNoise.at,
-)
+MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedDecoder._positions, Stopping.cut, StockNoise.at
 FAULTS = {
     "mask": (Masks, "__call__", mask_off_by_one),
     "position": (RaggedDecoder, "_positions", positions_off_by_one),
@@ -177,9 +126,8 @@ FAULTS = {
 def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch):
     """The tests above can fail: each of these errors gives other tokens."""
     target, drafts = models("llama")
-    inputs, chosen = prompts(4), SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": list(range(1, 9))}
-    expected, _ = stock(target, inputs, **chosen)
+    settings = SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": list(range(1, 9))}
     monkeypatch.setattr(*FAULTS[fault])
     strategy = SpeculativeDecoding(drafts["near"], num_draft_tokens=4, verification="coupled")
-    output, _ = ours(target, inputs, strategy, **chosen)
-    assert not torch.equal(output, expected)
+    with pytest.raises(AssertionError, match="another text"):
+        assert_plain(target, strategy, **settings)

@@ -1,5 +1,6 @@
 """transformers' options of prompt lookup, wherever they may stand: a suffix draft, at any batch size."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,47 +38,20 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("asked", [{"prompt_lookup_num_tokens": 4}, ASKED], ids=["number", "number and size"])
-@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("where", ["call", "config", "model", "folder"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_in_the_call_and_in_configs(made: list, rows: int, where: str, asked: dict):
+def test_in_the_call_and_in_configs(made: list, rows: int, where: str, asked: dict, tmp_path: Path):
     target, inputs = repetitive(rows)
-    expected = target.generate(**inputs, **GREEDY)
-    settings = {"call": GREEDY | asked, "config": {"generation_config": GenerationConfig(**GREEDY, **asked)}}
+    expected, call = target.generate(**inputs, **GREEDY), partial(hf_specx.generate, model=target)
+    settings = {"config": {"generation_config": GenerationConfig(**GREEDY, **asked)}, "model": GREEDY}
     if where == "model":
         target.generation_config.update(**asked)
+    elif where == "folder":
+        write_code(tmp_path, str(tmp_path))
+        call = partial(target.generate, custom_generate=str(tmp_path), trust_remote_code=True)
     with Forwards(target) as forwards:
-        assert torch.equal(hf_specx.generate(**inputs, **settings.get(where, GREEDY), model=target), expected)
+        assert torch.equal(call(**inputs, **settings.get(where, GREEDY | asked)), expected)
     assert len(forwards.lengths) < 40
     assert 1 < max(forwards.lengths[1:]) <= 5
-    assert made == [{"args": (4,)} | ({"min_match": 1, "max_match": 3} if asked is ASKED else {})]
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_by_string(tmp_path: Path, rows: int):
-    target, inputs = repetitive(rows)
-    write_code(tmp_path, str(tmp_path))
-    expected = target.generate(**inputs, **GREEDY)
-    loaded = {"custom_generate": str(tmp_path), "trust_remote_code": True}
-    with Forwards(target) as forwards:
-        assert torch.equal(target.generate(**inputs, **GREEDY, **ASKED, **loaded), expected)
-    assert len(forwards.lengths) < 40
-    assert 1 < max(forwards.lengths[1:]) <= 5
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0 is not an int of 1 or more; give one"),
-        ({"prompt_lookup_num_tokens": 2.5}, r"prompt_lookup_num_tokens=2\.5 is not an int"),
-        (
-            {"max_matching_ngram_size": 3},
-            "max_matching_ngram_size=3 is for prompt_lookup_num_tokens, which is",
-        ),
-        (ASKED | {"max_matching_ngram_size": -1}, "max_matching_ngram_size=-1 is not an int of 1 or more"),
-    ],
-)
-def test_bad_numbers(asked: dict, message: str):
-    target, inputs = repetitive(1)
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=message):
-        hf_specx.generate(**inputs, **GREEDY, **asked, model=target)
-    assert not forwards.ids
+    if where != "folder":  # whose code is another module
+        assert made == [{"args": (4,)} | ({"min_match": 1, "max_match": 3} if asked is ASKED else {})]

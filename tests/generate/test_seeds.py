@@ -6,51 +6,19 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from enumerated import draw, exact_distribution, p_values
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
-from hf_specx.common.batch import Batch
-from hf_specx.sampling import rules
-from hf_specx.sampling.noise import SeededNoise
 from hf_specx.sampling.rules import RejectionRule
 
 
-CPU = torch.device("cpu")
 SEEDS = [7, 0, 2**40 + 3, 7]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 
 
-def text(rows: int) -> Batch:
-    return Batch(torch.ones(rows, 4, dtype=torch.int64), None, 0)
-
-
-def stock_noise(seed: int, positions: int) -> torch.Tensor:
-    """What `torch.multinomial` draws for a batch of one: [positions, 7]."""
-    torch.manual_seed(seed)
-    return torch.cat([torch.empty(1, 7).exponential_() for _ in range(positions)])
-
-
-def test_a_row_gets_what_stock_draws_for_it_alone():
-    """Where the rows have drifted apart, where one left, and for positions that are asked for again."""
-    expected = [stock_noise(seed, 12) for seed in SEEDS]
-    state = torch.get_rng_state()
-    noise, batch = SeededNoise(SEEDS, CPU), text(4)
-    for counts, left in (([0, 0, 0, 0], []), ([1, 1, 1, 1], []), ([4, 1, 2, 3], [0]), ([4, 5, 3, 7], [2])):
-        batch.counts = counts
-        batch.retire(left)
-        for ahead, positions in ((0, 1), (1, 1), (2, 1), (0, 4)):
-            drawn = noise.at(batch, torch.empty(len(batch.rows), positions, 7), ahead)
-            for place, row in enumerate(batch.rows):
-                first = counts[row] + ahead
-                assert torch.equal(drawn[place], expected[row][first : first + positions])
-    assert max(map(len, noise.held)) == 4  # a round's noise, however long the text
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_streams_differ_between_rows_and_uses():
-    rule = RejectionRule(True, CPU, [0, 1, 2])
+    rule = RejectionRule(True, torch.device("cpu"), [0, 1, 2])
     rule.begin()
     streams = [one.initial_seed() for of_row in rule.streams for one in of_row.values()]
     assert len(set(streams)) == 9
@@ -164,43 +132,3 @@ def test_seeds_of_each_kind(seeds: Any):
     settings = SAMPLED | {"num_return_sequences": 2, "verification": "coupled", "num_draft_tokens": 3}
     output = generate(**prompts(3), **settings, model=target, draft_model=draft, seeds=seeds)
     assert output[:, 11:].tolist() == expected
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_law_over_seeds_is_the_targets(verification: str):
-    """False alarm 1e-4 for both together."""
-    assert min(p_values(draw(verification, batches=12, rows=1024, seeded=True), exact_distribution([]))) > 1e-4 / 4
-
-
-class OneStream(RejectionRule):
-    """Wrong: a row's acceptance and its residual are drawn with what its drafts are drawn with."""
-
-    def begin(self):
-        super().begin()
-        for streams in self.streams:
-            for name in ("accepting", "choosing"):
-                streams[name].manual_seed(streams["drafting"].initial_seed())
-
-
-class Restarted(RejectionRule):
-    """Wrong: the streams of a row start anew each round."""
-
-    def choose(self, batch, scores, ahead, lengths):
-        if ahead == 0:
-            self.restart("drafting")
-        return super().choose(batch, scores, ahead, lengths)
-
-    def judge(self, batch, draft, scores):
-        self.restart("accepting", "choosing")
-        return super().judge(batch, draft, scores)
-
-    def restart(self, *names):
-        for streams in self.streams:
-            for name in names:
-                streams[name].manual_seed(streams[name].initial_seed())
-
-
-@pytest.mark.parametrize("wrong", [OneStream, Restarted])
-def test_wrong_streams_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: type[RejectionRule]):
-    monkeypatch.setattr(rules, "RejectionRule", wrong)
-    assert min(p_values(draw("token", batches=6, rows=1024, seeded=True), exact_distribution([]))) < 1e-8

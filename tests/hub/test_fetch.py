@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
-from hf_specx.hub.fetch import SMALL_FILES, fingerprint, get_model, get_pair
+from hf_specx.hub.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_pair
 
 
 COMMIT = "c" * 40

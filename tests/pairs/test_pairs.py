@@ -66,8 +66,7 @@ def test_the_precision_of_the_embedded_pair_is_that_of_its_device(monkeypatch: p
     """As on a machine with an accelerator."""
     asked = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("hf_specx.pairs.pair.load_pair", lambda _, **options: asked.append(options["dtype"]))
-    monkeypatch.setattr(DraftTargetPair, "from_loaded", lambda loaded: loaded)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda _, **options: asked.append(options["dtype"]))
     for place in (None, torch.device("cpu"), {"": "cpu"}, "auto", {"model": "cpu", "lm_head": 0}):
         DraftTargetPair.embedded(device_map=place)
     assert asked == [torch.float32] * 3 + ["auto"] * 2

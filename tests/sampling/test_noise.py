@@ -1,4 +1,4 @@
-"""Randomness: the stream of stock sampling, and three independent ones."""
+"""What is kept of the noise of plain sampling, and its precision; that it is plain's is in test_equality.py."""
 
 import pytest
 import torch
@@ -12,48 +12,14 @@ from hf_specx.sampling.rules import CoupledRule
 from hf_specx.sampling.verify import race
 
 
-def test_stock_noise_in_any_order_and_from_saved_states():
-    like = torch.empty(3, 1, 7)
-    torch.manual_seed(0)
-    expected = [torch.empty(3, 7).exponential_() for _ in range(6)]
-    for window in (0, 2, 100):
-        torch.manual_seed(0)
-        noise = StockNoise(3, torch.device("cpu"), window)
-        batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
-        for position in (2, 0, 5, 2, 1, 5, 0):
-            assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
-        noise.finish(4)
-        assert torch.equal(torch.empty(3, 7).exponential_(), expected[4])
-
-
 def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LATEST_STATES", 8)
     monkeypatch.setattr(module, "STATE_EVERY", 4)
-    like = torch.empty(2, 1, 7)
-    torch.manual_seed(0)
-    expected = [torch.empty(2, 7).exponential_() for _ in range(40)]
-    torch.manual_seed(0)
     noise = StockNoise(2, torch.device("cpu"), window=2)
     batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
     for position in (*range(38), 3, 11, 37, 0, 21):
-        assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
+        noise.at(batch, torch.empty(2, 1, 7), position)
     assert list(noise.states) == [*range(0, 31, 4), *range(31, 39)]
-    for columns in (36, 19):
-        noise.finish(columns)
-        assert torch.equal(torch.empty(2, 7).exponential_(), expected[columns])
-
-
-def test_rows_that_drifted_apart_get_their_own_positions():
-    torch.manual_seed(0)
-    expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])
-    torch.manual_seed(0)
-    noise = StockNoise(3, torch.device("cpu"), window=4)
-    batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
-    batch.counts = [5, 0, 2]
-    batch.retire([1])
-    drawn = noise.at(batch, torch.empty(2, 3, 7), ahead=0)
-    assert torch.equal(drawn[0], expected[5:8, 0])
-    assert torch.equal(drawn[1], expected[2:5, 2])
 
 
 def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
@@ -72,18 +38,13 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("most", "held"), [(2**30, 12), (0, 3)])
-def test_noise_that_would_take_too_much_memory_is_drawn_again(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
+def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST_HELD", most)
-    torch.manual_seed(0)
-    expected = torch.stack([torch.empty(2, 7).exponential_() for _ in range(12)])
-    torch.manual_seed(0)
     noise = StockNoise(2, torch.device("cpu"), window=100)
     batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
     for batch.counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
         noise.at(batch, like, ahead=0)
     assert len(noise.held[0]) == held
-    batch.counts = [9, 9]
-    assert torch.equal(noise.at(batch, like, ahead=0)[0], expected[9:, 0])
 
 
 @pytest.mark.parametrize("seeds", [None, [3, 4]])

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from all_pairs import once
-from counting import counting
+from criteria import RowAndPrefix
+from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
 from transformers import SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as host
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding
 
@@ -35,51 +36,41 @@ SETTINGS = {
     "SynthID": {"watermarking_config": SYNTHID},
     "guidance": {"guidance_scale": 1.6},
     "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
+    "almost cold": {"temperature": 1e-3},
+    "row, length and prefix": {
+        "logits_processor": [RowAndPrefix()],
+        "prefix_allowed_tokens_fn": lambda row, ids: [i for i in range(48) if (i + row + len(ids)) % 3],
+        "eos_token_id": 7,
+    },
+    "of a chat": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "temperature": 0.7, "top_p": 0.9},
+    "of long texts": {
+        "min_new_tokens": 20,
+        "eos_token_id": [5, 6],
+        "bad_words_ids": [[3, 4], [7]],
+        "begin_suppress_tokens": [9],
+    },
+    "of marked texts": {
+        "sequence_bias": [[[9], 2.0], [[5, 6], -3.0]],
+        "encoder_repetition_penalty": 1.2,
+        "exponential_decay_length_penalty": (4, 1.1),
+        "forced_eos_token_id": 5,
+        "eos_token_id": 5,
+        "watermarking_config": {"bias": 2.0},
+    },
+    "own and others": {
+        "logits_processor": [RowAndPrefix(), host.NoRepeatNGramLogitsProcessor(2)],
+        "repetition_penalty": 1.2,
+    },
 }
 
 
-@pytest.mark.parametrize(("name", "do_sample"), once(SETTINGS, [False, True]))
-def test_equals_stock(name: str, do_sample: bool):
+@pytest.mark.parametrize(("name", "do_sample", "rows"), once(SETTINGS, [False, True], [4, 1, 8]))
+def test_equals_stock(name: str, do_sample: bool, rows: int):
     target = tiny()
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24} | SETTINGS[name]
-    torch.manual_seed(1)
-    with counting(target) as plain:
-        expected = target.generate(**prompts(4), **settings)
-    state = torch.get_rng_state()
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | SETTINGS[name]
     for noise in (0.05, 2.0):
-        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
-        torch.manual_seed(1)
-        with counting(target) as forwards:
-            output = target.generate(**prompts(4), **settings, custom_generate=strategy)
-        assert torch.equal(output, expected)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert noise > 1 or len(forwards) < len(plain)
-
-
-class RowAndPrefix(LogitsProcessor):
-    """Depends on the row's place in the batch, the length and the last token."""
-
-    stateless = True
-
-    def __call__(self, input_ids, scores):
-        rows = torch.arange(len(scores))
-        scores = scores.clone()
-        scores[rows, (input_ids[:, -1] + rows + input_ids.shape[1]) % scores.shape[1]] += 4
-        return scores
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_row_length_and_prefix_are_the_stock_ones(do_sample: bool):
-    target = tiny()
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "eos_token_id": 7}
-    settings["logits_processor"] = LogitsProcessorList([RowAndPrefix()])
-    settings["prefix_allowed_tokens_fn"] = lambda row, ids: [i for i in range(48) if (i + row + len(ids)) % 3]
-    torch.manual_seed(1)
-    expected = target.generate(**prompts(4), **settings)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
-    torch.manual_seed(1)
-    output = target.generate(**prompts(4), **settings, custom_generate=strategy)
-    assert torch.equal(output, expected)
+        found = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
+        assert noise > 1 or found.forwards < found.plain
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -94,30 +85,25 @@ def test_a_strict_constraint_is_asked_only_what_stock_may_ask(rows: int, do_samp
         assert len(written) <= lengths[row], "behind the end"
         return [row, row + 5] if len(written) == lengths[row] else [t for t in range(10, 48) if t % 5 == row]
 
-    target = tiny()
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 12, "eos_token_id": list(range(10))}
-    settings |= {"pad_token_id": 47, "prefix_allowed_tokens_fn": allowed}
-    inputs = prompts(rows)
-
     def tolerant(row: int, ids: torch.Tensor) -> list[int]:
         return [47] if (ids[11:] < 10).any() else allowed(row, ids)  # stock asks on for finished rows
 
-    torch.manual_seed(1)
-    expected = target.generate(**inputs, **settings | {"prefix_allowed_tokens_fn": tolerant})
+    target = tiny()
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 12, "eos_token_id": list(range(10))}
+    settings |= {"pad_token_id": 47}
     for noise in (0.0, 0.05, 2.0):
-        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
-        torch.manual_seed(1)
-        output = target.generate(**inputs, **settings, custom_generate=strategy)
-        assert torch.equal(output, expected)
+        asked = iter([tolerant, allowed])  # stock is the first
+        fresh = lambda asked=asked: {"prefix_allowed_tokens_fn": next(asked)}  # noqa: E731
+        assert_plain(target, coupled(target, noise), prompts(rows), fresh, **settings)
 
 
-def test_warpers_act_once_on_the_draft():
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_warpers_act_once_on_the_draft(verification: str):
     """With the draft equal to the target and T = 0.5, everything is accepted; twice the temperature would not be."""
     target = tiny()
-    strategy = SpeculativeDecoding(target, num_draft_tokens=4, verification="token")
-    target.generate(
-        **prompts(4), do_sample=True, temperature=0.5, top_k=10, max_new_tokens=30, custom_generate=strategy
-    )
+    strategy = SpeculativeDecoding(target, num_draft_tokens=4, verification=verification)
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 10, "max_new_tokens": 30}
+    target.generate(**prompts(4), **settings, custom_generate=strategy)
     assert strategy.report.alpha > 1 - 1e-5
     assert strategy.report.acceptance_rate == 1
 
@@ -133,16 +119,11 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
             return scores.to(dtype)
 
     target = tiny(vocab_size=1000)
-    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": [Precise()]}
-    torch.manual_seed(1)
-    free = target.generate(**prompts(3), **settings)
-    settings["eos_token_id"] = next(token for token in free[0, -12:].tolist() if token > 256 and token % 4)
-    torch.manual_seed(1)
-    expected = target.generate(**prompts(3), **settings)
-    assert (expected == settings["eos_token_id"]).any()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
-    torch.manual_seed(1)
-    assert torch.equal(target.generate(**prompts(3), **settings, custom_generate=strategy), expected)
+    own = [Precise(), host.RepetitionPenaltyLogitsProcessor(1.3), host.NoRepeatNGramLogitsProcessor(2)]
+    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": own}
+    free = assert_plain(target, coupled(target, 0.05), prompts(3), **settings).text
+    end = next(token for token in free[0, -12:].tolist() if token > 256 and token % 4)
+    assert (assert_plain(target, coupled(target, 0.05), prompts(3), **settings, eos_token_id=end).text == end).any()
 
 
 def prefix_of(texts: torch.Tensor, tolerant: bool):
@@ -157,11 +138,9 @@ def test_texts_that_are_allowed_nothing_may_be_candidates(tolerant: bool):
     target = tiny()
     settings = {"do_sample": False, "max_new_tokens": 24}
     settings["prefix_allowed_tokens_fn"] = prefix_of(target.generate(**prompts(4), **settings), tolerant)
-    expected = target.generate(**prompts(4), **settings)
     lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
     for draft in (near(target, 0.3), lookup):
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
-        assert torch.equal(target.generate(**prompts(4), **settings, custom_generate=strategy), expected)
+        assert_plain(target, SpeculativeDecoding(draft, num_draft_tokens=4), **settings)
 
 
 def test_a_text_that_is_allowed_nothing_is_an_error_as_in_stock():
@@ -169,42 +148,5 @@ def test_a_text_that_is_allowed_nothing_is_an_error_as_in_stock():
     settings["prefix_allowed_tokens_fn"] = lambda row, ids: [] if len(ids) == 14 and row == 1 else [5, 6]
     with pytest.raises(ValueError, match="empty list"):
         target.generate(**prompts(2), **settings)
-    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4)
     with pytest.raises(ValueError, match="allows no token in row 1 after 3 new ones"):
-        target.generate(**prompts(2), **settings, custom_generate=strategy)
-
-
-MIXES = {
-    "chat": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "temperature": 0.7, "top_p": 0.9},
-    "long": {
-        "min_new_tokens": 20,
-        "eos_token_id": [5, 6],
-        "bad_words_ids": [[3, 4], [7]],
-        "begin_suppress_tokens": [9],
-    },
-    "marked": {
-        "sequence_bias": [[[9], 2.0], [[5, 6], -3.0]],
-        "encoder_repetition_penalty": 1.2,
-        "exponential_decay_length_penalty": (4, 1.1),
-        "forced_eos_token_id": 5,
-        "eos_token_id": 5,
-        "watermarking_config": {"bias": 2.0},
-    },
-    "own": {"logits_processor": [RowAndPrefix(), host.NoRepeatNGramLogitsProcessor(2)], "repetition_penalty": 1.2},
-}
-
-
-@pytest.mark.parametrize(("name", "rows", "do_sample"), once(MIXES, [1, 8], [False, True]))
-def test_texts_are_those_of_plain_generate(name: str, rows: int, do_sample: bool):
-    target, inputs = tiny(), prompts(rows)
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | MIXES[name]
-    torch.manual_seed(1)
-    with counting(target) as plain:
-        expected = target.generate(**inputs, **settings)
-    for noise in (0.02, 2.0):
-        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
-        torch.manual_seed(1)
-        with counting(target) as forwards:
-            output = target.generate(**inputs, **settings, custom_generate=strategy)
-        assert torch.equal(output, expected)
-        assert noise > 1 or len(forwards) < 0.8 * len(plain)
+        target.generate(**prompts(2), **settings, custom_generate=coupled(target, 0.0))

@@ -3,34 +3,26 @@
 import pytest
 import torch
 from criteria import RowSumIs
-from tiny import near, prompts, tiny
+from plain import assert_plain, coupled
+from tiny import prompts, tiny
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
-
-from hf_specx import SpeculativeDecoding
 
 
 @pytest.mark.parametrize("eos_token_id", [None, 5])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: int | None):
     """With an end token stopped rows are padded; without one stock writes on until the last row stops."""
-    target = tiny()
-    criteria = StoppingCriteriaList([RowSumIs()])
+    target, criteria = tiny(), StoppingCriteriaList([RowSumIs()])
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "eos_token_id": eos_token_id}
-    torch.manual_seed(8)
-    expected = target.generate(**prompts(4), **settings, stopping_criteria=criteria)
-    state = torch.get_rng_state()
-    assert 11 + 1 < expected.shape[1] < 11 + 40
     for noise in (0.0, 0.05, 2.0):
-        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
-        torch.manual_seed(8)
-        output = target.generate(**prompts(4), **settings, stopping_criteria=criteria, custom_generate=strategy)
-        assert torch.equal(output, expected)
-        assert torch.equal(torch.get_rng_state(), state)
-        ends = [criteria[0](expected[:, : 11 + n], None) for n in range(1, expected.shape[1] - 10)]
+        strategy = coupled(target, noise)
+        text = assert_plain(target, strategy, seed=8, **settings, stopping_criteria=criteria).text
+        assert 11 + 1 < text.shape[1] < 11 + 40
+        ends = [criteria[0](text[:, : 11 + n], None) for n in range(1, text.shape[1] - 10)]
         stops = torch.stack(ends).int().argmax(0) + 1
-        assert eos_token_id is not None or max(stops) == expected.shape[1] - 11
-        assert max(strategy.report.emitted_per_row) == expected.shape[1] - 11
+        assert eos_token_id is not None or max(stops) == text.shape[1] - 11
+        assert max(strategy.report.emitted_per_row) == text.shape[1] - 11
 
 
 class StopAt(StoppingCriteria):
@@ -57,13 +49,8 @@ def test_nothing_behind_a_stop_matters(seed: int, eos_token_id: int | None):
     target = tiny()
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "eos_token_id": eos_token_id, "pad_token_id": 0}
     settings |= {"stopping_criteria": [StopAt()], "logits_processor": [NothingBehind()]}
-    torch.manual_seed(seed)
-    expected = target.generate(**prompts(1), **settings)
-    for verification in ("coupled", "block"):
-        strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4, verification=verification)
-        torch.manual_seed(seed)
-        output = target.generate(**prompts(1), **settings, custom_generate=strategy)
-        assert verification == "block" or torch.equal(output, expected)
+    assert_plain(target, coupled(target, 0.0), prompts(1), seed=seed, **settings)
+    target.generate(**prompts(1), **settings, custom_generate=coupled(target, 0.0, verification="block"))
 
 
 class OddEnd(StoppingCriteria):
@@ -78,16 +65,14 @@ class OddEnd(StoppingCriteria):
 def test_any_criterion_with_an_end_token_pads_finished_rows():
     target, criteria = tiny(), StoppingCriteriaList([OddEnd()])
     settings = {"do_sample": False, "max_new_tokens": 30, "stopping_criteria": criteria}
-    expected = target.generate(**prompts(4), **settings)
-    assert (expected[:, -1] == 0).any()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
-    assert torch.equal(target.generate(**prompts(4), **settings, custom_generate=strategy), expected)
+    text = assert_plain(target, coupled(target, 0.05), **settings).text
+    assert (text[:, -1] == 0).any()
 
 
 def test_each_row_drafts_no_more_than_it_can_emit():
     """With the token that follows; so a row near its end does not shorten the drafts of others."""
     target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=4, verification="coupled")
+    strategy = coupled(target, 0.3)
     target.generate(**prompts(8), do_sample=True, max_new_tokens=30, custom_generate=strategy)
     assert len(set(map(len, strategy.report.history))) > 1
     for first, *rounds in strategy.report.history:

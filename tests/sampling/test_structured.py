@@ -2,17 +2,21 @@
 
 import copy
 import re
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from grammar_cases import CASES, LIBRARIES, SCHEMAS, able, installed, make, pair, valid, vocabulary
+from plain import assert_plain
+from rounds import Heard
 from tiny import Forwards, tiny
 
 from hf_specx import SpeculativeDecoding, sampling
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft, Round
+from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.suffix import SuffixDraft
 
@@ -20,8 +24,6 @@ from hf_specx.drafting.suffix import SuffixDraft
 TEXTS = ["The answer as JSON: ", "Tom wrote", "Here is what the machine said, in short: ", "{}", "Once upon a time"]
 TEXTS += ["a b", "Colours", "My name is"]
 NEW = 40
-EVERY = [(library, case) for library in LIBRARIES for case in CASES if able(library, case)]
-FEW = EVERY[::9]
 
 
 def need(library: str) -> None:
@@ -40,45 +42,37 @@ def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = Fals
     """Text and generator are those of plain `generate` with a fresh processor, in fewer forwards; ended texts fit."""
     need(library)
     target, inputs = pair().target, given(rows)
-    width = inputs["input_ids"].shape[1]
+    width, processors = inputs["input_ids"].shape[1], [make(library, case, inputs["input_ids"].shape[1]) for _ in "ab"]
     options = {"max_new_tokens": NEW, "do_sample": sampled} | ({"top_k": 0} if sampled else {})
-    torch.manual_seed(1)
-    plain = target.generate(**inputs, **options, logits_processor=[make(library, case, width)])
-    state = torch.get_rng_state()
-    draft = SuffixDraft() if suffix else pair().draft
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled" if sampled else None)
-    torch.manual_seed(1)
-    processor = make(library, case, width)
+    draft, verification = SuffixDraft() if suffix else pair().draft, "coupled" if sampled else None
+    strategy, unused = SpeculativeDecoding(draft, num_draft_tokens=4, verification=verification), iter(processors)
     with Forwards(target) as forwards:
-        made = target.generate(**inputs, **options, logits_processor=[processor], custom_generate=strategy)
-    assert made.tolist() == plain.tolist()
-    assert torch.equal(state, torch.get_rng_state())
+        found = assert_plain(target, strategy, inputs, lambda: {"logits_processor": [next(unused)]}, **options)
     assert strategy.report.layout == "ragged"
-    texts = plain[:, width:].tolist()
+    texts = found.text[:, width:].tolist()
     emitted = sum(new.index(0) + 1 if 0 in new else len(new) for new in texts)
-    few = emitted <= 4 * rows  # there may be nothing to save
-    assert few or sum(len(ids) for ids in forwards.ids) < emitted  # a row that is done is fed no more
+    fed = sum(len(ids) for ids in forwards.ids) - rows * found.plain  # a row that is done is fed no more
+    assert fed < emitted or emitted <= 4 * rows  # there may be nothing to save
     for new in texts:
         if 0 in new:
             assert valid(case, pair().tokenizer.decode(new[: new.index(0)]))
     if library != "prefix function":  # what the user made was not used up
         torch.manual_seed(1)
-        assert target.generate(**inputs, **options, logits_processor=[processor]).tolist() == plain.tolist()
+        again = target.generate(**inputs, **options, logits_processor=[processors[1]])
+        assert torch.equal(again, found.text)
+
+
+def grammars() -> Iterator:
+    """Every library, grammar, number of rows and mode; few of them in the default run."""
+    for number, (library, case) in enumerate((one, case) for one in LIBRARIES for case in CASES if able(one, case)):
+        for rows, sampled in product([1, 4, 8], [False, True]):
+            few = number % 9 == 0 and (rows, sampled) in ((1, False), (4, True))
+            yield pytest.param(library, case, rows, sampled, marks=() if few else pytest.mark.slow)
 
 
 @pytest.mark.filterwarnings("ignore:Error in LLMatcher")
-@pytest.mark.parametrize(("library", "case"), FEW)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_text_is_that_of_plain_generate(library: str, case: str, sampled: bool):
-    check(library, case, 4 if sampled else 1, sampled)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
-@pytest.mark.parametrize(("library", "case"), EVERY)
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_every_grammar(library: str, case: str, rows: int, sampled: bool):
+@pytest.mark.parametrize(("library", "case", "rows", "sampled"), grammars())
+def test_text_is_that_of_plain_generate(library: str, case: str, rows: int, sampled: bool):
     check(library, case, rows, sampled)
 
 
@@ -86,16 +80,6 @@ def test_every_grammar(library: str, case: str, rows: int, sampled: bool):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_forced_tokens_alone_make_it_faster(library: str, sampled: bool):
     check(library, "constants", 1, sampled, suffix=True)
-
-
-class Rounds:
-    """Keeps each round."""
-
-    def __init__(self):
-        self.seen: list[Round] = []
-
-    def observe(self, done: Round) -> None:
-        self.seen.append(done)
 
 
 class Half(Drafter):
@@ -116,14 +100,14 @@ class Half(Drafter):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
     need(library)
-    target, rounds, inputs = pair().target, Rounds(), given(1)
+    target, rounds, inputs = pair().target, Heard(lambda done: done), given(1)
     width, options = inputs["input_ids"].shape[1], {**inputs, "max_new_tokens": 16, "do_sample": False}
     plain = target.generate(**options, logits_processor=[make(library, "constants", width)])
     strategy = SpeculativeDecoding([Half(plain[0]), pair().draft], num_draft_tokens=2)
     strategy.listeners = (rounds,)
     made = target.generate(**options, logits_processor=[make(library, "constants", width)], custom_generate=strategy)
     assert made.tolist() == plain.tolist()
-    numbers = [(one.draft.lengths, one.accepted) for one in rounds.seen if one.draft.sources == ["half"]]
+    numbers = [(one.draft.lengths, one.accepted) for one in rounds if one.draft.sources == ["half"]]
     assert len(numbers) > 4
     assert all(pair == ([1], [1]) for pair in numbers)
 
@@ -132,13 +116,11 @@ def test_each_row_may_have_a_grammar_of_its_own():
     xgrammar = pytest.importorskip("xgrammar")
     grammars = [make("xgrammar", case).compiled_grammars[0] for case in ("flat", "words", "endless", "array")]
     inputs, target = given(4), pair().target
-    options = {"max_new_tokens": NEW, "do_sample": False}
-    plain = target.generate(**inputs, **options, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(grammars)])
-    processor, strategy = xgrammar.contrib.hf.LogitsProcessor(grammars), SpeculativeDecoding(pair().draft)
-    made = target.generate(**inputs, **options, logits_processor=[processor], custom_generate=strategy)
-    assert made.tolist() == plain.tolist()
+    options, strategy = {"max_new_tokens": NEW, "do_sample": False}, SpeculativeDecoding(pair().draft)
+    make_new = lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammars)]}  # noqa: E731
+    assert_plain(target, strategy, inputs, make_new, **options)
     with pytest.raises(ValueError, match=r"4 compiled grammars for 3 rows"):
-        target.generate(**given(3), **options, logits_processor=[processor], custom_generate=strategy)
+        target.generate(**given(3), **options, **make_new(), custom_generate=strategy)
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines", "outlines llguidance"])

@@ -1,5 +1,7 @@
 """The joint distribution of the first tokens: drawn through `generate`, enumerated exactly, and compared."""
 
+import copy
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -37,12 +39,16 @@ class Tokenizer:
 
 
 @cache
-def models(draft_vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target and a draft of one layer; a round accepts 1.16 candidates of 3 by token and 1.34 by block."""
+def model(seed: int, vocab_size: int) -> PreTrainedModel:
+    """One of one layer."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    sizes |= {"num_hidden_layers": 1, "initializer_range": 0.25, "max_position_embeddings": 16}
-    target = tiny("llama", seed=0, vocab_size=VOCAB_SIZE, **sizes)
-    return target, tiny("llama", seed=12, vocab_size=draft_vocab_size, **sizes)
+    sizes |= {"num_hidden_layers": 1, "initializer_range": 0.25, "max_position_embeddings": 32}
+    return tiny("llama", seed=seed, vocab_size=vocab_size, **sizes)
+
+
+def models(draft_vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target and a draft; a round accepts 1.16 candidates of 3 by token and 1.34 by block."""
+    return model(0, VOCAB_SIZE), model(12, draft_vocab_size)
 
 
 def draw(
@@ -51,34 +57,35 @@ def draw(
     rows: int,
     draft_vocab_size: int = VOCAB_SIZE,
     num_draft_tokens: int | str = NUM_DRAFT_TOKENS,
-    seeded: bool = False,
     **settings,
 ) -> torch.Tensor:
-    """The first tokens of rows that all have the same prompt, and seeds 0, 1, 2, ...: [batches * rows, DEPTH]."""
-    target, draft = models(draft_vocab_size)
-    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
+    """`first_tokens` with a draft model."""
+    draft, both = models(draft_vocab_size)[1], {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
     strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens, verification=verification, **both)
+    return first_tokens(strategy, batches, rows, **settings)
+
+
+def first_tokens(
+    strategy: SpeculativeDecoding, batches: int, rows: int, seeded: bool = False, fresh: Callable = dict, **settings
+) -> torch.Tensor:
+    """Those of rows that all have the same prompt, by any strategy: [batches * rows, DEPTH].
+
+    Args:
+        seeded: whether rows have the seeds 0, 1, 2, ...
+        fresh: gives what is new in each call.
+    """
+    target, width = models()[0], PROMPT.shape[1]
     prompt = PROMPT.to(target.device).expand(rows, -1)
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
     torch.manual_seed(0)
     seeds = torch.arange(batches * rows).view(batches, rows).tolist()
-    texts = [target.generate(**inputs, **options, seeds=batch if seeded else None) for batch in seeds]
-    width = PROMPT.shape[1]
+    texts = [target.generate(**inputs, **options, **fresh(), seeds=batch if seeded else None) for batch in seeds]
     padded = [torch.nn.functional.pad(t, (0, width + NEW_TOKENS - t.shape[1]), value=PAD) for t in texts]
     return torch.cat(padded)[:, width : width + DEPTH].cpu()
 
 
 @torch.no_grad()
-def first_tokens(strategy: SpeculativeDecoding, batches: int, rows: int, **settings) -> torch.Tensor:
-    """Those of rows that all have the same prompt, by any strategy: [batches * rows, DEPTH]."""
-    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = torch.cat([models()[0].generate(**inputs, **options) for _ in range(batches)])
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
-
-
 def exact_distribution(
     processors: list, end: int | None = None, target: PreTrainedModel | None = None
 ) -> torch.Tensor:
@@ -86,7 +93,7 @@ def exact_distribution(
     texts = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * DEPTH)  # [V^DEPTH, DEPTH]
     ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
     logits = (target or models()[0])(ids).logits
-    exact = torch.ones(len(texts), dtype=torch.float64)
+    exact, processors = torch.ones(len(texts), dtype=torch.float64), copy.deepcopy(processors)  # some keep state
     for i, token in enumerate(texts.unbind(1)):
         seen = PROMPT.shape[1] + i
         scores = LogitsProcessorList(processors)(ids[:, :seen], logits[:, seen - 1])

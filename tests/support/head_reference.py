@@ -46,6 +46,10 @@ def confidences(head: TinyHead, embeddings: Tensor, tokens, states, drafted) -> 
     return torch.sigmoid(features @ weights["confidence_head.proj.weight"][0] + weights["confidence_head.proj.bias"])
 
 
+def _doubles(head: TinyHead) -> dict[str, Tensor]:
+    return {name: value.double() if value.is_floating_point() else value for name, value in head.weights.items()}
+
+
 def _rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 

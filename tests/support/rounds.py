@@ -1,10 +1,27 @@
 """Rounds as a test writes them by hand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hf_specx.common.round import Draft, Round
+
+
+class Heard(list):
+    """Listens: what `of` says of each round, in order."""
+
+    def __init__(self, of: Callable[[Round], Any]):
+        super().__init__()
+        self.of = of
+
+    def observe(self, done: Round) -> None:
+        self.append(self.of(done))
+
+
+def numbers() -> Heard:
+    """The most candidates of a row in each round."""
+    return Heard(lambda done: max(done.draft.lengths))
 
 
 def made_round(

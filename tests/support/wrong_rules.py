@@ -44,6 +44,34 @@ class GreedyDraft(RejectionRule):
         return scores.argmax(-1), scores.softmax(-1)
 
 
+class OneStream(RejectionRule):
+    """A row's acceptance and its residual are drawn with what its drafts are drawn with."""
+
+    def begin(self):
+        super().begin()
+        for streams in self.streams:
+            for name in ("accepting", "choosing"):
+                streams[name].manual_seed(streams["drafting"].initial_seed())
+
+
+class Restarted(RejectionRule):
+    """The streams of a row start anew each round."""
+
+    def choose(self, batch, scores, ahead, lengths):
+        if ahead == 0:
+            self.restart("drafting")
+        return super().choose(batch, scores, ahead, lengths)
+
+    def judge(self, batch, draft, scores):
+        self.restart("accepting", "choosing")
+        return super().judge(batch, draft, scores)
+
+    def restart(self, *names):
+        for streams in self.streams:
+            for name in names:
+                streams[name].manual_seed(streams[name].initial_seed())
+
+
 def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verdict:
     """Block verification with `break` where the paper goes on to the later indices."""
     index = torch.arange(candidates.shape[1])
@@ -68,4 +96,8 @@ CONTROLS: dict[str, tuple[str, str, str, object]] = {
     "greedy draft, soft q": ("token", "sampling.rules", "RejectionRule", GreedyDraft),
     "block up to the first failure": ("block", "sampling.rules", "verify_block", block_to_first_failure),
     "unlikely candidates dropped": ("token", "sampling.rules", "verify_token", token_without_unlikely),
+}
+SEEDED_CONTROLS: dict[str, tuple[str, str, str, object]] = {
+    "one stream for all uses": ("token", "sampling.rules", "RejectionRule", OneStream),
+    "streams that start anew": ("token", "sampling.rules", "RejectionRule", Restarted),
 }

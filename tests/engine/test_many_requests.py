@@ -1,0 +1,153 @@
+"""Requests of `generate_many`: which are taken when, which are refused, and what a cache may hold."""
+
+import re
+
+import pytest
+import torch
+from many import GREEDY, alone, completed, requests
+from rounds import Heard
+from tiny import VOCAB_SIZE, Forwards, near, tiny
+
+from hf_specx import Request, SpeculativeDecoding
+from hf_specx.models.slots import MARGIN, SlotLayer
+
+
+def test_requests_are_taken_as_places_become_free():
+    """Of an endless iterable no more than the batch and one more are read ahead."""
+    target, read = tiny(), []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield Request([1 + len(read) % 40], 4, seed=len(read))
+
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    completions = strategy.generate_many(target, endless(), batch_size=3, ordered=True, **GREEDY)
+    for number in range(20):
+        assert next(completions).index == number
+        assert len(read) <= number + 8
+    completions.close()
+
+
+def test_a_bounded_cache():
+    """Requests that do not fit beside others wait, and one that never fits is refused by its number."""
+    target = tiny()
+    taken = Heard(lambda done: len(done.rows) * (done.batch.width + max(done.before)))  # slots of the cache
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    strategy.listeners = (taken,)
+    asked = [Request([1] * length, 10) for length in (4, 4, 20, 4, 60, 4)]
+    found = completed(strategy, target, asked, batch_size=4, max_batch_tokens=60, **GREEDY)
+    assert found[4].finish_reason == "refused"
+    assert (
+        "request 4: the prompt has 60 tokens and may get 10 new ones, more than there is room for: max_batch_tokens=60"
+        in found[4].error
+    )
+    expected = [alone(target, request, **GREEDY) for request in asked]
+    assert all(found[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
+    assert max(taken) <= 60
+
+
+@pytest.mark.parametrize("sizes", [[(80, 5), (80, 9), (90, 4), (100, 10)], [(10, 5), (10, 5), (10, 100), (10, 100)]])
+def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatch: pytest.MonkeyPatch):
+    """Not even as other requests come, with longer prompts and limits."""
+    target, taken, update = tiny(), [], SlotLayer.update
+
+    def noting(layer, *args, **kwargs):
+        seen = update(layer, *args, **kwargs)
+        taken.append(layer.keys.shape[0] * (layer.keys.shape[2] - MARGIN))
+        return seen
+
+    monkeypatch.setattr(SlotLayer, "update", noting)
+    asked = [Request([1] * length, limit) for length, limit in sizes]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    completed(strategy, target, asked, batch_size=2, max_batch_tokens=220, **GREEDY | {"eos_token_id": None})
+    assert max(taken) <= 220
+
+
+NOT_SERVED = [
+    ([], r"input_ids=\[\] is no prompt; give a list of token ids"),
+    (Request([1], seed=-1), "seed=-1"),
+    (Request([1], max_new_tokens=200), "position"),
+    ([1.5], r"input_ids=\[1.5\] is no prompt; give"),
+    (None, "input_ids=None is no prompt; give"),
+    ("a b", "input_ids='a b' is no prompt; give"),
+    (torch.ones(3, dtype=torch.int64, device="meta"), "device='meta'.* is no prompt; give"),
+    ([1, VOCAB_SIZE], f"the token id {VOCAB_SIZE}"),
+    ([-1], "the token id -1"),
+    (Request([1], max_new_tokens="3"), "max_new_tokens='3' is no number"),
+    (Request([1], logits_processor=max), "put a single one into a list"),
+]
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_requests_that_cannot_be_served(batch_size: int):
+    """Each is refused by its number, and those around them get their texts."""
+    target = tiny("gpt2")
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    asked = [[1, 2], *(wrong for wrong, _ in NOT_SERVED), [3]]
+    found = completed(strategy, target, asked, batch_size=batch_size, **GREEDY)
+    for number, (_, told) in enumerate(NOT_SERVED, 1):
+        assert found[number].finish_reason == "refused"
+        assert re.search(f"request {number}: .*{told}", found[number].error)
+    assert [found[n].tokens for n in (0, 12)] == [alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])]
+
+
+@pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
+def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
+    """So it is an error at once; a later one is refused alone, and its tokens are none that could be an answer."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    with pytest.raises(ValueError, match="is no prompt; give a list of token ids"):
+        list(strategy.generate_many(target, [wrong, wrong], **GREEDY))
+    found = completed(strategy, target, [[1, 2], wrong], **GREEDY)
+    assert found[1].tokens is None
+    assert "is no prompt" in found[1].error
+    assert found[0].tokens == alone(target, Request([1, 2]), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
+        ({"seeds": [1]}, "seeds= belongs to one call"),
+        ({"foo": 2}, "unknown argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
+        ({"max_new_token": 2}, "unknown argument 'max_new_token'; did you mean 'max_new_tokens'"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature"),
+        ({"requests": 7}, "requests is an int; give a list of prompts, each a list of token ids"),
+        ({"requests": "a text"}, "requests is a str; give"),
+        ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),
+        ({"requests": [1, 2]}, "requests is a single prompt; give a list of prompts"),
+        ({"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])}, "a Tensor, whose rows may hold pads; "),
+    ],
+)
+def test_arguments_that_are_refused(options: dict, told: str):
+    """Before anything is iterated over."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2))
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
+        strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
+    assert not forwards.ids
+
+
+def test_an_error_of_the_input_loses_nothing_that_was_taken():
+    """Nor is anything read after it, though the iterable could go on."""
+    target, asked, found = tiny(), requests(9), {}
+    broken = map({number: asked[number] for number in range(9) if number != 6}.__getitem__, range(9))
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    with pytest.raises(KeyError, match="6"):
+        found.update(
+            (done.index, done.tokens) for done in strategy.generate_many(target, broken, batch_size=4, **GREEDY)
+        )
+    assert found == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked[:6])}
+
+
+@pytest.mark.parametrize("spread", [0, 1])
+def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypatch: pytest.MonkeyPatch):
+    """The target or the draft."""
+    models = [tiny(), near(tiny(), 0.2)]
+    monkeypatch.setattr("hf_specx.engine.queue.synced_by_default", lambda *asked: models[spread] in asked)
+    told = r"spread over processes \(FSDP or ZeRO-3\)"
+    with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
+        SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)
+    assert not forwards.ids

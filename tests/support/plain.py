@@ -1,0 +1,56 @@
+"""Plain `generate` beside ours: the same text under one seed, and the generator left in the same state."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from counting import counting
+from tiny import near, prompts
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding
+
+
+def coupled(target: PreTrainedModel, noise: float, **options: Any) -> SpeculativeDecoding:
+    """By default four candidates of a draft that is the target with noise, judged so that the text is plain's."""
+    return SpeculativeDecoding(near(target, noise), **{"num_draft_tokens": 4, "verification": "coupled"} | options)
+
+
+class Compared(NamedTuple):
+    """What both calls came to.
+
+    Attributes:
+        text: [B, L + N].
+        forwards: how many of the target ours took.
+        plain: how many plain `generate` took.
+    """
+
+    text: torch.Tensor
+    forwards: int
+    plain: int
+
+
+def assert_plain(
+    target: PreTrainedModel,
+    strategy: SpeculativeDecoding,
+    inputs: dict[str, Any] | None = None,
+    fresh: Callable[[], dict] = dict,
+    seed: int = 1,
+    **settings: Any,
+) -> Compared:
+    """
+    Args:
+        inputs: of the call, by default four prompts.
+        fresh: gives settings that have to be new in each of both calls, as processors that keep state.
+    """
+    inputs, found = prompts(4) if inputs is None else inputs, []
+    for one in (None, strategy):
+        torch.manual_seed(seed)
+        with counting(target) as forwards:
+            output = target.generate(**inputs, **settings | fresh(), custom_generate=one)
+        found.append((getattr(output, "sequences", output), torch.get_rng_state(), len(forwards)))
+    (expected, state, plain), (text, left, ours) = found
+    assert torch.equal(text, expected), "another text"
+    if strategy.report.verification not in ("token", "block"):
+        assert torch.equal(left, state)
+    return Compared(text, ours, plain)
