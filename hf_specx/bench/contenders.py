@@ -89,9 +89,13 @@ class Contender:
         kind, number, compiled, layer = self.way
         if self.strategy is not None:
             return {"custom_generate": self.strategy}
+        if kind == PLAIN_NAME and compiled:  # with graphs on an accelerator, as transformers itself compiles
+            on_cpu = execution_device(self.target).type == "cpu"
+            config = CompileConfig(mode="default" if on_cpu else "reduce-overhead", dynamic=False)
+            config._compile_all_devices = True  # type: ignore[assignment]  # else on accelerators alone
+            return {"cache_implementation": "static", "compile_config": config}
         if kind == PLAIN_NAME:
-            static = {"cache_implementation": "static"}
-            return static | {"compile_config": self._compile_config()} if compiled else {}
+            return {}
         if kind == LOOKUP_NAME:
             return {"prompt_lookup_num_tokens": number}
         if layer is not None:
@@ -102,13 +106,6 @@ class Contender:
         require(not options.get("do_sample"), f"{told}draft; compare with it greedily.")
         tokenizer, own = self.tokenizers
         return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": own}
-
-    def _compile_config(self) -> CompileConfig:
-        """As transformers compiles on an accelerator; without graphs on a CPU, where it compiles only if asked so."""
-        on_cpu = execution_device(self.target).type == "cpu"
-        config = CompileConfig(mode="default" if on_cpu else "reduce-overhead", dynamic=False)
-        config._compile_all_devices = True  # type: ignore[assignment]
-        return config
 
     def prepare(self, inputs: Inputs) -> None:
         """Have ours know the times of its forwards, which predict speed; compiled ones would take minutes."""

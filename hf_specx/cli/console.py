@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -63,8 +62,7 @@ def imports() -> Iterator[None]:
 
     Ctrl-C ends the process at once meanwhile: half-imported modules answer it with errors of their own.
     """
-    ours = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if ours else None
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
         from transformers.utils import logging
@@ -72,8 +70,7 @@ def imports() -> Iterator[None]:
         logging.set_verbosity_error()  # its warnings and progress bars would mix with the output
         logging.disable_progress_bar()
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def waiting_for(doing: str) -> AbstractContextManager[object]:

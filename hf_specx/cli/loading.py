@@ -76,9 +76,8 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
 
     What was measured with its own draft, and recommended for it, does not hold then.
     """
-    if not is_kind(draft):
+    if draft is None or not is_kind(draft):
         return pair
-    assert draft is not None
     config = copy.deepcopy(pair.config)
     config.forget()
     weightless = weightless_draft(draft)

@@ -38,23 +38,18 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
     of the call that are `given` only `HUB_OPTIONS` and `revision` are used.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    source = find_source(target, given.get("revision"))
+    name = str(target.name_or_path or "")
+    source = name, None if Path(name).is_dir() else given.get("revision")
+    if PAIR is not None and REVISION is not None:
+        check_reference(PAIR)
+        source = PAIR, REVISION
+    elif PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
+        source = PAIR, None
     with LOADING:
         loaded = LOADED.setdefault(target, {})
         if source not in loaded:
             loaded[source] = _load(target, *source, hub)
         return loaded[source]
-
-
-def find_source(target: PreTrainedModel, revision: str | None) -> tuple[str, str | None]:
-    """The name of the pair, and its revision (that of the call, if it is the target's pair); None for the target's."""
-    if PAIR is not None and REVISION is not None:
-        check_reference(PAIR)
-        return PAIR, REVISION
-    if PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
-        return PAIR, None
-    name = str(target.name_or_path or "")
-    return name, None if Path(name).is_dir() else revision
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:

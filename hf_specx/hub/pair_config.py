@@ -30,7 +30,6 @@ from .schema import (
 
 CONFIG_NAME = "specx_config.json"
 SCHEMA = 1
-WEIGHTLESS = ("suffix", "early_exit")  # fields of drafts that have no weights of their own
 WeightlessDraft = SuffixDraft | EarlyExitDraft
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
 MAX_LAYERS = 10_000  # more than any model has; whether the target has so many is checked in a call
@@ -191,7 +190,7 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        rare = (*WEIGHTLESS, "draft_tokenizer")
+        rare = ("suffix", "early_exit", "draft_tokenizer")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         if self.early_exit is not None and not self.early_exit.head:
             del values["early_exit"]["head"]

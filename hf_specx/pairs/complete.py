@@ -162,9 +162,8 @@ class Completer:
     """
 
     def __init__(self, pair: Any, batch_size: int, seed: int, options: dict[str, Any]):
-        _check(pair, seed)
         self.pair, self.batch_size, self.seed, self.options = pair, batch_size, seed, options
-        self._check_short()
+        self._check()
 
     def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
         """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
@@ -190,8 +189,17 @@ class Completer:
     def token_ids(self, text: str) -> list[int]:
         return self.pair.tokenizer(text)["input_ids"]
 
-    def _check_short(self) -> None:
-        """Raise a ValueError if even a short prompt is refused, before all others are taken and refused as well."""
+    def _check(self) -> None:
+        """Whether a short prompt can be completed, before all others are taken and refused."""
+        told = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
+        require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, told)
+        told = (
+            "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
+        )
+        require(self.pair.tokenizer is not None, told)
+        told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
+        told += "load a copy of the pair on each process, or call pair.generate with as many rows on each."
+        require(not synced_by_default(*self.pair.models), told)
         options = dict(self.options)
         strategy, most = self.pair.strategy_for(options), options.pop("max_batch_tokens", None)
         check_many(self.pair.target, [], self.batch_size, most, strategy.streamer, options)
@@ -199,14 +207,3 @@ class Completer:
         queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, most)
         if not queue.begin(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
-
-
-def _check(pair: Any, seed: Any) -> None:
-    """Whether prompts can be completed, before anything runs."""
-    told = f"seed={seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
-    require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
-    told = "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
-    require(pair.tokenizer is not None, told)
-    told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
-    told += "load a copy of the pair on each process, or call pair.generate with as many rows on each."
-    require(not synced_by_default(*pair.models), told)
