@@ -32,12 +32,13 @@ class Slots:
         aimed: whether `aim` was called yet; before, each layer writes after what it holds, as it is fed a prompt.
         extent: how many leading slots attention sees.
         written: how many leading slots the last forward left filled.
+        rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
     """
 
     def __init__(self, limit: int = 0) -> None:
         self.start = self.extent = self.written = 0
-        self.limit = limit
+        self.limit, self.rows = limit, 0
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
@@ -66,13 +67,15 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = self._grown(key_states[:, :, :0], 0), self._grown(value_states[:, :, :0], 0)
+        rows = self.slots.rows or len(key_states)
+        empty = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (key_states, value_states))
+        self.keys, self.values = (self._grown(states, 0) for states in empty)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D]."""
+        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D] of these rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
@@ -94,6 +97,8 @@ class SlotLayer(CacheLayerMixin):
             rows, slots = rows.to(key_states.device), slots.to(key_states.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
+            if len(rows) < len(self.keys):
+                return self.keys[rows[:, 0], :, :end], self.values[rows[:, 0], :, :end]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _grown(self, stored: torch.Tensor, end: int) -> torch.Tensor:
@@ -124,6 +129,7 @@ class SlotCache(Cache):
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
+        self.slots.rows = len(stay)
         self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
 
     def keep(self, kept: torch.Tensor) -> None:

@@ -8,37 +8,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specx.models.attention import tiled
-from hf_specx.models.slots import SlotCache, SlotLayer
 
 from .config import HeadConfig
-
-
-class RowsCache(SlotCache):
-    """Keys and values in slots of some rows, of which those that are aimed at are seen."""
-
-    layers: list[SlotLayer]  # type: ignore[assignment]
-
-    def __init__(self, rows: int):
-        super().__init__()
-        self.rows = rows
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states [r, H, q, D] of entries; all that these rows have, [r, H, extent, D]."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self.slots))
-        if not self.layers[layer_idx].is_initialized:
-            empty = (states[:1, :, :0].expand(self.rows, -1, -1, -1) for states in (key_states, value_states))
-            self.layers[layer_idx].lazy_initialization(*empty)
-        found = super().update(key_states, value_states, layer_idx)
-        assert self.slots.index is not None
-        rows = self.slots.index[0][:, 0]
-        return found if len(rows) == self.rows else (found[0][rows], found[1][rows])
-
-    def select(self, stay: torch.Tensor) -> None:
-        super().select(stay)
-        self.rows = len(stay)
 
 
 class Entries:
@@ -65,7 +36,8 @@ class Entries:
         block: int = 0,
     ):
         self.config, self.cache, self.slots = config, cache, slots
-        self.extent, self.block, self.masks = extent, block, dict[str, torch.Tensor]()
+        self.extent, self.block = extent, block
+        self.masks: dict[str, torch.Tensor] = {}
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.turns = rotary(positions)
 

@@ -14,12 +14,11 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.forward_times import ForwardSize
-from hf_specx.models.slots import CACHE
+from hf_specx.models.slots import CACHE, SlotCache
 
 from .body import Body
 from .config import HeadConfig
 from .driver import HeadDrafter
-from .layers import RowsCache
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -143,7 +142,7 @@ class Mtp(Body):
         return config.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
 
 
-class MtpCache(RowsCache):
+class MtpCache(SlotCache):
     """The cache of the layers, which also keeps states and tokens: those of the last entries are computed anew.
 
     Attributes:
@@ -156,8 +155,8 @@ class MtpCache(RowsCache):
     positions: torch.Tensor
     earlier: torch.Tensor
 
-    def __init__(self, rows: int, again: int):
-        super().__init__(rows)
+    def __init__(self, again: int):
+        super().__init__()
         self.again, self.numbers = again, dict[Any, int]()
 
     def kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
@@ -222,8 +221,8 @@ class MtpDrafter(HeadDrafter):
     source = "mtp"
     body: Mtp
 
-    def new_cache(self, rows: int) -> "MtpCache":
-        return MtpCache(rows, self.body.most - 1)
+    def new_cache(self) -> "MtpCache":
+        return MtpCache(self.body.most - 1)
 
     def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
         self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
