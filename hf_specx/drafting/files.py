@@ -12,10 +12,11 @@ from hf_specx.common.errors import require
 
 
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
-    "medusa_lm_head.safetensors",
+    MEDUSA_WEIGHTS,
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "medusa_lm_head.pt",

@@ -12,6 +12,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.files import MEDUSA_WEIGHTS
 
 from .facts import tokenizer_facts
 from .model_files import AGAIN, check_links, check_model, check_reference, check_tokenizer, check_weights, shards
@@ -81,7 +82,8 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     check_model(folder, trust_remote_code, source.is_pinned)
     if not use_safetensors:
         return get_files(name, files.revision, ["*"], source.subfolder, **hub)
-    get_files(name, files.revision, [SAFE_WEIGHTS_NAME, *shards(folder)], source.subfolder, **hub)
+    weights = [SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS, *shards(folder)]
+    get_files(name, files.revision, weights, source.subfolder, **hub)
     check_weights(folder)
     return files
 

@@ -12,6 +12,8 @@ from transformers.modeling_utils import safe_open
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.files import MEDUSA_WEIGHTS
+from hf_specx.drafting.heads.reading import is_head
 
 from .schema import FULL_COMMIT
 
@@ -118,7 +120,8 @@ def shards(folder: Path) -> list[str]:
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():  # the order of `from_pretrained`
-        return [SAFE_WEIGHTS_NAME]
+        names = [name for name in (SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS) if (folder / name).exists()]
+        return names[:1] or [SAFE_WEIGHTS_NAME]
     files, metadata = (_object_in(index).get(name) for name in ("weight_map", "metadata"))
     known = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
     require(bool(known), f"{index} does not say which file has which weights; {AGAIN}.")
@@ -144,6 +147,8 @@ def check_weights(folder: Path) -> None:
     told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
     require(part is None, told)
     number = len(_shapes(folder))
+    if is_head(folder, _object_in(folder / "config.json")):  # whose config may count the layers of its target
+        return
     for settings in _objects(_object_in(folder / "config.json")):
         for name, value in settings.items():
             told = f"{folder / 'config.json'} has {name}={value}, and there are {number} weights; {AGAIN}."

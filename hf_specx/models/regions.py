@@ -130,7 +130,7 @@ class Regions:
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
-        self.functions: dict[tuple[Any, ...], Callable[..., Outputs]] = {}
+        self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(
         self,
@@ -142,28 +142,34 @@ class Regions:
         **given: Any,
     ) -> Outputs:
         """What a compiled `forward` gives, with its arguments."""
-        # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
-        captures = self.captures and threading.current_thread() is self.thread
         names = (name for name in given if given[name] is not None)
         places = [] if hidden is None else [(id(module), read) for module, read in hidden.places]
-        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names, *places)
+        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, *names, *places)
+        with grouped_queries(traced=True):
+            outputs = self.run(forward, size, model, hidden, self.masks, buffers, tokens, keep=keep, **given)
+        return outputs  # type: ignore[return-value]
+
+    def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:
+        """What a function gives once it is compiled for this size; guards on its `model` are not checked."""
+        # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
+        captures = self.captures and threading.current_thread() is self.thread
+        key = (function, *size, captures)
         with self.lock:
-            if size not in self.functions:
-                self.functions[size] = self._compiled(f"forward_{len(self.functions)}", captures)
+            if key not in self.functions:
+                name = f"{function.__name__}_{len(self.functions)}"
+                self.functions[key] = self._compiled(function, name, captures)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with grouped_queries(traced=True), self.prepacked.in_use():
-            outputs = self.functions[size](model, hidden, self.masks, buffers, tokens, keep=keep, **given)
-        if not captures:
-            return outputs
-        logits, states = outputs  # which graphs write to the same place again
-        return logits.clone(), None if states is None else states.clone()
+        with self.prepacked.in_use():
+            outputs = self.functions[key](*given, **named)
+        # which graphs write to the same place again
+        return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
 
-    def _compiled(self, name: str, captures: bool) -> Callable[..., Outputs]:
-        """`forward` with a code object of its own, since torch compiles each code object for a few sizes only."""
-        code = forward.__code__.replace(co_name=name)
-        alone = FunctionType(code, forward.__globals__, code.co_name)
-        alone.__kwdefaults__ = forward.__kwdefaults__
+    def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
+        """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
+        code = function.__code__.replace(co_name=name)
+        alone = FunctionType(code, function.__globals__, code.co_name)
+        alone.__kwdefaults__ = function.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
         compiling = weakref.WeakMethod(self._inductor)  # torch keeps every backend that it has seen
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from command import command
-from tiny import tiny
-from tiny_tokenizer import TEXTS
+from head_files import random_head, write
+from safetensors.torch import save_file
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
@@ -47,3 +49,34 @@ def test_publish(pair: DraftTargetPair, tmp_path: Path):
     assert result.exit_code == 0, result.stderr
     assert PairConfig.from_file(tmp_path / "made" / CONFIG_NAME).early_exit is not None
     assert not (tmp_path / "made" / "draft").exists()
+
+
+HEADS = {  # forms, of which that of SafeAILab says 40 layers for one
+    "speculators": {},
+    "safeailab": {"theta": 10000.0},
+    "medusa safetensors": {"kind": "medusa"},
+    "medusa": {"kind": "medusa"},
+}
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_heads(tmp_path: Path, form: str):
+    """A head by its folder, whatever its file is called; in a pickle it is refused with what to do."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), num_hidden_layers=8).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    write(random_head(vocab=len(tokenizer), **HEADS[form]), head, form)
+    pickled = list(head.glob("*.bin")) + list(head.glob("*.pt"))
+    if form == "safeailab":
+        save_file(torch.load(pickled[0], weights_only=True), head / "model.safetensors")
+    (tmp_path / "prompts").write_text("\n".join(TEXTS))
+    few = ["--max-new-tokens", 6, "--repeats", 1, "--batch", 1]
+    generated = command("generate", TEXTS[0], "--target", target, "--draft", head, "--max-new-tokens", 6, "--json")
+    tuned = command("tune", target, head, "--file", tmp_path / "prompts", "--json", *few)
+    for result in (generated, tuned):
+        if form == "medusa":
+            assert result.exit_code == 2
+            assert "save_pretrained() writes safetensors" in " ".join(result.stderr.split())
+        else:
+            assert result.exit_code == 0, result.stderr

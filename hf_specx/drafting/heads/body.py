@@ -22,11 +22,13 @@ class Body(nn.Module):
         most: candidates of a round at most; None for any number.
         chained: whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H].
         sees_ahead: whether all entries behind the last true one see each other.
+        has_keys: whether it attends to earlier entries.
     """
 
     most: int | None = None
     chained = False
     sees_ahead = False
+    has_keys = True
     config: HeadConfig
 
     def extra(self, number: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent, synchronize
@@ -12,10 +13,12 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import Reading, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
+from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import Place
 from hf_specx.models.slots import SlotCache
 
 from .body import Body
+from .compiled import CompiledBody
 from .layers import Entries, Rotary
 
 
@@ -35,6 +38,7 @@ class HeadDrafter(SampledCandidateGenerator):
         size: of the step that finds one more candidate.
         ids: [V_d], the target's ids of its tokens; None if they are the same.
         places: where in the target it reads states.
+        owner: the model that the layers are of, by which torch compiles them; None if it does not.
 
     Attributes:
         first, held: [B], of each row; `offset` [B, 1], by which an entry's position is more than its slot.
@@ -58,10 +62,11 @@ class HeadDrafter(SampledCandidateGenerator):
         size: ForwardSize,
         ids: torch.Tensor | None = None,
         places: Sequence[Place] = (),
+        owner: PreTrainedModel | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
         self.body, self.embedding, self.output, self.of_step = body, embedding, output, size
-        self.ids, self.places = ids, places
+        self.ids, self.places, self.owner = ids, places, owner
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.chained else body.most
@@ -84,6 +89,9 @@ class HeadDrafter(SampledCandidateGenerator):
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
         self.every = torch.arange(rows, device=self.device)
         self.rotary = Rotary(self.body.config, self.device)
+        if reading.compiled and self.owner is not None:
+            room = self.target.width + min(self.target.prompt.longest_limit, ROOM)
+            self.decoder = CompiledBody(self.owner, self.body, self.cache, self.rotary, room)
         self.admit(reading.batch, reading.batch.rows)
 
     def new_cache(self) -> Any:
@@ -102,6 +110,8 @@ class HeadDrafter(SampledCandidateGenerator):
         limits = [min(length, most) if new else 0 for length, new in zip(lengths, self.fresh(batch), strict=True)]
         if any(limits):
             self.number, self.sure = max(limits), []
+            if self.decoder is not None:
+                self.number = self.decoder.number(self.number)
             return self._sure_part(super().propose(batch, limits))
         if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(self.fresh(batch)):
             self.begin(batch)
@@ -154,7 +164,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
-            self.cache.select(done.stay)
+            (self.decoder or self.cache).select(done.stay)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
@@ -172,12 +182,14 @@ class HeadDrafter(SampledCandidateGenerator):
         self._read_prompts(batch)
         assert self.unread is not None
         fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
-        width = max(fresh)
+        width = max(fresh) if self.decoder is None else self.decoder.width(max(fresh))
         held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
         step = torch.arange(width + extra, device=device)
         self.rows, self.ends = batch.index.to(device), held + new
         newest = None if self.body.sees_ahead else (new - 1).clamp(min=0)
         states = self.unread[:, :width].to(device, self.dtype)
+        if states.shape[1] < width:
+            states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
         self.behind = batch.ids, batch.index, batch.ends - new[:, 0].to(batch.ids.device)
         self.last = batch.last(1).to(device)
         extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
@@ -185,11 +197,10 @@ class HeadDrafter(SampledCandidateGenerator):
         if extra and min(fresh) < width:  # what fills up shorter rows goes to the last slot, where nobody looks
             own = torch.where(step < new, slots, extent - 1)
             slots = torch.where(step < width, own, slots - width + new)
-        entries = self.entries(slots, slots + self.offset[self.rows], extent, extra)
         for row, count in zip(batch.rows, fresh, strict=True):
             self.held[row] += count
         self.unread, self.states, self.scores = None, [], []
-        self._note(self.body.begin(entries, self._embedded(width, extra), states, newest, self.number))
+        self._note(self._run("begin", slots, extent, extra, self._embedded(width, extra), states, newest, self.number))
 
     def _read_prompts(self, batch: Batch) -> None:
         """Take up prompts that wait."""
@@ -213,8 +224,14 @@ class HeadDrafter(SampledCandidateGenerator):
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""
         slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
-        entries = self.entries(slots, slots + self.offset[self.rows], extent)
-        self._note(self.body.next(entries, self.embed(tokens), self.state))
+        self._note(self._run("next", slots, extent, 0, self.embed(tokens), self.state))
+
+    def _run(self, part: str, slots: torch.Tensor, extent: int, extra: int, *inputs: Any) -> tuple[torch.Tensor, Any]:
+        """What a method of the layers gives for entries of the decoding rows."""
+        positions = slots + self.offset[self.rows]
+        if self.decoder is None:
+            return getattr(self.body, part)(self.entries(slots, positions, extent, extra), *inputs)
+        return self.decoder(part, (slots, positions, extent, extra if self.body.sees_ahead else 0), *inputs)
 
     def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
         """Those of one forward, of all rows or some; see `Entries`."""
@@ -252,7 +269,10 @@ class HeadDrafter(SampledCandidateGenerator):
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
         given = self.scores[place], self.states[place], tokens, self.state, self.least > 0
-        scores, self.state, sure = self.body.scored(*given)
+        if self.decoder is None or not self.body.config.markov_rank:
+            scores, self.state, sure = self.body.scored(*given)
+        else:
+            scores, self.state, sure = self.decoder("scored", None, *given)
         self.sure += [] if sure is None else [sure]
         return scores
 

@@ -94,7 +94,7 @@ class DraftHead(PreTrainedModel):
         embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
         places, size = self.places(target), self.step_size()
-        return HeadDrafter(self.body, cast(nn.Module, embed), output, size, self.ids, places)
+        return HeadDrafter(self.body, cast(nn.Module, embed), output, size, self.ids, places, self)
 
     @property
     def ids(self) -> torch.Tensor | None:

@@ -36,7 +36,8 @@ class Entries:
         block: int = 0,
     ):
         self.config, self.cache, self.slots = config, cache, slots
-        self.extent, self.block, self.masks = extent, block, dict[str, torch.Tensor]()
+        self.extent, self.block = extent, block
+        self.masks: dict[str, torch.Tensor] = {}
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.turns = rotary(positions)
 

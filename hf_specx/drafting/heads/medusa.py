@@ -23,6 +23,8 @@ class MedusaBlock(nn.Module):
 class Medusa(Body):
     """Network i drafts candidate i, of the target's state that the token before the first one was chosen by."""
 
+    has_keys = False
+
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config, self.most = config, config.medusa_num_heads or 0

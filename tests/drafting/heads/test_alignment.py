@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, assert_aligned, assert_equals_stock, loaded, target_of
+from alignment import GREEDY, SAMPLED, Aligned, assert_aligned, assert_equals_stock, loaded, target_of
 from head_files import random_head
 from tiny import prompts
 
-from hf_specx import DraftHead
+from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
+from hf_specx.models import regions
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -62,13 +63,34 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 def test_compiled_forwards(traced: None, tmp_path: Path):
-    """One target for heads that read it in other places, whose forwards are compiled apart."""
+    """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
     target = target_of()
-    for name in ("eagle3", "eagle3 of three layers"):
+    kinds = {"eagle3": 2, "eagle3 of three layers": 2, "peagle": 1, "dspark rnn": 3, "medusa": 1}
+    for name, number in kinds.items():  # of forwards for each of two sizes of the batch
         head = head_of(name)
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
-        assert_equals_stock(draft, target, prompts(2), compile=True)
+        assert 0 < regions.REGIONS[draft].compilations <= 2 * number
+        for _ in range(2):
+            assert_equals_stock(draft, target, prompts(2), compile=True)
+        assert regions.REGIONS[draft].compilations <= 2 * number
+
+
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
+def test_compiled_queues(name: str, traced: None, tmp_path: Path):
+    """Prompts that come later are read into the buffers, also such as have no room there."""
+    target, head = target_of(), head_of(name)
+    draft = loaded(head, tmp_path / "head", target)
+    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True), Aligned(head, target)
+    strategy.listeners = (watch,)
+    asked = [[1 + (number + place) % 40 for place in range(size)] for number, size in enumerate((1, 4, 6, 90, 3))]
+    done = strategy.generate_many(target, asked, batch_size=3, ordered=True, do_sample=False, max_new_tokens=8)
+    for prompt, completion in zip(asked, done, strict=True):
+        expected = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)
+        assert completion.tokens == expected[0, len(prompt) :].tolist()
+    assert watch.compared > 20
+    assert not watch.wrong
 
 
 def swapped(draft: DraftHead) -> None:

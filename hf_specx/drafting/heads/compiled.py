@@ -1,0 +1,106 @@
+"""What the layers of a head do in a round, compiled: over buffers of fixed size, as the forwards of models are."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_specx.models.regions import StaticLayer, capacity_bucket, length_bucket, move, regions_of, row_bucket
+from hf_specx.models.slots import MARGIN, Columns, SlotCache, Slots, columns_of
+
+from .body import Body
+from .layers import Entries, Rotary
+
+
+class CompiledBody:
+    """The layers of a head for one call. Prompts are read by forwards that are not compiled.
+
+    Args:
+        model: the head.
+        cache: where its keys are; afterwards in buffers, of which the first rows are the decoding ones.
+        rotary: of its positions.
+        room: slots that the text of each row takes, as far as is known.
+    """
+
+    def __init__(self, model: PreTrainedModel, body: Body, cache: SlotCache, rotary: Rotary, room: int):
+        weight = next(body.parameters())
+        self.model, self.body, self.cache, self.rotary, self.room = model, body, cache, rotary, room + MARGIN
+        self.regions = regions_of(model, weight.device)
+        self.compiled_before, self.usual = self.regions.compilations, 0
+        sizes = body.config.num_key_value_heads, 0, body.config.head_dim
+        self.empty = [2 * (weight.new_zeros(1, *sizes),)] * (body.config.num_hidden_layers if body.has_keys else 0)
+        self.buffers: Columns = []
+
+    @property
+    def compilations(self) -> int:
+        """Forwards that were compiled since this call began."""
+        return self.regions.compilations - self.compiled_before
+
+    def number(self, number: int) -> int:
+        """Candidates that are drafted where so many are wanted: those of the round with most."""
+        self.usual = max(self.usual, number)
+        return self.usual
+
+    def width(self, width: int) -> int:
+        """True entries of a forward where rows have up to `width`: as many as after a round, filled up."""
+        return length_bucket(max(width, self.usual + 1))
+
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']; in place until half of the buffers' rows are idle."""
+        if self._holds() and self.buffers and row_bucket(len(stay)) == len(self.buffers[0][0]):
+            move(self.buffers, self.buffers, stay)
+        else:
+            self.cache.select(stay)
+
+    def _holds(self) -> bool:
+        """Whether the cache lies in the buffers; a prompt that was longer than these has moved it."""
+        both = zip(self.cache.layers, self.buffers, strict=False)
+        return all(layer.keys is keys for layer, (keys, _) in both)  # type: ignore[union-attr]
+
+    def _reserve(self, rows: int, extent: int) -> int:
+        """Have the cache in buffers of enough slots; how many these are."""
+        if not self.empty:
+            return capacity_bucket(extent)
+        fits = self.buffers and self.buffers[0][0].shape[0] == rows and self.buffers[0][0].shape[2] >= extent
+        if not (fits and self._holds()):
+            before: Any = columns_of(self.cache) or self.empty
+            self.buffers = self.regions.pool.take(self, rows, capacity_bucket(max(extent, self.room)), before)
+            move(before, self.buffers, None)
+            self.cache.layers = [StaticLayer(self.cache.slots, keys, values) for keys, values in self.buffers]
+        return self.buffers[0][0].shape[2]
+
+    def __call__(self, part: str, entries: tuple[Any, ...] | None, *inputs: Any) -> tuple[Any, ...]:
+        """What this method of the body gives, for entries by their slots and positions [R, q], extent and block."""
+        first = inputs[0] if entries is None else entries[0]
+        count, rows = len(first), row_bucket(len(first))
+        sizes: tuple[Any, ...] = ()
+        if entries is not None:
+            slots, positions, extent, block = entries
+            capacity = self._reserve(rows, extent)
+            sizes, entries = (capacity, block), (placed(slots, rows), placed(positions, rows), capacity, block)
+        given = [placed(x, rows) if isinstance(x, torch.Tensor) else x for x in inputs]
+        shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in given)
+        size = (part, rows, *sizes, *shapes)
+        found = self.regions.run(head_forward, size, self.body, part, self.rotary, self.buffers, entries, *given)
+        return tuple(x if x is None or rows == count else x[:count] for x in found)
+
+
+def placed(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Values [R, ...] with zeros for idle rows after them."""
+    more = rows - len(values)
+    return torch.cat([values, values.new_zeros(more, *values.shape[1:])]) if more else values.contiguous()
+
+
+def head_forward(
+    model: Body, part: str, rotary: Rotary, buffers: Columns, given: tuple[Any, ...] | None, *inputs: Any
+) -> tuple[Any, ...]:
+    """A method of the layers over buffers of fixed size; no value in it has to be known before it runs."""
+    if given is None:
+        return getattr(model, part)(*inputs)
+    slots, positions, extent, block = given
+    places = Slots()
+    places.aim(slots, 0, extent)
+    cache = Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers])
+    entries = Entries(model.config, rotary, cache, slots, positions, extent, block)
+    return getattr(model, part)(entries, *inputs)
