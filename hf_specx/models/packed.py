@@ -75,7 +75,7 @@ class PackedDecoder(Decoder):
         with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
         if self.hidden is not None:
-            states = self.hidden.all()[0]  # [N, H], column by column
+            states = self.hidden.last()[0]  # [N, H], column by column
             self.prompt_hidden = states.new_zeros(rows, self.width, states.shape[1])
             self.prompt_hidden[self.row, column] = states
         self.after_prompt = logits[:, None].to(home)

@@ -123,20 +123,19 @@ class SlotCache(Cache):
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots `kept` [n] of all rows, in that order."""
-        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)), len(kept) - self.slots.written)
+        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)))
         self.slots.start = self.slots.written = len(kept)
 
     def widen(self, count: int) -> None:
         """Put `count` slots before the first of all rows."""
-        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)), count)
+        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)))
         self.slots.limit += count
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor], more: int = 0) -> None:
-        """Put other tensors, where so many more slots are filled, in the places of all keys and values."""
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put other tensors in the places of all keys and values; from then on a forward is told what is filled."""
         self.slots.spare.clear()
         for layer in self._filled():
             layer.keys, layer.values = change(layer.keys), change(layer.values)
-            layer.held += more
 
     def _filled(self) -> list[Any]:
         """The layers that hold something: one that shares the keys of another is never written to."""

@@ -96,18 +96,10 @@ class Processors:
             raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
-    def __init__(
-        self,
-        processors: Sequence[Processor],
-        eos_token_id: torch.Tensor | None = None,
-        memory: dict[Hashable, Any] | None = None,
-    ):
-        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none.
-
-        `memory` is computed once for a call, and draft and target may share it.
-        """
+    def __init__(self, processors: Sequence[Processor], eos_token_id: torch.Tensor | None = None):
+        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none."""
         self.eos_token_id = eos_token_id
-        self.memory: dict[Hashable, Any] = {} if memory is None else memory
+        self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
         self.at_once = in_runs(processors)
         self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
         self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()

@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 from verify_cases import case, either
 
-from hf_specx.sampling.verify import Verdict, verify_match
+from hf_specx.common.round import Judgement
+from hf_specx.sampling.verify import verify_match
 
 
 NUM_CANDIDATES = 4
@@ -21,7 +22,7 @@ PROPOSED = torch.arange(NUM_CANDIDATES) < LENGTHS[:, None]
 @either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("law", [{}, {"sparsity": 0.5}, {"one_hot": True}], ids=str)
-def test_rows_are_judged_as_alone(verify: Callable[..., Verdict], law: dict, dtype: torch.dtype):
+def test_rows_are_judged_as_alone(verify: Callable[..., Judgement], law: dict, dtype: torch.dtype):
     """Also where fillers are likely tokens that any number would let pass."""
     x, q, p, u, choice = case(seed=5, rows=len(LENGTHS), num_candidates=NUM_CANDIDATES, **law)
     x, u = torch.where(PROPOSED, x, p[:, :-1].argmax(-1)), torch.where(PROPOSED, u, 0.0)
@@ -71,7 +72,7 @@ def without_the_unsure(sure: torch.Tensor) -> torch.Tensor:
     return sure.long().cumprod(1).sum(1)
 
 
-def draw_rounds(verify: Callable[..., Verdict], count: Callable, masked: bool = True, rows: int = 100_000):
+def draw_rounds(verify: Callable[..., Judgement], count: Callable, masked: bool = True, rows: int = 100_000):
     """Three tokens [N, 3] of each text: a round in which each row has its own number of candidates, then plain steps.
 
     Args:
@@ -89,7 +90,7 @@ def draw_rounds(verify: Callable[..., Verdict], count: Callable, masked: bool = 
     contexts[:, 1:].masked_fill_(~proposed, 0)
     uniforms, choice = torch.rand(rows, DRAFTED).double(), torch.rand(rows).double()
     mask = proposed if masked else None
-    accepted, token, _ = verify(contexts[:, 1:], Q[contexts[:, :-1]], P[contexts], uniforms, choice, mask)
+    accepted, token, *_ = verify(contexts[:, 1:], Q[contexts[:, :-1]], P[contexts], uniforms, choice, mask)
     texts = contexts[:, 1:].clone()
     for i in range(DRAFTED):
         token = torch.where(i > accepted, P[token].multinomial(1)[:, 0], token)
@@ -105,7 +106,7 @@ def p_value(texts: torch.Tensor) -> float:
 
 @either
 @pytest.mark.parametrize("count", [by_row, to_the_first_unsure])
-def test_distribution(verify: Callable[..., Verdict], count: Callable):
+def test_distribution(verify: Callable[..., Judgement], count: Callable):
     """Of all rows in one batch, and of those with each number of candidates where the number is no choice."""
     texts = draw_rounds(verify, count)
     groups = [texts[i :: DRAFTED + 1] for i in range(DRAFTED + 1)] if count is by_row else []
@@ -114,6 +115,6 @@ def test_distribution(verify: Callable[..., Verdict], count: Callable):
 
 @pytest.mark.parametrize(("count", "masked"), [(by_row, False), (without_the_unsure, True)])
 @either
-def test_wrong_variants_are_seen(verify: Callable[..., Verdict], count: Callable, masked: bool):
+def test_wrong_variants_are_seen(verify: Callable[..., Judgement], count: Callable, masked: bool):
     """Fillers that are judged as if they were drawn, and candidates that are dropped after looking at them."""
     assert p_value(draw_rounds(verify, count, masked)) < 1e-12

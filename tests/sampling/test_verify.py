@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verify_cases import Case, case, either, laws
 
-from hf_specx.sampling.verify import Verdict, pick, race, verify_block, verify_match, verify_token
+from hf_specx.common.round import Judgement
+from hf_specx.sampling.verify import pick, race, verify_block, verify_match, verify_token
 
 
 def picked(weights: list[float], uniform: float) -> int:
@@ -41,7 +42,7 @@ def slow_block(x: list[int], q: list, p: list, u: list[float], c: float) -> tupl
     return tau, picked(residual if any(residual) else p[tau], c)
 
 
-def assert_as(twin, verify, arguments: Case) -> Verdict:
+def assert_as(twin, verify, arguments: Case) -> Judgement:
     verdict = verify(*arguments)
     expected = [twin(*row) for row in zip(*(a.tolist() for a in arguments), strict=True)]
     assert list(zip(verdict.accepted.tolist(), verdict.next_token.tolist(), strict=True)) == expected
@@ -110,7 +111,7 @@ def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
     for seed in range(5):
         candidates, q, p, uniforms, choice = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
         q, p = q.to(dtype), p.to(dtype)
-        accepted, next_token, _ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
+        accepted, next_token, *_ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
         kept = torch.arange(4) < accepted[:, None]
         assert (chances[kept] > 0).all()
@@ -126,7 +127,7 @@ def test_equal_laws_accept_everything(verify, dtype: torch.dtype, sparsity: floa
     candidates, q, p, uniforms, choice = case(seed=3, rows=500, num_candidates=4, sparsity=sparsity)
     q, p = q.to(dtype), p.to(dtype)
     p = torch.cat([q, p[:, -1:]], 1)
-    accepted, next_token, _ = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), choice)
+    accepted, next_token, *_ = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), choice)
     assert (accepted == 4).all()
     assert torch.equal(next_token, pick(p[:, -1], choice))
 
