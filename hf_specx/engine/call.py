@@ -167,8 +167,8 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Check that both models can be served, and what they are given to read."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
-    longest = width_of(prompt) + prompt.max_new_tokens if queue is None else queue.longest
-    check_target(model, longest)
+    of_rows = [width_of(prompt) + prompt.max_new_tokens] if queue is None else [x.longest for x in queue.entries]
+    check_target(model, max(of_rows))
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself

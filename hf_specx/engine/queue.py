@@ -53,11 +53,6 @@ class RequestQueue:
         self.chances: list[list[tuple[float, float]]] = []
         self.failed: Exception | None = None
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row of the batch with its limit."""
-        return max(entry.longest for entry in self.entries)
-
     def begin(self, rows: int) -> bool:
         """Take as many requests as may share a batch of at most so many rows; False if none are left."""
         self.entries = []
@@ -75,10 +70,6 @@ class RequestQueue:
     def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads."""
         return self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
-
-    def seeds(self, given: Prompt) -> list[int] | None:
-        """Of the rows; None where nothing is drawn."""
-        return [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
 
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""

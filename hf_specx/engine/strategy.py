@@ -189,7 +189,8 @@ class SpeculativeDecoding(NoModel):
         """
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
-            seeds = queue.seeds(given := queue.prepared())
+            given = queue.prepared()
+            seeds = [entry.seed for entry in queue.entries] if given.generation_config.do_sample else None
             if queue.entries[0].alone:
                 try:
                     queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))

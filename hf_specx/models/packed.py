@@ -134,7 +134,7 @@ class PackedDecoder(Decoder):
     def leave(self, stay: torch.Tensor) -> None:
         index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
-        row = index[self.row[: self.cache.slots.written]]
+        row = index[self.row[: self.cache.slots.extent]]
         kept = (row >= 0).nonzero()[:, 0]  # the slots of other rows are dropped
         self.cache.keep(kept)
         self.row, self.before = row[kept], self.before[kept]

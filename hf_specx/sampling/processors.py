@@ -70,13 +70,12 @@ class RoundProcessor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
         raise NotImplementedError
 
-    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
-        """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows.
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows, by its masks.
 
-        None if the processor is no mask; in it None for rows that are not `wanted` [R], and where a candidate before
-        is excluded or ends its row.
+        None for rows that are not `wanted` [R], and where a candidate before is excluded or ends its row.
         """
-        return None
+        raise NotImplementedError
 
 
 Processor = LogitsProcessor | RoundProcessor
@@ -137,12 +136,12 @@ class Processors:
         """As `RoundProcessor.allowed`, of all of them together."""
         together: list[torch.Tensor | None] | None = None
         for processor in self.at_once:
-            masks = processor.allowed(batch, ahead, wanted) if isinstance(processor, RoundProcessor) else None
-            if together is None or masks is None:
-                together = masks if together is None else together
-            else:
-                pairs = zip(together, masks, strict=True)
-                together = [None if one is None or other is None else one & other for one, other in pairs]
+            if isinstance(processor, RoundProcessor) and processor.vocab_size:
+                masks = processor.allowed(batch, ahead, wanted)
+                if together is not None:
+                    pairs = zip(together, masks, strict=True)
+                    masks = [None if one is None or other is None else one & other for one, other in pairs]
+                together = masks
         return together
 
     def _cells(
