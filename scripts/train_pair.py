@@ -235,7 +235,7 @@ def main(
         config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
-        head, mark, tail = pair.config.notes.partition("## Intended use")
+        before, mark, tail = pair.config.notes.partition("## Intended use")
         more = notes.replace("## How the draft was made", "## How the draft was trained further")
         config = replace(pair.config, notes=f"{head}{more}\n\n{mark}{tail}", measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)

@@ -22,7 +22,6 @@ class Batch:
         counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
-        together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
     """
 
@@ -45,18 +44,12 @@ class Batch:
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
         self.limits = [sys.maxsize] * rows if limits is None else limits
-        self.together: int | None = 0
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
         self.index = sent(rows, self.ids.device, torch.int64)
         self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
-        self._note_together()
-
-    def _note_together(self) -> None:
-        alike = len(self.rows) == len(self.counts) and len(set(self.counts)) == 1
-        self.together = self.counts[0] if alike else None
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns after the end of the longest row."""
@@ -70,8 +63,8 @@ class Batch:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
         self.writes += 1
-        if self.together is not None:
-            first = self.width + self.together + ahead
+        if len(self.counts) == 1:
+            first = self.width + self.counts[0] + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
             return
         self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
@@ -97,7 +90,7 @@ class Batch:
 
         A row that has fewer is preceded by its first token.
         """
-        if self.together is not None and (end := self.width + self.together + ahead) >= count:
+        if len(self.counts) == 1 and (end := self.width + self.counts[0] + ahead) >= count:
             return self.ids[:, end - count : end].clone()
         columns = self.columns(ahead - count, count)
         if 1 < count - ahead > self.shortest():  # a row has one token or more
@@ -168,7 +161,6 @@ class Batch:
         self.ends = self.ends + numbers
         for row, number in zip(self.rows, kept, strict=True):
             self.counts[row] += number
-        self._note_together()
 
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
@@ -200,14 +192,12 @@ class Batch:
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
         one.starts = one.index
         one.ends = one.index + one.width + self.counts[row]
-        one._note_together()
         return one
 
     def truncate(self, row: int, count: int) -> None:
         """Keep the first `count` emitted tokens of a row that is about to leave."""
         self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
         self.counts[row] = count
-        self._note_together()
 
     def replace(self, row: int, prompt: torch.Tensor, limit: int = sys.maxsize) -> None:
         """Put a prompt [l] with a limit of its own in the place of a row that has ended; `width` has room for it."""

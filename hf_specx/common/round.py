@@ -70,7 +70,9 @@ class Judgement(NamedTuple):
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
         next_token: [R] int64, the recovered token, or the bonus token where all candidates are kept.
-        survival: [R, K], as in `Verdict` of `sampling/verify.py`.
+        survival: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
+            It is known at all K positions, also after a rejection, so its mean over rounds estimates
+            P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
     """
@@ -78,8 +80,8 @@ class Judgement(NamedTuple):
     accepted: torch.Tensor
     next_token: torch.Tensor
     survival: torch.Tensor
-    overlap: torch.Tensor
-    undefined: torch.Tensor
+    overlap: Any = None
+    undefined: Any = None
 
 
 class RoundRecord(NamedTuple):

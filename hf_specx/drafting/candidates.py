@@ -54,6 +54,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     has_probs = True
     source = "model"  # of its drafts
     known: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
+    pace: Pace | None = None
+    threshold, forces, apart, has_read = 0.0, False, False, False
 
     def __init__(
         self,
@@ -67,9 +69,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
         self.batch: Batch | None = None  # of `get_candidates`
-        self.has_read, self.waiting = False, set[int]()  # rows whose prompts came later, and were not read yet
-        self.threshold, self.forces, self.apart = 0.0, False, False
-        self.pace: Pace | None = None
+        self.waiting = set[int]()  # rows whose prompts came later, and were not read yet
 
     def read(self, reading: Reading) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""

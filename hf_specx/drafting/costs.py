@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
@@ -19,6 +20,7 @@ ENOUGH = 4  # rounds of a size to be seen before they are used
 ASSUMED = 0.2  # what a candidate, or a step of a draft, adds to a round, as a part of it, where no times may be used
 
 
+@dataclass(eq=False, repr=False)
 class Costs:
     """What the choice of a number of candidates depends on; a strategy keeps it as `strategy.costs`.
 
@@ -36,21 +38,14 @@ class Costs:
         measured: rows of earlier tables, by batch size; `prepare` takes one over instead of timing it again.
     """
 
-    def __init__(
-        self,
-        table: dict[int, dict[str, Any]] | None = None,
-        alpha: dict[str, float] | None = None,
-        rounds: dict[int, dict[int, float]] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        measured: dict[int, dict[str, Any]] | None = None,
-    ):
-        self.table: dict[int, dict[str, Any]] = table or {}
-        self.alpha: dict[str, float] = alpha or {}
-        self.rounds: dict[int, dict[int, float]] = rounds or {}
-        self.clock = clock
-        self.measured = {} if measured is None else measured
-        self.assumed: set[int] = set()
-        self.unspent, self.saved = 0, 0.0
+    table: dict[int, dict[str, Any]] = field(default_factory=dict)
+    alpha: dict[str, float] = field(default_factory=dict)
+    rounds: dict[int, dict[int, float]] = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
+    measured: dict[int, dict[str, Any]] = field(default_factory=dict)
+    assumed: set[int] = field(default_factory=set)
+    unspent: int = 0
+    saved: float = 0.0
 
     def __repr__(self) -> str:
         """Batch sizes that were timed, and acceptance so far."""
@@ -64,9 +59,8 @@ class Costs:
     def apart(self) -> "Costs":
         """A copy that from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
-        made = Costs(dict(self.table), dict(self.alpha), rounds, self.clock)
-        made.assumed, made.saved = set(self.assumed), self.saved
-        return made
+        table, alpha, assumed = dict(self.table), dict(self.alpha), set(self.assumed)
+        return Costs(table, alpha, rounds, self.clock, assumed=assumed, saved=self.saved)
 
     def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
         """Add the acceptance of a call, and how many of its `rounds` had candidates.

@@ -21,11 +21,6 @@ def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
     return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
 
 
-def expected_speedup(alpha: float, num_draft_tokens: int, cost_coefficient: float) -> float:
-    """Expected factor on the time, if a forward of γ+1 tokens took as long as one of 1; Theorem 3.8."""
-    return expected_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_coefficient + 1)
-
-
 def best_number(chances: Sequence[float], seconds: Sequence[float], least: int = 0) -> tuple[int, float]:
     """The number of candidates with the most expected tokens a second, and that rate compared with plain steps.
 
@@ -54,7 +49,7 @@ class Survival:
         self.depths: list[list[float]] = []  # the same at each depth
 
     def take(self, survival: Sequence[list[float]]) -> None:
-        """Count a round: `Verdict.survival` of each row that took part, at its own candidates; one at least."""
+        """Count a round: `Judgement.survival` of each row that took part, at its own candidates; one at least."""
         deepest = max(map(len, survival))
         self.depths += [[0.0, 0.0] for _ in range(deepest - len(self.depths))]
         for counts in (self.all, *self.depths):

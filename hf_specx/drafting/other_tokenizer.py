@@ -42,11 +42,6 @@ class Translation:
         self.ids: list[int] = []
         self.states: list[tuple[int, bytes]] = [(0, b"")]
 
-    @property
-    def count(self) -> int:
-        """How many tokens of the target it has."""
-        return len(self.states) - 1
-
     def extend(self, tokens: list[int]) -> int:
         """Add tokens of the target; returns how many of the draft's tokens from before have stayed."""
         start, text = self.states[-1]
@@ -96,7 +91,7 @@ class OwnText:
 
     def follow(self, batch: Batch, ahead: int) -> None:
         """Write what the draft has not read of the target's text, with `ahead` candidates, in the draft's tokens."""
-        wanted = [batch.counts[row] + ahead - self.translations[row].count for row in batch.rows]
+        wanted = [batch.counts[row] + ahead + 1 - len(self.translations[row].states) for row in batch.rows]
         most = max(wanted)
         texts = batch.last(most, ahead).tolist() if most else [[] for _ in wanted]
         new, counts = [], list(self.own.counts)
@@ -154,17 +149,6 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         return OwnText(inner, own, self.vocabularies)
 
 
-def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> None:
-    """Check that a draft can propose enough of the target's tokens."""
-    asked = ", or try tokenizer_match='tokens' all the same" if vocabularies.coverage else ""
-    require(
-        vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9),
-        f"only {vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers, too few for a draft "
-        "that can propose no others; choose a draft with the target's own tokenizer, check that each tokenizer "
-        f"belongs to its model{asked}.",
-    )
-
-
 def match_tokenizers(
     draft: Any,
     target: PreTrainedModel,
@@ -194,7 +178,10 @@ def match_tokenizers(
 
 def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
     """How two tokenizers are matched, and why; raises ValueError if they have too few tokens in common."""
-    too_few_common_tokens(vocabularies, match)
-    told = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
-    reason = f"{'chosen' if match == 'auto' else 'asked for'}: {told}"
+    common = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
+    told = f"only {common}, too few for a draft that can propose no others; choose a draft with the target's own "
+    told += "tokenizer, check that each tokenizer belongs to its model"
+    told += ", or try tokenizer_match='tokens' all the same." if vocabularies.coverage else "."
+    require(vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9), told)
+    reason = f"{'chosen' if match == 'auto' else 'asked for'}: {common}"
     return TokenizerMatch("tokens", reason, vocabularies.overlap, vocabularies.coverage)

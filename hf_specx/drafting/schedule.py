@@ -14,13 +14,7 @@ from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
 
 from .costs import Pace
-from .draft_length import (
-    FIXED_DRAFT_TOKENS,
-    MAX_DRAFT_TOKENS,
-    PRIOR_ALPHA,
-    Survival,
-    best_number,
-)
+from .draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, Survival, best_number
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values

@@ -163,7 +163,11 @@ class SuffixPool:
         """
         given = [ids for text in texts if (ids := _token_ids(text)[-self.max_tokens :])]
         with self._lock:
-            self._check_ids(given)
+            limit = self.vocab_size or 2**31
+            for wrong in (number for text in given for number in (min(text), max(text))):
+                told = f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
+                require(0 <= wrong < limit, told + "target's own tokenizer.")
+            self._largest_id = max([self._largest_id, *map(max, given)])
             for text in given:
                 self._added += 1
                 self._texts[self._added] = text
@@ -171,12 +175,10 @@ class SuffixPool:
                 for index in self._indices.values():
                     index.extend(self._added, text)
                 while self._held > self.max_tokens:
-                    self._remove(next(iter(self._texts)))
-
-    def _remove(self, number: int) -> None:
-        self._held -= len(self._texts.pop(number))
-        for index in self._indices.values():
-            index.remove(number)
+                    number = next(iter(self._texts))
+                    self._held -= len(self._texts.pop(number))
+                    for index in self._indices.values():
+                        index.remove(number)
 
     def find(self, text: array, least: int, most: int, count: int) -> tuple[int, list[list[int]]]:
         """As `NGrams.find`, for matches of `least` tokens or more."""
@@ -237,13 +239,6 @@ class SuffixPool:
             told = f"{os.fspath(path)} was not written by SuffixPool.save, or is damaged; give another file."
             raise ValueError(told) from error
         return pool
-
-    def _check_ids(self, texts: list[array]) -> None:
-        limit = self.vocab_size or 2**31
-        for wrong in (number for text in texts for number in (min(text), max(text))):
-            told = f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
-            require(0 <= wrong < limit, told + "target's own tokenizer.")
-        self._largest_id = max([self._largest_id, *map(max, texts)])
 
 
 def check_number(name: str, number: Any, least: int) -> None:

@@ -43,7 +43,7 @@ class TokenBytes:
         contents: by id, the bytes that a token adds in the middle of a text; b"" where an id has no token.
         special: ids of special tokens, by how they are written; `numbers`: ids of all others, by their bytes.
         end, start, unknown: ids of these special tokens, None where there is none.
-        before: ids that it puts before a text.
+        before: ids that it puts before a text, told by what comes before those of "a".
         opens_with_space: whether it puts a space before a text.
     """
 
@@ -69,7 +69,9 @@ class TokenBytes:
                 self.numbers.setdefault(content, number)
         self.longest = max(map(len, self.numbers), default=0)
         bare = self._ids("a")
-        self.before = _before(self.backend.encode("a").ids, bare)
+        whole: list[int] = self.backend.encode("a").ids
+        starts = range(len(whole) - len(bare) + 1) if bare else ()
+        self.before = next((whole[:start] for start in starts if whole[start : start + len(bare)] == bare), [])
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(bare).startswith(b" ")
         self.known: dict[bytes, list[int]] = {}
@@ -165,12 +167,6 @@ def _word_piece(token: str, inside: str) -> str:
     if token.startswith(inside) and token != inside:
         return token.removeprefix(inside)
     return token if set(token) <= CLOSING else f" {token}"
-
-
-def _before(ids: list[int], bare: list[int]) -> list[int]:
-    """What comes before `bare` in ids."""
-    starts = range(len(ids) - len(bare) + 1) if bare else ()
-    return next((ids[:start] for start in starts if ids[start : start + len(bare)] == bare), [])
 
 
 def _first(*numbers: int | None) -> Any:

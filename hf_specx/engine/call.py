@@ -35,7 +35,6 @@ from .check_inputs import (
     width_of,
 )
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
-from .entry import Prepared
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default
 from .report import PLAINLY
@@ -88,7 +87,6 @@ class Call:
 
     options: Any
     prompt: Prompt
-    given: Prepared
     processors: Sequence[Processor]
     stopping: Stopping
     drafter: Drafter
@@ -104,7 +102,7 @@ class Call:
 
 def make_call(
     options: Any,
-    given: Prepared,
+    given: Prompt,
     drafter: Drafter,
     seeds: Any = None,
     queue: RequestQueue | None = None,
@@ -114,7 +112,8 @@ def make_call(
     """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
-        options, given, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
+        given: what `generate` has prepared.
+        options, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
@@ -124,20 +123,17 @@ def make_call(
         synced = synced_by_default(*models) if synced_gpus is None else synced_gpus
         shared = shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
-    wants_past = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
-    prompt = Prompt(
-        given.model,
-        given.input_ids,
-        given.config,
-        given.kwargs,
-        stopping.max_new_tokens,
+    wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
+    prompt = replace(
+        given,
+        max_new_tokens=stopping.max_new_tokens,
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
         places=drafter.places,
         longest=stopping.max_new_tokens,
     )
-    _check_asked(options, prompt, given, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(given, prompt)
+    _check_asked(options, prompt, drafter, queue)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None and (whole := _why_whole(models, layout)):
@@ -146,9 +142,11 @@ def make_call(
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
     if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
         layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
-    numbers = choose_drafting(options.num_draft_tokens, drafting, given.config, drafter.model)
-    verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
-    asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later
+    numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
+    tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
+    verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
+    verification = verification if given.generation_config.do_sample else "greedy"
+    asked = copy.copy(options), prompt, processors, stopping  # the options may change later
     call = Call(*asked, drafter, numbers, verification, layout, plain, seeds, synced, shared, queue)
     _check_together(call)
     return call
@@ -166,16 +164,16 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _check_asked(options: Any, prompt: Prompt, given: Prepared, drafter: Drafter, queue: RequestQueue | None) -> None:
+def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Check that both models can be served, and what they are given to read."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
-    longest = width_of(prompt) + prompt.max_new_tokens if queue is None else queue.longest
-    check_target(model, longest)
+    of_rows = [width_of(prompt) + prompt.max_new_tokens] if queue is None else [x.longest for x in queue.entries]
+    check_target(model, max(of_rows))
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
         check_positions(model, positions_of(prompt), prompt.max_new_tokens)
-    for processor in given.processors:
+    for processor in prompt.processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
     drafter.meet(vocabulary(model), options.tokenizer)
@@ -185,14 +183,14 @@ def _check_asked(options: Any, prompt: Prompt, given: Prepared, drafter: Drafter
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(given: Prepared, prompt: Prompt) -> tuple[Sequence[Processor], str]:
+def _with_masks(prompt: Prompt) -> tuple[Sequence[Processor], str]:
     """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
-    processors = masked(given.processors, prompt.input_ids, vocabulary(prompt.model), given.stopping)
+    processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), prompt.stopping)
     stateful = []
     for each in processors:
         if not (can_look_ahead(each) or is_guidance(each, prompt)):
             stateful.append(type(each).__name__)
-    stateful += given.stopping.stateful
+    stateful += prompt.stopping.stateful
     if stateful:
         told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
         return processors, f"{told}stateless = True if it keeps none)"
@@ -230,13 +228,6 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     if layout.target == layout.draft:
         return "" if layout.target == "ragged" else f"the layout is {layout.target!r}"
     return f"the layout is {layout.target!r}, that of the draft {layout.draft!r}"
-
-
-def _verification(options: Any, layout: Layout, drafter: Drafter, seeds: list[int] | None) -> str:
-    if options.verification is not None:
-        return options.verification
-    tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
-    return "coupled" if tied or not drafter.has_probs else "block"
 
 
 def _check_together(call: Call) -> None:

@@ -57,7 +57,7 @@ def check_noise(device: torch.device, verification: str) -> None:
     """Check that the random numbers of a call can be drawn where its text is; "greedy" draws none."""
     told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
     require(verification == "greedy" or device.type != "mps", told)
-    told = f"'coupled' cannot redraw plain sampling's noise on {device.type!r}; use verification='token' or 'block'."
+    told = f"'coupled' cannot redraw the noise of sampling on {device.type!r}; use verification='token' or 'block'."
     require(verification != "coupled" or device.type in NOISE_DEVICES, told)
 
 

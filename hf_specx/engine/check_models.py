@@ -112,8 +112,7 @@ def check_pair(
     _check_ready("draft", draft)
     _check_encoder(target, draft)
     if tokenizer is None or draft_tokenizer is None:
-        size, draft_size = vocabulary(target), vocabulary(draft)
-        require(size == draft_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
+        vocabularies_of_other_sizes(target, draft)
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
         told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
@@ -122,6 +121,12 @@ def check_pair(
     if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
         known.add(target)
+
+
+def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Check that both score equally many tokens."""
+    size, draft_size = vocabulary(target), vocabulary(draft)
+    require(size == draft_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
 
 
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -4,8 +4,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,8 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from hf_specx.common.errors import is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
-from hf_specx.models.slots import cache_name
-from hf_specx.sampling.stopping import Stopping
+from hf_specx.models.prompts import Prompt
 
 
 WITHHELD = {  # what transformers takes from a call and does not pass on to a strategy object, and the remedy
@@ -38,33 +35,6 @@ OF_ONE_REQUEST = """
 """.split()  # noqa: SIM905
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What `generate` has prepared for a call: for an encoder-decoder [B, L] ids are what its decoder starts with.
-
-    `kwargs` are inputs of the model's forward, the cache among them, and `inputs_tensor` is what an encoder reads,
-    before rows were repeated. Processors, criteria and config are as they are given to a decoding method.
-    """
-
-    model: PreTrainedModel
-    input_ids: torch.Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    kwargs: dict[str, Any]
-    inputs_tensor: torch.Tensor | None = None
-
-    @cached_property
-    def stopping(self) -> Stopping:
-        """When rows end."""
-        return Stopping(self.criteria, self.input_ids.shape[1], self.config.max_length)
-
-    @property
-    def past(self) -> Any:
-        """The cache."""
-        return self.kwargs.get(cache_name(self.kwargs))
-
-
 def prepared(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -74,10 +44,10 @@ def prepared(
     inputs_tensor: torch.Tensor | None = None,
     seeds: Any = None,
     **inputs: Any,
-) -> tuple[Prepared, Any]:
+) -> tuple[Prompt, Any]:
     """What `generate` hands to a decoding method, and an argument of ours, a seed for each row."""
-    given = model, input_ids, logits_processor, stopping_criteria, generation_config
-    return Prepared(*given, inputs, inputs_tensor), seeds
+    given = {"processors": logits_processor, "criteria": stopping_criteria, "inputs_tensor": inputs_tensor}
+    return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:

@@ -31,7 +31,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else [], enabled=call.seeds is not None):
         if call.seeds is not None:
             torch.manual_seed(call.seeds[0])
-        output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
+        output = model._sample(ids, prompt.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
     report.plain_steps, report.emitted_per_row = columns, watch.emitted.clamp(max=columns).tolist()

@@ -11,10 +11,9 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
-from hf_specx.common.tokenizers import padded_rows
+from hf_specx.models.prompts import Prompt
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
 
-from .entry import Prepared
 from .ranks import synced_by_default
 from .requests import Completion, Entry, Preparing, Request, as_ids
 
@@ -54,11 +53,6 @@ class RequestQueue:
         self.chances: list[list[tuple[float, float]]] = []
         self.failed: Exception | None = None
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row of the batch with its limit."""
-        return max(entry.longest for entry in self.entries)
-
     def begin(self, rows: int) -> bool:
         """Take as many requests as may share a batch of at most so many rows; False if none are left."""
         self.entries = []
@@ -73,15 +67,9 @@ class RequestQueue:
             self.stopping = RequestStopping([entry.stopping for entry in self.entries])
         return bool(self.entries)
 
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads."""
-        encodes = self.preparing.model.config.is_encoder_decoder
-        padded = padded_rows([entry.given for entry in self.entries], "right" if encodes else "left")
-        return self.preparing.batch(padded["input_ids"], padded["attention_mask"], self.stopping.max_new_tokens)
-
-    def seeds(self, given: Prepared) -> list[int] | None:
-        """Of the rows; None where nothing is drawn."""
-        return [entry.seed for entry in self.entries] if given.config.do_sample else None
+        return self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
 
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""
@@ -131,19 +119,13 @@ class RequestQueue:
         self.completed.append(Completion(self.entries[row].index, tokens, reason, *given))
         self.chances[row] = []
 
-    def refuse_alone(self, error: ValueError) -> None:
-        """The one request of this batch cannot be served; an error that is not its own concerns all of them."""
-        if self.entries[0].alike:
-            raise error
-        self.refuse(self.entries[0].index, error)
-
     def refuse(self, index: int, error: ValueError) -> None:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def as_call(self, given: Prepared) -> Prepared:
+    def as_call(self, given: Prompt) -> Prompt:
         """The one request of this batch as any call of `generate`, with all its processors."""
-        config, processors = given.config, LogitsProcessorList(self.entries[0].processors)
+        config, processors = given.generation_config, LogitsProcessorList(self.entries[0].processors)
         config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
         if self.logprobs:
             config.output_scores = config.output_logits = True

@@ -13,14 +13,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
+from hf_specx.models.prompts import Prompt
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_positions, unknown_token
 from .check_models import check_adapter, frequencies_that_change, why_uncached
-from .entry import Prepared, bind_stop_strings, prepared
+from .entry import bind_stop_strings, prepared
 
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
@@ -114,10 +116,11 @@ class Preparing:
             own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
         self._alone(one, own)
 
-    def batch(self, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> Prepared:
-        """Prompts [B, L] with pads, and the mask that hides these."""
-        options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
-        return _prepared(self.model, ids, mask, options)
+    def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
+        """Several requests, [l] tokens each, with pads."""
+        side = "right" if self.model.config.is_encoder_decoder else "left"
+        padded, own = padded_rows(texts, side), {"max_new_tokens": max_new_tokens, "stop_strings": None}
+        return _prepared(self.model, padded["input_ids"], padded["attention_mask"], self.options | own)
 
     def entry(self, index: int, request: Request) -> Entry:
         """A request by itself; raises a ValueError if it cannot be served."""
@@ -134,7 +137,7 @@ class Preparing:
         start, seed = given.input_ids[0], request.seed
         processors, alone = self._with_masks(given)
         if seed is None:
-            seed = int(torch.randint(MAX_SEED - 1, ())) if given.config.do_sample else 0
+            seed = int(torch.randint(MAX_SEED - 1, ())) if given.generation_config.do_sample else 0
         alike = request.logits_processor is None
         entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
         frequencies_that_change(self.model, entry.longest)
@@ -143,13 +146,13 @@ class Preparing:
             check_encoder_positions(self.model, len(ids))
         return entry
 
-    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prepared:
+    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prompt:
         """As `_prepared`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, given: Prepared) -> tuple[Sequence[Processor], str]:
+    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], str]:
         """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given."""
         ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
@@ -196,15 +199,15 @@ def _check(request: Request, ids: torch.Tensor) -> None:
     require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), told)
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prepared:
+def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prompt:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
-    found: list[Prepared] = []
+    found: list[Prompt] = []
 
     @wraps(prepared)
     def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
         given, _ = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         check_adapter(given.model)
-        given.config.return_dict_in_generate = False
+        given.generation_config.return_dict_in_generate = False
         found.append(given)
         return given.input_ids
 

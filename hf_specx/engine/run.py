@@ -25,7 +25,6 @@ from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors, can_look_ahead
 from hf_specx.sampling.rules import make_rule
-from hf_specx.sampling.stopping import DeadEnds
 
 from .call import Call
 from .outputs import Outputs, Stream
@@ -60,7 +59,7 @@ class Run:
         # a draft that goes by times would differ from rank to rank
         self.pace = Pace(None if call.shared else costs, call.verification in ("greedy", "coupled"))
         model = None if call.drafter.own_text else call.drafter.model
-        self.draft_prompt = None if model is None else draft_prompt(model, prompt, call.given.inputs_tensor)
+        self.draft_prompt = None if model is None else draft_prompt(model, prompt)
         # all ranks need the same numbers, and so do compiled forwards
         self.forces, self.drafter = not (call.synced or options.compile), call.drafter
         masks = call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
@@ -81,20 +80,21 @@ class Run:
         config, streamer = prompt.generation_config, options.streamer
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
-        self.listeners: list[Listener] = [DeadEnds(self.processors, call.stopping), self.report]
+        self.listeners: list[Listener] = [self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
                 self.listeners.append(listener)
         self.started = self.lapped = time.perf_counter()
 
     def _processors(self) -> tuple[Processors, Processors]:
-        """Those of the target, and those of the draft, which share what is computed once for a call."""
-        call, prompt, ends = self.call, self.call.prompt, self.stopping.eos_token_id
-        if call.queue is not None:
-            return call.queue.processors(), call.queue.processors()
-        of_draft = Processors(list(filter(can_look_ahead, call.processors)), ends)
-        own = [p if can_look_ahead(p) else guide(p, prompt, call.layout.target) for p in call.processors]
-        return Processors(own, ends, of_draft.memory), of_draft
+        """Those of the target, and those of the draft, which is not guided."""
+        call, ends = self.call, self.stopping.eos_token_id
+        alone = [p for p in call.processors if can_look_ahead(p)]
+        of_draft = Processors(alone, ends) if call.queue is None else call.queue.processors()
+        if call.queue is not None or len(alone) == len(call.processors):
+            return of_draft, of_draft
+        own = [p if can_look_ahead(p) else guide(p, call.prompt, call.layout.target) for p in call.processors]
+        return Processors(own, ends), of_draft
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
@@ -185,7 +185,8 @@ class Run:
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 
     def publish(self, done: Round) -> None:
-        """Tell those of a round who only look on."""
+        """Tell those of a round who only look on, unless it has led where there is no next token."""
+        self.stopping.raise_dead_ends(done, self.processors.barred)
         for listener in self.listeners:
             listener.observe(done)
 
@@ -206,9 +207,8 @@ class Run:
             queue.admit(self.batch, coming)  # only now: they were told of the text before
         for row, entry in coming.items():
             self.rule.admit(row, entry.seed)
-            for processors in (self.processors, self.draft_processors):
-                assert isinstance(processors, RequestProcessors)
-                processors.admit(row, entry.processors, entry.alike)
+            assert isinstance(self.processors, RequestProcessors)
+            self.processors.admit(row, entry.processors, entry.alike)
             self.schedule.admit(row, entry.seeded and self.call.verification in ("token", "block"))
         if coming:
             self.target.admit(self.batch, list(coming))
@@ -236,10 +236,10 @@ class Run:
 
     def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
         """What `generate` returns: the text, or an output with this report; a cache of the user is filled."""
-        prompt, columns, given = self.call.prompt, self.stopping.columns, self.call.given.past
+        prompt, columns = self.call.prompt, self.stopping.columns
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
-        if getattr(given, "_is_user_defined", False):  # it was read alone before
-            past = fill(given, past)
+        if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
+            past = fill(prompt.past, past)
         if self.outputs is None:
             return text
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)

@@ -4,14 +4,13 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
@@ -21,17 +20,16 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.named import loaded
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
-from hf_specx.models.prompts import prepare
+from hf_specx.models.prompts import Prompt, prepare
 
 from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld, prepared
+from .entry import AskedSignature, check_draft, check_many, check_withheld, prepared
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -135,14 +133,13 @@ class SpeculativeDecoding(NoModel):
 
     @torch.no_grad()
     def decode(
-        self, given: Prepared, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
+        self, given: Prompt, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
     ) -> torch.Tensor | ModelOutput:
         """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one."""
         with ExitStack() as at_end:
             if self.streamer is not None:
                 at_end.callback(self.streamer.end)
-            call = make_call(self, given, self._drafter(given.model), seeds, **withheld)
-            return self.complete(call, earlier)
+            return self.complete(self.call(given, seeds, **withheld), earlier)
 
     def generate_many(
         self,
@@ -192,12 +189,15 @@ class SpeculativeDecoding(NoModel):
         """
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
-            seeds = queue.seeds(given := queue.prepared())
+            given = queue.prepared()
+            seeds = [entry.seed for entry in queue.entries] if given.generation_config.do_sample else None
             if queue.entries[0].alone:
                 try:
                     queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))
-                except ValueError as error:  # which its own processors may raise
-                    queue.refuse_alone(error)
+                except ValueError as error:  # which its own processors may raise; another concerns all requests
+                    if queue.entries[0].alike:
+                        raise
+                    queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
                 run = self.begin(call := self.call(given, seeds, queue))
@@ -245,9 +245,9 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prepared, *seeds_and_queue: Any) -> Call:
-        """What a batch of a queue asks for, checked."""
-        return make_call(self, given, self._drafter(given.model), *seeds_and_queue)
+    def call(self, given: Prompt, *seeds_and_queue: Any, **withheld: Any) -> Call:
+        """What a call asks for, or a batch of a queue, checked."""
+        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""
@@ -281,7 +281,5 @@ class SpeculativeDecoding(NoModel):
         """Time forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`."""
         model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
-        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
-        own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
-        self.begin(self.call(Prepared(model, *own))).calibrate()
+        given = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
+        self.begin(self.call(given)).calibrate()

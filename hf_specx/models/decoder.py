@@ -68,15 +68,10 @@ class HiddenStates:
         """Whether this thread is that of the context."""
         return threading.get_ident() == self.thread
 
-    def last(self, keep: int) -> torch.Tensor:
-        """[R, keep, H], of the last positions of the forward in the context, those of all places joined; once."""
-        states = [found.pop()[:, -keep:] for found in self.found]
+    def last(self, keep: int = 0) -> torch.Tensor:
+        """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
+        states = [torch.cat(found, 1)[:, -keep:] for found in self.found]
         return torch.cat([x.to(states[-1].device) for x in states], -1) if len(states) > 1 else states[0]
-
-    def all(self) -> torch.Tensor:
-        """[R, q, H], of all positions of the forwards in the context."""
-        states = [torch.cat(found, 1) for found in self.found]
-        return torch.cat([x.to(states[-1].device) for x in states], -1)
 
 
 class Decoder:
@@ -133,7 +128,7 @@ class Decoder:
         if self.cache is None:  # the model makes one of its own
             self.cache = getattr(output, self.cache_name)
         self.after_prompt = output.logits[:, -1:].to(home)
-        self.prompt_hidden = None if self.hidden is None else self.hidden.all()
+        self.prompt_hidden = None if self.hidden is None else self.hidden.last()
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
         if mask is not None:
             self.width = mask.shape[1]

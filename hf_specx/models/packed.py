@@ -75,7 +75,7 @@ class PackedDecoder(Decoder):
         with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
         if self.hidden is not None:
-            states = self.hidden.all()[0]  # [N, H], column by column
+            states = self.hidden.last()[0]  # [N, H], column by column
             self.prompt_hidden = states.new_zeros(rows, self.width, states.shape[1])
             self.prompt_hidden[self.row, column] = states
         self.after_prompt = logits[:, None].to(home)
@@ -134,7 +134,7 @@ class PackedDecoder(Decoder):
     def leave(self, stay: torch.Tensor) -> None:
         index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
-        row = index[self.row[: self.cache.slots.written]]
+        row = index[self.row[: self.cache.slots.extent]]
         kept = (row >= 0).nonzero()[:, 0]  # the slots of other rows are dropped
         self.cache.keep(kept)
         self.row, self.before = row[kept], self.before[kept]

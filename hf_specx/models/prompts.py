@@ -3,19 +3,23 @@
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
+from hf_specx.sampling.stopping import Stopping
 
 from .altered import shallow
-from .slots import CACHE
+from .slots import CACHE, cache_name
 
 
 UNLIMITED = sys.maxsize
@@ -44,6 +48,8 @@ class Prompt:
         keeps_past: whether the cache is wanted at the end.
         max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
         longest: the most new tokens of the prompts that are known now.
+        processors, criteria: as they are given to a decoding method.
+        inputs_tensor: what an encoder reads, before rows were repeated; None where that is not known.
         gives_hidden: whether forwards hand over hidden states: those of `places`, or without any the last ones.
     """
 
@@ -51,43 +57,49 @@ class Prompt:
     input_ids: torch.Tensor
     generation_config: GenerationConfig
     kwargs: dict[str, Any]
-    max_new_tokens: int
+    max_new_tokens: int = UNLIMITED
     keeps_past: bool = False
     gives_hidden: bool = False
     places: Sequence[Place] = ()
     longest: int = UNLIMITED
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    inputs_tensor: torch.Tensor | None = None
+
+    @cached_property
+    def stopping(self) -> Stopping:
+        """When rows end, by these criteria."""
+        return Stopping(self.criteria, self.input_ids.shape[1], self.generation_config.max_length)
+
+    @property
+    def past(self) -> Any:
+        """The cache that was given; None without one."""
+        return self.kwargs.get(cache_name(self.kwargs))
 
 
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
     """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
-    found = []
 
     def decoding_method(
         _: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
-    ) -> torch.Tensor:
-        del kwargs["logits_processor"], kwargs["stopping_criteria"]
-        found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens, longest=max_new_tokens))
-        return input_ids
+    ) -> Prompt:
+        given = {"processors": kwargs.pop("logits_processor"), "criteria": kwargs.pop("stopping_criteria")}
+        return Prompt(model, input_ids, generation_config, kwargs, max_new_tokens, longest=max_new_tokens, **given)
 
     special = {name: getattr(model.generation_config, name, None) for name in SPECIAL}
     plain = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
     alike = shallow(model)  # its own settings are not for this call, and other threads may read them
     alike.generation_config = GenerationConfig()
     mixin: Any = GenerationMixin
-    mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
-    return found[0]
+    return mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
 
 
-def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
-    """The draft's prompt, made from the target's; a `ValueError` if it cannot read what the target is given.
-
-    An encoder has read `inputs_tensor`, before `num_return_sequences` repeated its rows.
-    """
+def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
+    """The draft's prompt, made from the target's; a `ValueError` if it cannot read what the target is given."""
     names = inspect.signature(draft.forward).parameters
     given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
     if draft.config.is_encoder_decoder:
-        assert inputs_tensor is not None
-        given = _for_both_sides(given, draft, target, inputs_tensor)
+        given = _for_both_sides(given, draft, target)
     else:
         given = _for_decoder(given, draft, target)
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
@@ -99,11 +111,11 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     return prompt
 
 
-def _for_both_sides(
-    given: dict[str, Any], draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor
-) -> dict[str, Any]:
+def _for_both_sides(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
     """What an encoder-decoder reads, of what its target was `given` as well."""
-    floats, encoded = inputs_tensor.is_floating_point(), None
+    inputs_tensor, encoded = target.inputs_tensor, None
+    assert inputs_tensor is not None
+    floats = inputs_tensor.is_floating_point()
     embeds = floats and draft.main_input_name == "input_ids"
     if embeds:
         _check_embeds(draft, inputs_tensor, inputs_tensor)

@@ -29,18 +29,16 @@ class Slots:
     Attributes:
         start: the first slot to write, if all rows write the same consecutive slots.
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
-        aimed: whether `aim` was called yet; before, each layer writes after what it holds, as it is fed a prompt.
-        extent: how many leading slots attention sees.
-        written: how many leading slots the last forward left filled.
+        extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
+            holds, as it is fed a prompt.
         rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
     """
 
     def __init__(self, limit: int = 0) -> None:
-        self.start = self.extent = self.written = 0
-        self.limit, self.rows = limit, 0
+        self.start = self.extent = self.rows = 0
+        self.limit = limit
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
     def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
@@ -51,7 +49,7 @@ class Slots:
         if index is not None and rows is None:
             rows = torch.arange(len(index), device=index.device)
         self.index = None if index is None or rows is None else (rows[:, None], index)
-        self.start, self.extent, self.aimed = start, extent, True
+        self.start, self.extent = start, extent
 
 
 class SlotLayer(CacheLayerMixin):
@@ -79,8 +77,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
-        end = self.slots.extent if self.slots.aimed else self.held + count
-        self.held = self.slots.written = end
+        self.held = end = self.slots.extent or self.held + count
         adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
         adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
         if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
@@ -111,10 +108,10 @@ class SlotLayer(CacheLayerMixin):
         return grown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.extent if self.slots.aimed else self.held + query_length, 0
+        return self.slots.extent or self.held + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.slots.start if self.slots.aimed else self.held
+        return self.slots.start if self.slots.extent else self.held
 
     def get_max_length(self) -> int:
         return -1
@@ -134,20 +131,19 @@ class SlotCache(Cache):
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots `kept` [n] of all rows, in that order."""
-        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)), len(kept) - self.slots.written)
-        self.slots.start = self.slots.written = len(kept)
+        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)))
+        self.slots.start = self.slots.extent = len(kept)
 
     def widen(self, count: int) -> None:
         """Put `count` slots before the first of all rows."""
-        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)), count)
+        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)))
         self.slots.limit += count
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor], more: int = 0) -> None:
-        """Put other tensors, where so many more slots are filled, in the places of all keys and values."""
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put other tensors in the places of all keys and values; from then on a forward is told what is filled."""
         self.slots.spare.clear()
         for layer in self._filled():
             layer.keys, layer.values = change(layer.keys), change(layer.values)
-            layer.held += more
 
     def _filled(self) -> list[Any]:
         """The layers that hold something: one that shares the keys of another is never written to."""

@@ -228,5 +228,5 @@ def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
     plain = shallow(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
     healed, heal = shallow(plain), GenerationMixin.heal_tokens
-    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)  # type: ignore[arg-type]
+    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)
     return healed

@@ -41,8 +41,8 @@ class StockNoise:
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
-        if batch.together is not None and ahead + probs.shape[1] == 1 and not any(self.held):
-            return self._draw(batch.together, probs)[:, None]  # no row needs it again
+        if len(batch.counts) == 1 and ahead + probs.shape[1] == 1 and not any(self.held):
+            return self._draw(batch.counts[0], probs)[:, None]  # no row needs it again
         end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
         window = max(min(self.window, MOST_HELD // column_bytes), end)
         wanted = [(row, batch.counts[row] + i) for row in batch.rows for i in range(ahead, end)]

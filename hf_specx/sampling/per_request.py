@@ -78,7 +78,7 @@ class RequestStopping(Stopping):
     def __init__(self, own: Sequence[Stopping]):
         first, self.own = own[0], list(own)
         self.stateful, self.eos_token_id, self.ends = first.stateful, first.eos_token_id, first.ends
-        self.pads_finished_rows, self.stopped_at = True, {}
+        self.pads_finished_rows, self.stopped_at, self.dead_ends = True, {}, {}
 
     @property
     def criteria(self) -> StoppingCriteriaList:  # type: ignore[override]

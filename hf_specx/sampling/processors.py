@@ -70,13 +70,12 @@ class RoundProcessor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
         raise NotImplementedError
 
-    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
-        """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows.
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows, by its masks.
 
-        None if the processor is no mask; in it None for rows that are not `wanted` [R], and where a candidate before
-        is excluded or ends its row.
+        None for rows that are not `wanted` [R], and where a candidate before is excluded or ends its row.
         """
-        return None
+        raise NotImplementedError
 
 
 Processor = LogitsProcessor | RoundProcessor
@@ -96,18 +95,10 @@ class Processors:
             raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
-    def __init__(
-        self,
-        processors: Sequence[Processor],
-        eos_token_id: torch.Tensor | None = None,
-        memory: dict[Hashable, Any] | None = None,
-    ):
-        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none.
-
-        `memory` is computed once for a call, and draft and target may share it.
-        """
+    def __init__(self, processors: Sequence[Processor], eos_token_id: torch.Tensor | None = None):
+        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none."""
         self.eos_token_id = eos_token_id
-        self.memory: dict[Hashable, Any] = {} if memory is None else memory
+        self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
         self.at_once = in_runs(processors)
         self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
         self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()
@@ -145,12 +136,12 @@ class Processors:
         """As `RoundProcessor.allowed`, of all of them together."""
         together: list[torch.Tensor | None] | None = None
         for processor in self.at_once:
-            masks = processor.allowed(batch, ahead, wanted) if isinstance(processor, RoundProcessor) else None
-            if together is None or masks is None:
-                together = masks if together is None else together
-            else:
-                pairs = zip(together, masks, strict=True)
-                together = [None if one is None or other is None else one & other for one, other in pairs]
+            if isinstance(processor, RoundProcessor) and processor.vocab_size:
+                masks = processor.allowed(batch, ahead, wanted)
+                if together is not None:
+                    pairs = zip(together, masks, strict=True)
+                    masks = [None if one is None or other is None else one & other for one, other in pairs]
+                together = masks
         return together
 
     def _cells(

@@ -84,11 +84,6 @@ class TokenMasks(RoundProcessor):
         self.read: tuple[int, ...] = ()  # which text `tokens` are the end of, [R, n]
         self.tokens: list[list[int]] = []
 
-    @property
-    def shown(self) -> bool:
-        """Whether the processor may be in the middle of a text."""
-        return self.moving or any(own.path for own in self.followed.values())
-
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
         positions = scores.shape[1]
@@ -272,7 +267,8 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 one.finish(batch)
         finally:
             for one in users:
-                if not one.shown:
+                in_a_text = one.moving or any(own.path for own in one.followed.values())
+                if not in_a_text:
                     TAKEN.pop(id(one.processor), None)
 
 

@@ -52,7 +52,8 @@ class GreedyRule(Rule):
         choices = scores.argmax(-1)
         overlap = (draft.tokens == choices[:, :-1]).float()
         undefined = torch.zeros_like(choices, dtype=torch.bool)
-        return Judgement(*verify_match(draft.tokens, choices, draft.proposed), overlap, undefined)
+        found = verify_match(draft.tokens, choices, draft.proposed)
+        return found._replace(overlap=overlap, undefined=undefined)
 
 
 class RejectionRule(Rule):
@@ -88,8 +89,8 @@ class RejectionRule(Rule):
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, most, draft.lengths)
-        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
-        return Judgement(*verdict, overlaps(probs, draft), undefined)
+        found = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def admit(self, row: int, seed: int) -> None:
         self.streams[row] = _streams(seed)
@@ -135,8 +136,8 @@ class CoupledRule(Rule):
         choices = race(probs, self.noise.at(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        verdict = verify_match(draft.tokens, choices, draft.proposed)
-        return Judgement(*verdict, overlaps(probs, draft), undefined)
+        found = verify_match(draft.tokens, choices, draft.proposed)
+        return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def admit(self, row: int, seed: int) -> None:
         assert isinstance(self.noise, SeededNoise)

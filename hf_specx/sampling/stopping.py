@@ -1,6 +1,7 @@
 """Where rows end: where `generate` would end them, even mid-round; or with its error, where there is no next token."""
 
 from bisect import bisect
+from collections.abc import Mapping
 
 import torch
 from transformers.generation.stopping_criteria import (
@@ -15,8 +16,6 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Round
 
-from .processors import Processors
-
 
 PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
 
@@ -30,6 +29,7 @@ class Stopping:
     Attributes:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         stopped_at: for each row that has stopped, the number of its emitted tokens then.
+        dead_ends: where rows have no next token, the first of each: tokens before it, and the error.
         eos_token_id: [E], of all end-of-sequence criteria; None without one. `ends` has the same ids.
         max_new_tokens: the most tokens that a row emits.
     """
@@ -43,6 +43,7 @@ class Stopping:
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
         self.stopped_at: dict[int, int] = {}
+        self.dead_ends: dict[int, tuple[int, Exception]] = {}
         self.pads_finished_rows = False
         ends, columns = [], []
         for criterion in criteria:
@@ -137,32 +138,23 @@ class Stopping:
         """How many columns `generate` has emitted when the last row stops."""
         return max(self.stopped_at.values())
 
+    def raise_dead_ends(self, done: Round, barred: Mapping[tuple[int, int], Exception]) -> None:
+        """Raise the error that `generate` would raise, once a row without a token to choose is part of the text.
 
-class DeadEnds:
-    """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
-
-    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
-    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
-    """
-
-    def __init__(self, processors: Processors, stopping: Stopping):
-        self.processors, self.stopping = processors, stopping
-        self.found: dict[int, tuple[int, Exception]] = {}  # the first of each row: tokens before it, and the error
-
-    def observe(self, done: Round) -> None:
-        """Look for them among the tokens that a round emitted."""
-        barred = self.processors.barred
+        A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
+        text; neither is an error. `barred` has those of `prefix_allowed_tokens_fn`, see `Processors`.
+        """
         for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
             for count in range(first, first + number) if barred else ():
                 if (row, count) in barred:
-                    self.found.setdefault(row, (count, barred[row, count]))
+                    self.dead_ends.setdefault(row, (count, barred[row, count]))
             count = first + position
-            if position < number and count < self.found.get(row, (count + 1,))[0]:
+            if position < number and count < self.dead_ends.get(row, (count + 1,))[0]:
                 told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
                 told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
-                self.found[row] = (count, RuntimeError(told))
-        if self.found:
-            settled = self.stopping.settled(done.batch)
-            for row, (count, error) in self.found.items():
+                self.dead_ends[row] = (count, RuntimeError(told))
+        if self.dead_ends:
+            settled = self.settled(done.batch)
+            for row, (count, error) in self.dead_ends.items():
                 if count < settled[row]:
                     raise error

@@ -1,6 +1,7 @@
 """Verification: which candidates are accepted, and which token follows them.
 
-Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text.
+Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text. Their
+judgements have no `overlap` and `undefined`, which are the same for all.
 
 Glossary (one meaning each, everywhere in this package):
     target: the model whose distribution the text must have.
@@ -32,25 +33,9 @@ Shapes: B rows of the batch, R rows still decoding, K candidates of a row, P pos
 candidates are), L prefix length (in columns), V vocabulary.
 """
 
-from typing import NamedTuple
-
 import torch
 
-
-class Verdict(NamedTuple):
-    """What one round decided for each row.
-
-    Attributes:
-        accepted: [R] int64, how many leading candidates are accepted, 0 to K.
-        next_token: [R] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
-        survival: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
-            It is known at all K positions, also after a rejection, so its mean over rounds estimates
-            P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
-    """
-
-    accepted: torch.Tensor
-    next_token: torch.Tensor
-    survival: torch.Tensor
+from hf_specx.common.round import Judgement
 
 
 def verify_token(
@@ -60,7 +45,7 @@ def verify_token(
     uniforms: torch.Tensor,
     choice: torch.Tensor,
     proposed: torch.Tensor | None = None,
-) -> Verdict:
+) -> Judgement:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
     Candidate x is accepted with probability min(1, p(x) / q(x)); no candidate after the first rejection is.
@@ -84,7 +69,7 @@ def verify_token(
         draft = _row(draft_probs, accepted.clamp(max=most - 1))
         residual = (target - draft.masked_fill_(all_kept[:, None], 0)).clamp_(min=0)
     survival = (p.double() / q).clamp(max=1).cumprod(-1)
-    return Verdict(accepted, _draw(residual, target, choice), survival)
+    return Judgement(accepted, _draw(residual, target, choice), survival)
 
 
 def verify_block(
@@ -94,7 +79,7 @@ def verify_block(
     uniforms: torch.Tensor,
     choice: torch.Tensor,
     proposed: torch.Tensor | None = None,
-) -> Verdict:
+) -> Judgement:
     """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444).
 
     On average it accepts at least as many candidates as token verification. With p_0 = 1, at least i candidates are
@@ -117,10 +102,10 @@ def verify_block(
         passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
+    return Judgement(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
 
 
-def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
+def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Judgement:
     """Accept candidates while they equal the target's own choices; exact however they were drafted.
 
     For greedy and coupled verification: `choices` [R, K + 1] int64 is the target's argmax of p, or of p / E.
@@ -128,7 +113,7 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
     alike = candidates == choices[:, :-1]
     alike = _leading(alike if proposed is None else alike & proposed)
     accepted = alike.sum(-1)
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
+    return Judgement(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

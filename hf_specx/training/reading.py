@@ -126,7 +126,7 @@ class Remembered:
             if hook:
                 hook.remove()
         lengths = [len(text.prompt) + len(text.new) for text in texts]
-        states = [row[:length] for row, length in zip(hidden.all(), lengths, strict=True)] if self.places else []
+        states = [row[:length] for row, length in zip(hidden.last(), lengths, strict=True)] if self.places else []
         said = Said(logits[wanted.to(logits.device)].float(), states)
         places = slice(-logits.shape[1] - 1, -1)
         gives = self.keeps and len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]

@@ -8,7 +8,7 @@ import torch
 from command import command
 from head_files import random_head, write
 from safetensors.torch import save_file
-from tiny import near, tiny
+from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair

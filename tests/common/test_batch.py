@@ -52,4 +52,4 @@ def test_in_lockstep_all_rows_gain_what_the_least_one_does():
     done = batch.append(UNEVEN, judged([3, 1]), stopping)
     assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
     assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
-    assert batch.together == 2
+    assert batch.counts == [2, 2]

@@ -92,5 +92,5 @@ def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
         whole = Translation(found)
         whole.extend(text)
         assert translation.ids == whole.ids
-        assert translation.count == len(text)
+        assert len(translation.states) == len(text) + 1
         assert len(whole.ids) >= bool(text)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specx.sampling.verify import Verdict, pick, race, verify_block, verify_match, verify_token
+from hf_specx.common.round import Judgement
+from hf_specx.sampling.verify import pick, race, verify_block, verify_match, verify_token
 
 
 VERIFIERS = {"token": verify_token, "block": verify_block}
@@ -77,7 +78,7 @@ def slow_block(x: list[int], q: list, p: list, u: list[float], c: float) -> tupl
     return tau, picked(residual if any(residual) else p[tau], c)
 
 
-def assert_as(twin, verify, arguments: Case) -> Verdict:
+def assert_as(twin, verify, arguments: Case) -> Judgement:
     verdict = verify(*arguments)
     expected = [twin(*row) for row in zip(*(a.tolist() for a in arguments), strict=True)]
     assert list(zip(verdict.accepted.tolist(), verdict.next_token.tolist(), strict=True)) == expected
@@ -146,7 +147,7 @@ def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
     for seed in range(5):
         candidates, q, p, uniforms, choice = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
         q, p = q.to(dtype), p.to(dtype)
-        accepted, next_token, _ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
+        accepted, next_token, *_ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
         kept = torch.arange(4) < accepted[:, None]
         assert (chances[kept] > 0).all()
@@ -179,7 +180,7 @@ LENGTHS = torch.arange(300) % (NUM_CANDIDATES + 1)  # of each row, 0 to K
 PROPOSED = torch.arange(NUM_CANDIDATES) < LENGTHS[:, None]
 
 
-def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) -> None:
+def assert_as_alone(verdict: Judgement, judge: Callable[[slice, int], Judgement]) -> None:
     """`judge` gives the verdict on a row, as a slice, with its candidates alone."""
     for row, k in enumerate(LENGTHS.tolist()):
         one = slice(row, row + 1)
@@ -192,7 +193,7 @@ def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) ->
 @either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("law", [{}, {"sparsity": 0.5}, {"one_hot": True}], ids=str)
-def test_rows_are_judged_as_alone(verify: Callable[..., Verdict], law: dict, dtype: torch.dtype):
+def test_rows_are_judged_as_alone(verify: Callable[..., Judgement], law: dict, dtype: torch.dtype):
     """Also where fillers are likely tokens that any number would let pass."""
     x, q, p, u, choice = case(seed=5, rows=len(LENGTHS), num_candidates=NUM_CANDIDATES, **law)
     x, u = torch.where(PROPOSED, x, p[:, :-1].argmax(-1)), torch.where(PROPOSED, u, 0.0)

@@ -16,7 +16,7 @@ from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import Masks
 from hf_specx.sampling import rules, verify
 from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
-from hf_specx.sampling.verify import Verdict, pick, race, verify_match, verify_token
+from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
@@ -58,22 +58,22 @@ def counts(candidates: torch.Tensor, proposed: torch.Tensor | None) -> torch.Ten
     return torch.ones_like(candidates).sum(-1) if proposed is None else proposed.sum(-1)
 
 
-def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
+def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Judgement:
     accepted = counts(candidates, proposed)
-    return Verdict(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
+    return Judgement(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
 
 
-def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
+def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Judgement:
     """u < q / p."""
     p_at, q_at = (x.gather(-1, candidates[..., None])[..., 0] for x in (p[:, :-1], q))
     return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice, proposed)
 
 
-def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
+def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Judgement:
     """One candidate more than agrees with the target."""
     right = verify_match(candidates, choices, proposed)
     accepted = torch.minimum(right.accepted + 1, counts(candidates, proposed))
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], right.survival)
+    return Judgement(accepted, choices.gather(1, accepted[:, None])[:, 0], right.survival)
 
 
 def colder(rule: RejectionRule, batch, scores, ahead, lengths):
@@ -86,7 +86,7 @@ def with_fresh_noise(rule: CoupledRule, batch, draft, scores):
     probs, undefined = distribution(scores)
     choices = race(probs, rule.noise.at(batch, probs, 0).flip(-1))  # that of other tokens
     verdict = verify_match(draft.tokens, choices, draft.proposed)
-    return Judgement(*verdict, rules.overlaps(probs, draft), undefined)
+    return verdict._replace(overlap=rules.overlaps(probs, draft), undefined=undefined)
 
 
 def between(shift: int) -> Callable:

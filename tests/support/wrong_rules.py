@@ -2,8 +2,9 @@
 
 import torch
 
+from hf_specx.common.round import Judgement
 from hf_specx.sampling.rules import RejectionRule
-from hf_specx.sampling.verify import Verdict, pick, verify_block, verify_token
+from hf_specx.sampling.verify import pick, verify_block, verify_token
 
 
 class SharedNoise(RejectionRule):
@@ -72,7 +73,7 @@ class Restarted(RejectionRule):
                 streams[name].manual_seed(streams[name].initial_seed())
 
 
-def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verdict:
+def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Judgement:
     """Block verification with `break` where the paper goes on to the later indices."""
     index = torch.arange(candidates.shape[1])
     if not len(index):
@@ -83,7 +84,7 @@ def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verd
     return verify_block(candidates, q, p, torch.where(index + 1 == run, 0.0, 1.0).double(), choice, proposed)
 
 
-def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Verdict:
+def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Judgement:
     """Token verification that takes an unlikely candidate, and those after it, as not drafted."""
     likely = q.gather(-1, candidates[..., None])[..., 0] > 0.15
     drafted = likely.cumprod(1).bool()

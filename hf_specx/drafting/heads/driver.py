@@ -90,7 +90,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.every = torch.arange(rows, device=self.device)
         self.rotary = Rotary(self.body.config, self.device)
         if reading.compiled and self.owner is not None:
-            room = self.target.width + min(self.target.prompt.longest_limit, ROOM)
+            room = self.target.width + min(self.target.prompt.longest, ROOM)
             self.decoder = CompiledBody(self.owner, self.body, self.cache, self.rotary, room)
         self.admit(reading.batch, reading.batch.rows)
 
