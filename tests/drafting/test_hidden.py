@@ -65,7 +65,7 @@ def test_states_of_compiled_forwards(compiles: bool, request: pytest.FixtureRequ
     elif not has_compiler("cpu"):
         pytest.skip("torch finds no C++ compiler")
     target = tiny(num_hidden_layers=1 if compiles else 3, seed=1)
-    rows, other = 1 if compiles else 4, HiddenStates([(target.model.layers[0], False)])
+    rows, other = 1 if compiles else 4, HiddenStates([(target.model.layers[0], False)], target.device)
     expected, compilations = target.generate(**prompts(rows), **GREEDY), []
     for context in (contextlib.nullcontext(), other):
         strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
@@ -82,7 +82,7 @@ def test_states_of_a_layer():
     """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
     target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
     layer = target.model.layers[2]
-    hidden = HiddenStates([(layer, False), (layer, True)])
+    hidden = HiddenStates([(layer, False), (layer, True)], torch.device("cpu"))
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
         before = dict(layer._forward_hooks)  # transformers leaves some of its own
