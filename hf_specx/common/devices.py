@@ -42,6 +42,11 @@ def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
+def moved(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Values on another device; only on a CPU it is waited for them, since there they are read at once."""
+    return values.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued."""
     if device.type == "mps":  # there is one, and torch's function takes no argument

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import execution_device, last_device, synchronize
+from hf_specx.common.devices import execution_device, last_device, moved, synchronize
 from hf_specx.common.round import Draft, Round
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
@@ -45,8 +46,8 @@ class HiddenStates:
     into a forward, if it compiles one in the context; such a forward gives the states itself.
     """
 
-    def __init__(self, places: Sequence[Place]):
-        self.places = places
+    def __init__(self, places: Sequence[Place], device: torch.device):
+        self.places, self.device = places, device
 
     def __enter__(self) -> None:
         self.thread = threading.get_ident()
@@ -69,9 +70,16 @@ class HiddenStates:
         return threading.get_ident() == self.thread
 
     def last(self, keep: int = 0) -> torch.Tensor:
-        """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
+        """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined.
+
+        They come to the device; those that lie together on another one go at once.
+        """
         states = [torch.cat(found, 1)[:, -keep:] for found in self.found]
-        return torch.cat([x.to(states[-1].device) for x in states], -1) if len(states) > 1 else states[0]
+        if len(states) == 1:
+            return states[0]
+        runs = [list(run) for _, run in itertools.groupby(states, key=lambda each: each.device)]
+        joined = [moved(torch.cat(run, -1) if len(run) > 1 else run[0], self.device) for run in runs]
+        return torch.cat(joined, -1) if len(joined) > 1 else joined[0]
 
 
 class Decoder:
@@ -98,7 +106,8 @@ class Decoder:
         self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
         last_layer = self.model.get_decoder() or self.model.base_model  # after the final norm
-        self.hidden = HiddenStates(prompt.places or [(last_layer, False)]) if prompt.gives_hidden else None
+        places, self.last_device = prompt.places or [(last_layer, False)], last_device(self.model)
+        self.hidden = HiddenStates(places, self.last_device) if prompt.gives_hidden else None
         self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)
@@ -116,7 +125,7 @@ class Decoder:
         if self.max_positions is not None and positions is not None:  # a draft may have fewer than its prompt
             self.kwargs[self.position_name] = positions.clamp(max=self.max_positions - 1)
         self.parameters = inspect.signature(self.model.forward).parameters
-        self.device, self.last_device = execution_device(self.model), last_device(self.model)
+        self.device = execution_device(self.model)
 
     def read(self) -> None:
         """Read the prompts of all rows, by the first forward of `generate`."""

@@ -118,7 +118,7 @@ class Remembered:
         """What a forward says, and what is kept of it for each text; nothing if more is done to the head's logits."""
         seen: list[torch.Tensor] = []
         hook = self.head and self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        hidden = HiddenStates(self.places)
+        hidden = HiddenStates(self.places, last_device(self.target))
         try:
             with hidden:
                 logits, wanted = last_logits(self.target, collate(texts))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent, synchronize
+from hf_specx.common.devices import moved, sent, synchronize
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import Reading, no_candidates
@@ -171,7 +171,7 @@ class HeadDrafter(SampledCandidateGenerator):
         for place in range(ahead - skipped, ahead + 1):
             if place == 0:
                 self.begin(batch)
-            tokens = batch.last(1, place).to(self.device) if place else self.last
+            tokens = batch.last(1, place) if place else self.last
             if place >= len(self.states):
                 self._next(batch, place, tokens)
             scores = self._score(place, tokens)
@@ -185,13 +185,13 @@ class HeadDrafter(SampledCandidateGenerator):
         width = max(fresh) if self.decoder is None else self.decoder.width(max(fresh))
         held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
         step = torch.arange(width + extra, device=device)
-        self.rows, self.ends = batch.index.to(device), held + new
+        self.rows, self.ends = moved(batch.index, device), held + new
         newest = None if self.body.sees_ahead else (new - 1).clamp(min=0)
-        states = self.unread[:, :width].to(device, self.dtype)
+        states = moved(self.unread[:, :width], device, self.dtype)
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
-        self.behind = batch.ids, batch.index, batch.ends - new[:, 0].to(batch.ids.device)
-        self.last = batch.last(1).to(device)
+        self.behind = batch.ids, batch.index, batch.ends - sent(fresh, batch.ids.device)
+        self.last = batch.last(1)
         extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
         slots = held + step
         if extra and min(fresh) < width:  # what fills up shorter rows goes to the last slot, where nobody looks
@@ -218,7 +218,7 @@ class HeadDrafter(SampledCandidateGenerator):
             last = min(first + AT_ONCE, width)
             self.behind = batch.ids, rows, starts + first
             entries = self.entries(slots[:, first:last], positions[:, first:last], last, rows=index)
-            part = states[:, first:last].to(self.device, self.dtype)
+            part = moved(states[:, first:last], self.device, self.dtype)
             self.body.read(entries, self._embedded(last - first), part)
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ class HeadDrafter(SampledCandidateGenerator):
         """[r, m], what stands behind the states of the entries that come now."""
         ids, rows, starts = self.behind
         columns = starts[:, None] + torch.arange(width, device=ids.device)
-        return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)].to(self.device)
+        return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)]
 
     def _embedded(self, width: int, extra: int = 0) -> torch.Tensor | None:
         tokens = self.body.inputs(self, width, extra)
@@ -251,7 +251,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of tokens [r, m], by the head's own embeddings or the target's."""
-        return self.embedding(tokens).to(self.device, self.dtype)
+        return moved(self.embedding(read_by(self.embedding, tokens)), self.device, self.dtype)
 
     def _note(self, found: tuple[torch.Tensor, Any]) -> None:
         """Have the scores of states [R, n, H], and keep what the next entry begins with."""
@@ -263,12 +263,11 @@ class HeadDrafter(SampledCandidateGenerator):
         """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
         if self.output is None:
             return states
-        weight = self.output.weight
-        return self.output(states.to(weight.device, weight.dtype)).to(self.device)
+        return moved(self.output(read_by(self.output, states.to(self.output.weight.dtype))), self.device)
 
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
-        given = self.scores[place], self.states[place], tokens, self.state, self.least > 0
+        given = self.scores[place], self.states[place], moved(tokens, self.device), self.state, self.least > 0
         if self.decoder is None or not self.body.config.markov_rank:
             scores, self.state, sure = self.body.scored(*given)
         else:
@@ -303,3 +302,8 @@ def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
     known = [row for row in rows if row is not None]
     return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None
+
+
+def read_by(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Values where a module reads them; hooks of accelerate send them there by themselves."""
+    return values if hasattr(module, "_hf_hook") else moved(values, module.weight.device)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import last_device, synchronize
+from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
@@ -234,7 +234,7 @@ class MtpDrafter(HeadDrafter):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
-        return tokens
+        return moved(tokens, self.device)
 
     def scored(self, states: torch.Tensor) -> torch.Tensor:
         return self.output(states)
