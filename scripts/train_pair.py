@@ -5,10 +5,11 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
 
     python scripts/train_pair.py --work build/pair --out hf_specx/hub/embedded
     python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft alone
-    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head for it
+    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head
 """
 
 import hashlib
+import math
 import platform
 import shlex
 import sys
@@ -223,21 +224,24 @@ def main(
     how = {"phases": phases, "passes": passes, "seed": seed, "bf16": bf16}
     made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft
-    facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
-    console.print(facts, str(made))
-    for model in (target, draft):
+    models = [target] if head else [target, draft]
+    losses = [loss(model, unseen, seed) for model in models]
+    console.print(losses, str(made))
+    for model in models:
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
-        model.bfloat16()
+    target.bfloat16(), draft.bfloat16()
     notes = made.pair.config.notes
     if pair is None:
+        facts: dict[str, Any] = dict(zip(("target_loss", "draft_loss"), [*losses, math.nan], strict=False))
         facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
         facts |= {"draft": notes, "python": platform.python_version(), "command": shlex.join(["python", *sys.argv])}
         config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
-        head, mark, tail = pair.config.notes.partition("## Intended use")
-        more = notes.replace("## How the draft was made", "## How the draft was trained further")
-        config = replace(pair.config, notes=f"{head}{more}\n\n{mark}{tail}", measurements=[])
+        before, mark, tail = pair.config.notes.partition("## Intended use")
+        more = notes if head else notes.replace("## How the draft was made", "## How the draft was trained further")
+        facts_of_draft = made.pair.config.draft if head else pair.config.draft
+        config = replace(pair.config, draft=facts_of_draft, notes=f"{before}{more}\n\n{mark}{tail}", measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
 
