@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_specx.hub.folders import check_folder, check_writable
-from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
+from hf_specx.training.recipe import HEAD, LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
 from .console import Output, going_on_with, imports, waiting_for
 from .options import AsJson, Chat, Loading, Overwrite, PromptFile, Sampling, Seed, command, typed
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 DEFAULTS = TrainingRecipe()
 INSIDE_TOO = "Learn what the target says inside the prompts too."
-HELP_DRAFT = "Id or folder of a draft, or layers:N, the target's first N layers."
+HELP_DRAFT = "Id or folder of a draft, layers:N, the target's first N layers, or eagle3, a new head for it."
 HELP_LOSS = f"{', '.join(LOSS_NAMES)}; see hf_specx/training/README.md."
 HELP_HELD_OUT = "Share of the prompts that is not trained on, 256 at most; half of them decide when to stop."
 HELP_PASSES = "PromptTexts trained on in a phase, for each new one; the others are earlier ones."
@@ -116,8 +116,8 @@ def train(
     study, own = study_of(loading), None
     with waiting_for(f"loading {target[0]} and {draft[0]}"):
         loaded = load(*target, study, study.device_map)
-        if first_layers_wanted(draft[0]) is None:
-            own = load(*draft, study, {"": last_device(loaded.model)})
+        if draft[0] != HEAD and first_layers_wanted(draft[0]) is None:
+            own = load(*draft, study, {"": last_device(loaded.model)}, loaded)
     result = train_draft(
         loaded.model,
         draft[0] if own is None else own.model,

@@ -8,7 +8,7 @@ import torch
 from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.cli import distill as cli_distill
 from hf_specx.cli.console import Output
 
@@ -36,6 +36,19 @@ def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
     assert [m.batch for m in pair.config.measurements] == [1, 8]
     assert '"learn_from_prompts": true' in pair.config.notes
     assert "specx distill these words" in command("card", out).stdout
+
+
+def test_a_head_is_trained_saved_and_trained_further(folders, tmp_path):
+    """For the second training it is named by its folder."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    result = specx(folders["target"], "eagle3", *QUICK, "--out", first, "--no-measure", "--inside")
+    assert result.exit_code == 0, result.stderr
+    result = specx(folders["target"], first / "draft", *QUICK, "--out", second, "--no-measure", "--inside")
+    assert result.exit_code == 0, result.stderr
+    heads = [DraftTargetPair.from_pretrained(folder).draft for folder in (first, second)]
+    assert [type(head) for head in heads] == [DraftHead, DraftHead]
+    assert not torch.equal(heads[0].lm_head.weight, heads[1].lm_head.weight)
+    assert "an EAGLE-3 head with random weights" in command("card", first).stdout
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):

@@ -11,6 +11,7 @@ from training_cases import same, silent, some_prompts, trained, weights
 
 import hf_specx
 from hf_specx import DraftHead, DraftTargetPair
+from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.training.draft import Learner
 from hf_specx.training.head import HeadDraft, new_config, new_head
 from hf_specx.training.reading import Remembered, Text
@@ -96,6 +97,45 @@ def test_a_head_from_nothing(tmp_path: Path):
     requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(apart[1::2] * 2)]
     list(strategy.generate_many(pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
     assert strategy.report.mean_acceptance_length == pytest.approx(result.tokens_after.value, abs=0.15)
+
+
+def unshifted(drafter: HeadDrafter, width: int) -> torch.Tensor:
+    """Tokens of the states themselves, in place of those behind them."""
+    ids, rows, starts = drafter.behind
+    columns = starts[:, None] - 1 + torch.arange(width)
+    return ids[rows[:, None], columns.clamp(min=0)]
+
+
+def swapped(head: DraftHead) -> None:
+    """States where the token's embedding is read."""
+    attention = head.body.layers[0].self_attn
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        part.weight.data = part.weight.data.roll(part.in_features // 2, 1)
+
+
+def test_a_head_that_is_fed_wrongly_is_accepted_less(monkeypatch: pytest.MonkeyPatch):
+    """A target where each token has one that mostly follows it; the text is right all the same."""
+    target = tiny(num_hidden_layers=8)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight *= 0.02
+            layer.mlp.down_proj.weight *= 0.02
+        follower = torch.randperm(48, generator=torch.Generator().manual_seed(1))
+        target.lm_head.weight[follower] = 0.7 * target.model.embed_tokens.weight
+    result = trained(target=target, draft="eagle3", texts_per_phase=32, passes=4, max_new_tokens=32)
+    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, verification="token")
+    requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(some_prompts(80, seed=1))]
+
+    def accepted() -> float:
+        list(strategy.generate_many(result.pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
+        return strategy.report.acceptance_rate
+
+    right = accepted()
+    with monkeypatch.context() as wrong:
+        wrong.setattr(HeadDrafter, "tokens", unshifted)
+        assert accepted() < 0.9 * right
+    swapped(result.pair.draft)
+    assert accepted() < 0.9 * right
 
 
 def test_a_head_that_was_given_is_trained_further():
