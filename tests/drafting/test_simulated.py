@@ -10,7 +10,7 @@ from rounds import made_round
 
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, PRIOR_ALPHA, expected_tokens
+from hf_specx.drafting.draft_length import PRIOR_ALPHA, expected_tokens
 from hf_specx.drafting.schedule import Auto
 
 
@@ -35,29 +35,26 @@ class Line(Pace):
         pass
 
 
-def prompted(rows: int, room: int, together: bool = False) -> Batch:
+def prompted(rows: int, room: int) -> Batch:
     """Prompts of ten tokens, each with room for so many more."""
-    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, together, [room] * rows)
+    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, False, [room] * rows)
 
 
 class Call:
     """A call in which each candidate of a row is kept with probability α."""
 
-    def __init__(self, pace: Line, alphas: list[float], seed: int = 0, soft: bool = False, together: bool = False):
+    def __init__(self, pace: Line, alphas: list[float], seed: int = 0, soft: bool = False):
         self.pace, self.alphas, self.soft, self.random = pace, alphas, soft, random.Random(seed)
-        self.together = together
 
     def run(self, tokens: int, fixed: int | None = None) -> float:
         """Seconds until each row has so many tokens; `drafted` has the number of each round."""
-        auto = Auto(self.pace, "greedy", prompted(len(self.alphas), tokens + 1, self.together))
+        auto = Auto(self.pace, "greedy", prompted(len(self.alphas), tokens + 1))
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
             number = auto.wanted if fixed is None else fixed
             drawn = [self.draw(self.alphas[row], number) for row in rows]
             accepted = [kept for _, kept in drawn]
-            if self.together:
-                accepted = [min(accepted)] * len(rows)
             seconds += self.pace.times(len(rows), number)[number] + (self.pace.reading(1, unread) if number else 0)
             unread = 0 if number else unread + 1
             for row, kept in zip(rows, accepted, strict=True):
@@ -178,11 +175,3 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
         auto.end()
     assert auto.wanted > 0
     assert costs.rounds[1][auto.wanted] < 1.5 * costs.forwards(1, auto.wanted)
-
-
-def test_a_seeded_row_of_a_queue_has_the_number_of_a_batch_of_one():
-    auto = Auto(Line(1.0, 0.9, Costs(alpha={"block": 0.1})), "block", prompted(2, 100))
-    auto.admit(1, seeded=True)
-    assert [auto.number(0), auto.number(1)] == [0, FIXED_DRAFT_TOKENS]
-    auto.admit(1, seeded=False)
-    assert auto.number(1) == 0
