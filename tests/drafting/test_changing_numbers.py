@@ -3,8 +3,7 @@
 The chi-square tests at the end fail by chance with probability 1e-6.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,51 +13,20 @@ import torch
 import zoo
 from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
-from runs import COUPLED, GREEDY, KNOWN, run
+from runs import COUPLED, GREEDY, KNOWN, Forced, drafted, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.drafting import schedule
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
 
 
-FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
+NUMBERS = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 EXACT = [("llama", layout) for layout in LAYOUTS]
 EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qwen3_next", "lfm2")]
 EXACT += [("t5", "padded"), ("t5", "lockstep")]
-
-
-class Forced(Schedule):
-    """Drafts given numbers in turns."""
-
-    def __init__(self, *given: Any, numbers: Iterable[int] = FORCED):
-        super().__init__(MAX_DRAFT_TOKENS)
-        self.numbers = itertools.cycle(numbers)
-        self.wanted = next(self.numbers)
-
-    def number(self, row: int) -> int:
-        return self.wanted
-
-    def observe(self, done: Round) -> None:
-        if any(done.before):  # not the prompts' own step
-            self.wanted = next(self.numbers)
-
-
-class Uneven(Forced):
-    """Each row is elsewhere among the numbers, so that some rows draft while others do not."""
-
-    def __init__(self, *given: Any):
-        super().__init__(*given)
-        self.step = 0
-
-    def number(self, row: int) -> int:
-        return FORCED[(self.step + 4 * row) % len(FORCED)]
-
-    def observe(self, done: Round) -> None:
-        self.step += 1
 
 
 def known(rows: int = 4) -> Costs:
@@ -66,11 +34,11 @@ def known(rows: int = 4) -> Costs:
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(("how", "model"), once(product([Forced, Uneven], [GREEDY, COUPLED]), EXACT))
+@pytest.mark.parametrize(("how", "model"), once(product([0, 4], [GREEDY, COUPLED]), EXACT))
 def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPatch, how: tuple, model: tuple):
     """Rows end at different steps, so that some leave while the draft is away."""
-    (numbers, settings), (model_type, layout) = how, model
-    monkeypatch.setattr(schedule, "Auto", numbers)
+    (between, settings), (model_type, layout) = how, model
+    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=NUMBERS, between=between))
     kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
     inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
@@ -86,7 +54,7 @@ def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPa
         if end is None:
             rounds = [tuple(record.drafted for record in row[1:6]) for row in strategy.report.history]
             assert any(0 in row for row in rounds)
-            assert (len(set(rounds)) == 1) is (numbers is Forced)
+            assert (len(set(rounds)) == 1) is not bool(between)
 
 
 def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
@@ -105,32 +73,53 @@ def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
         assert len(forwards.lengths) == 1 + 4 + 3
 
 
-def test_one_number_travels_to_the_host_a_round(monkeypatch: pytest.MonkeyPatch):
-    """All that a round decides is read at once, survival among it."""
-    target, counts, whole = tiny(), [], torch.Tensor.tolist
-    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=[0, 3]))
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: counts.append(1) or whole(tensor))
-    for name in ("item", "__bool__", "__int__", "__float__"):
-        method = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda tensor, own=method: counts.append(1) or own(tensor))
-    seen = []
-    for new_tokens in (20, 60):
-        counts.clear()
-        strategy = SpeculativeDecoding(near(target, 0.0), costs=known())
-        run(target, prompts(4), strategy, **GREEDY, max_new_tokens=new_tokens)
-        seen.append((len(counts), len(strategy.report.history[0])))
-    assert seen[1][0] - seen[0][0] == seen[1][1] - seen[0][1] == 16
+class Wild:
+    """A clock that makes no sense, otherwise each time."""
+
+    def __init__(self, seed: int):
+        self.generator, self.now = torch.Generator().manual_seed(seed), 0.0
+
+    def __call__(self) -> float:
+        self.now += float(torch.rand((), generator=self.generator)) ** 8 * 100
+        return self.now
 
 
-class ByThePast(Forced):
+@pytest.mark.parametrize("mode", ["token", "block"])
+def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(mode: str):
+    """Costs that calls have filled, after a way through text; what a call sees is kept for later ones.
+
+    There it changes numbers of candidates: rounds that take otherwise than plain steps would count.
+    """
+    target = tiny()
+    draft, texts, numbers = near(target, 0.05), [], []
+    teacher = Costs({4: KNOWN}, rounds={4: {0: 1.0}}, clock=Wild(9))
+    run(target, prompts(4), SpeculativeDecoding(draft, verification=mode, costs=teacher), **COUPLED)
+    saved = teacher.to_dict()
+    for seed in range(3):
+        costs = Costs.from_dict(saved)
+        costs.clock = Wild(seed)
+        strategy = SpeculativeDecoding(draft, verification=mode, costs=costs)
+        texts.append(run(target, prompts(4), strategy, **COUPLED))
+        numbers.append(drafted(strategy))
+        assert costs.to_dict()["rounds"] != saved["rounds"]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert len(set(numbers[0])) > 1
+
+
+class ByThePast(Schedule):
     """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
+
+    def __init__(self, *given: Any):
+        super().__init__(2)
 
     def observe(self, done: Round) -> None:
         kept = sum(map(sum, done.survival)) / len(done.survival)
         self.wanted = 3 if kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
-class EachByItsPast(Uneven):
+class EachByItsPast(ByThePast):
     """The same for each row alone."""
 
     def __init__(self, *given: Any):
@@ -138,16 +127,14 @@ class EachByItsPast(Uneven):
         self.own = dict[int, int]()
 
     def number(self, row: int) -> int:
-        return self.own.get(row, 2)
+        return self.own.get(row, self.wanted)
 
     def observe(self, done: Round) -> None:
         for row, chances in zip(done.rows, done.survival, strict=True):
             self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 
-@pytest.mark.parametrize(
-    ("verification", "numbers"), once(["token", "block"], [partial(ByThePast, numbers=[2]), EachByItsPast])
-)
+@pytest.mark.parametrize(("verification", "numbers"), once(["token", "block"], [ByThePast, EachByItsPast]))
 def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}

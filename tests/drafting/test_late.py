@@ -4,10 +4,10 @@ import pytest
 import torch
 from all_pairs import once
 from other_tokens import draft_of, target_of, texts, tokenizer_of
+from runs import COUPLED, Forced
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
-from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine import run
 from hf_specx.models.decoder import Decoder
 
@@ -16,41 +16,18 @@ LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
-class InTurns(Schedule):
-    """No candidates for some rounds, then some for a few rounds, and so on; rows may be elsewhere in this."""
-
-    pause, some, between = 12, 5, 0
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.rounds = 0
-
-    def number(self, row: int) -> int:
-        return 4 if (self.rounds + self.between * row) % (self.pause + self.some) >= self.pause else 0
-
-    def observe(self, done) -> None:
-        self.rounds += 1
-
-
-@pytest.fixture
-def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "make_schedule", lambda *given: InTurns())
+def in_turns(monkeypatch: pytest.MonkeyPatch, pause: int = 12, between: int = 0) -> None:
+    """No candidates for some rounds, then four of them for five rounds, and so on."""
+    numbers = [0] * pause + [4] * 5
+    monkeypatch.setattr(run, "make_schedule", lambda *given: Forced(numbers=numbers, between=between))
 
 
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])
-def test_after_rows_have_left(
-    monkeypatch: pytest.MonkeyPatch, layout: str, between: int, in_turns, compared: list[bool]
-):
-    monkeypatch.setattr(InTurns, "between", between)
+def test_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, layout: str, between: int, compared: list[bool]):
+    in_turns(monkeypatch, between=between)
     target = tiny()
     draft = near(target, 0.02)
-    settings = {
-        "do_sample": True,
-        "top_k": 0,
-        "max_new_tokens": 40,
-        "eos_token_id": [7, 23, 31, 46],
-        "pad_token_id": 0,
-    }
+    settings = COUPLED | {"max_new_tokens": 40, "eos_token_id": [7, 23, 31, 46], "pad_token_id": 0}
     for seed in range(4):
         texts = []
         for strategy in (None, SpeculativeDecoding(draft, layout=layout, verification="coupled")):
@@ -61,8 +38,9 @@ def test_after_rows_have_left(
     assert all(compared)
 
 
-def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, in_turns, compared: list[bool]):
+def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, compared: list[bool]):
     """A control: what was rejected is taken for text."""
+    in_turns(monkeypatch)
     monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1))
@@ -85,13 +63,13 @@ def queued(kind: str | None) -> tuple:
 
 @pytest.mark.parametrize(("kind", "pause"), once([None, "byte-level"], [3, 12, 30]))
 def test_prompts_that_have_come_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, pause: int, in_turns, compared: list[bool]
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, pause: int, compared: list[bool]
 ):
     """In the places of rows that ended, some of them wider than all before; some have ended before they were read."""
-    monkeypatch.setattr(InTurns, "pause", pause)
+    in_turns(monkeypatch, pause)
     target, draft, options, ids = queued(kind)
     asked = [Request(one, 3 + 7 * (n % 3), seed=n) for n, one in enumerate(ids)]
-    settings = {"do_sample": True, "top_k": 0, "pad_token_id": 1}
+    settings = COUPLED | {"pad_token_id": 1}
     strategy = SpeculativeDecoding(draft, verification="coupled", **options)
     done = list(strategy.generate_many(target, asked, batch_size=3, ordered=True, **settings))
     for request, one in zip(asked, done, strict=True):
