@@ -1,14 +1,33 @@
-"""Prompts of few tokens, so that texts repeat themselves, and calls that read them."""
+"""Targets of few tokens and prompts of these, so that texts repeat themselves, and calls with them."""
+
+from functools import cache
 
 import torch
-from tiny import prompts
+from tiny import prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 
 
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 NEW_TOKENS = 40
 GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
+
+
+@cache
+def repetitive(model_type: str = "llama") -> PreTrainedModel:
+    """Of few tokens, so that its text repeats itself."""
+    return tiny(model_type, vocab_size=12)
+
+
+@cache
+def cyclic() -> PreTrainedModel:
+    """Goes by the last token alone, so that its greedy text goes round."""
+    model = tiny(vocab_size=40)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
 
 
 def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:

@@ -5,16 +5,16 @@ from functools import cache
 
 import pytest
 import torch
+import zoo
 from all_pairs import all_pairs, once
-from repeating import GREEDY, NEW_TOKENS, few_tokens, run
+from repeating import GREEDY, LAYOUTS, NEW_TOKENS, cyclic, few_tokens, repetitive, run
 from tiny import Forwards, near, tiny
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding, SuffixDraft
 from hf_specx.drafting.several import SeveralDrafts
 
 
-LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.4}
 KNOWN = {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}  # seconds of forwards
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -22,19 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 @cache
 def models(model_type: str = "llama", noise: float = 0.2) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Of few tokens, so that the target's text repeats itself; the draft is often right."""
-    target = tiny(model_type, vocab_size=12)
-    return target, near(target, noise)
-
-
-@cache
-def cyclic() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target that goes by the last token alone, so that its greedy text goes round, and a draft that is right."""
-    model = tiny(vocab_size=40)
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model, near(model, 0.0)
+    """The draft is often right."""
+    return repetitive(model_type), near(repetitive(model_type), noise)
 
 
 def mixture(draft: PreTrainedModel, rows: int = 0, **options) -> SpeculativeDecoding:
@@ -65,18 +54,10 @@ def test_equals_plain(rows: int, number: int | str, layout: str, settings: dict)
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mistral", "bart"])
 def test_equals_plain_of_other_kinds(model_type: str):
-    if model_type == "bart":
-        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 12}
-        torch.manual_seed(0)
-        special = {"bos_token_id": 0, "eos_token_id": 11, "forced_eos_token_id": None, "decoder_start_token_id": 2}
-        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "init_std": 0.4}
-        target = BartForConditionalGeneration(BartConfig(**sizes, **special, **heads)).eval()
-        draft = near(target, 0.1)
-    else:
-        target, draft = models(model_type)
+    model = zoo.build("seq2seq", "bart") if model_type == "bart" else repetitive(model_type)
     for settings in (GREEDY, SAMPLED):
-        strategy = mixture(draft, num_draft_tokens=5, verification="coupled")
-        assert torch.equal(run(target, few_tokens(4), strategy, **settings), run(target, few_tokens(4), **settings))
+        strategy = mixture(near(model, 0.2), num_draft_tokens=5, verification="coupled")
+        assert torch.equal(run(model, few_tokens(4), strategy, **settings), run(model, few_tokens(4), **settings))
         assert strategy.report.accepted > 0
 
 
@@ -92,8 +73,8 @@ def test_a_row_under_its_seed_is_the_same_after_other_calls(verification: str):
 
 
 def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
-    target, draft = cyclic()
-    strategy, steps = SpeculativeDecoding([SuffixDraft(), draft], costs=Costs({1: KNOWN})), []
+    draft, steps = near(cyclic(), 0.0), []
+    strategy = SpeculativeDecoding([SuffixDraft(), draft], costs=Costs({1: KNOWN}))
     with Forwards(draft) as forwards:
 
         class Noted:
@@ -101,7 +82,7 @@ def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
                 steps.append((done.draft.sources, len(forwards.ids)))
 
         strategy.listeners = (Noted(),)
-        run(target, few_tokens(1), strategy, do_sample=False, max_new_tokens=80)
+        run(cyclic(), few_tokens(1), strategy, do_sample=False, max_new_tokens=80)
     of_suffix = [n for n, (sources, _) in enumerate(steps) if n and sources == ["suffix"]]
     assert len(of_suffix) > 3
     assert all(steps[n][1] == steps[n - 1][1] for n in of_suffix)
@@ -154,19 +135,17 @@ def test_the_report_counts_by_source():
 
 def test_acceptance_of_the_model_alone_is_remembered():
     """It is what "auto" goes by in the next call."""
-    target, _ = cyclic()
-    strategy = mixture(near(target, 3.0), num_draft_tokens=3, verification="coupled")
-    run(target, few_tokens(2), strategy, do_sample=False, max_new_tokens=80)
+    strategy = mixture(near(cyclic(), 3.0), num_draft_tokens=3, verification="coupled")
+    run(cyclic(), few_tokens(2), strategy, do_sample=False, max_new_tokens=80)
     sources = strategy.report.sources
     assert sources["suffix"]["accepted"] > 0.8 * sources["suffix"]["drafted"]
     assert strategy.report.survival_rate < 0.5
 
 
 def test_without_a_model():
-    target, _ = cyclic()
     strategy = SpeculativeDecoding([SuffixDraft(), SuffixDraft(min_match=1)])
-    expected = run(target, few_tokens(3), **SAMPLED)
-    assert torch.equal(run(target, few_tokens(3), strategy, **SAMPLED), expected)
+    expected = run(cyclic(), few_tokens(3), **SAMPLED)
+    assert torch.equal(run(cyclic(), few_tokens(3), strategy, **SAMPLED), expected)
     assert strategy.report.verification == "coupled"
 
 

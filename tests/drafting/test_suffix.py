@@ -1,38 +1,18 @@
 """A draft that looks for the end of a row's text in what was read and emitted, through `generate`."""
 
-from functools import cache
-
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
-from repeating import GREEDY, NEW_TOKENS, few_tokens, run
+from repeating import GREEDY, LAYOUTS, NEW_TOKENS, cyclic, few_tokens, repetitive, run
 from tiny import Forwards, prompts, tiny
-from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
-LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 MODEL_TYPES = ("llama", "gpt2", "mistral")
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-
-
-@cache
-def target(model_type: str = "llama") -> PreTrainedModel:
-    """Of few tokens, so that its text repeats itself."""
-    return tiny(model_type, vocab_size=12)
-
-
-@cache
-def cyclic() -> PreTrainedModel:
-    """Goes by the last token alone, so that its greedy text goes round."""
-    model = tiny(vocab_size=40)
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -42,9 +22,9 @@ def test_equals_plain(model_type: str, rows: int, layout: str, settings: dict):
     """With what an earlier call has left in the pool as well."""
     inputs, draft = few_tokens(rows), SuffixDraft(pool=SuffixPool())
     strategy = SpeculativeDecoding(draft, layout=layout, num_draft_tokens=8)
-    expected = run(target(model_type), inputs, **settings)
+    expected = run(repetitive(model_type), inputs, **settings)
     for _ in range(2):
-        assert torch.equal(run(target(model_type), inputs, strategy, **settings), expected)
+        assert torch.equal(run(repetitive(model_type), inputs, strategy, **settings), expected)
         assert strategy.report.verification == ("coupled" if settings["do_sample"] else "greedy")
     assert strategy.report.accepted > NEW_TOKENS / 2  # the second time the whole text is in the pool
 
@@ -65,7 +45,7 @@ def test_rows_end_inside_accepted_runs(rows: int):
     for end in range(12):
         strategy = SpeculativeDecoding(SuffixDraft())
         settings = {"do_sample": False, "eos_token_id": end}
-        assert torch.equal(run(target(), inputs, strategy, **settings), run(target(), inputs, **settings))
+        assert torch.equal(run(repetitive(), inputs, strategy, **settings), run(repetitive(), inputs, **settings))
 
 
 def test_few_forwards_on_text_that_repeats():
@@ -81,7 +61,6 @@ def test_the_text_of_a_mate_and_of_an_earlier_call_is_drafted():
     """A row that has nothing to look for in itself copies what others have had before it."""
     model, row = tiny(seed=5), prompts(1)
     text = run(model, row, do_sample=False)
-    mate = {name: value.repeat(2, 1) for name, value in row.items()}
     mate = {"input_ids": torch.nn.functional.pad(text, (0, 0, 0, 1)), "attention_mask": torch.ones(2, text.shape[1])}
     mate["input_ids"][1, -11:] = row["input_ids"]
     mate["attention_mask"][1, :-11] = 0
@@ -104,12 +83,14 @@ def test_nothing_is_proposed_where_nothing_repeats():
     def counting(input_ids, scores):
         return torch.full_like(scores, -1e4).scatter(1, input_ids[:, -1:] + 1, 0.0)
 
+    counting.stateless = True
     settings = {"do_sample": False, "logits_processor": [counting], "max_new_tokens": 30}
     inputs["input_ids"] = (torch.arange(11) + 60 * torch.arange(1, 5)[:, None]) * inputs["attention_mask"]
     strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=8)
     with Forwards(model) as forwards:
         output = run(model, inputs, strategy, **settings)
     assert forwards.lengths[1:] == [1] * 29
+    assert strategy.report.plain_steps == 30
     assert strategy.report.drafted == 0
     assert output[0, -1] == output[0, -30] + 29
 
@@ -118,10 +99,7 @@ def test_nothing_is_proposed_where_nothing_repeats():
     ("options", "message"),
     [
         ({"max_candidates": 0}, "max_candidates=0 is not an int of 1 or more"),
-        ({"max_candidates": -3}, "max_candidates=-3 is not an int"),
-        ({"max_candidates": 2.5}, r"max_candidates=2\.5 is not an int"),
         ({"min_match": True}, "min_match=True is not an int"),
-        ({"min_match": "2"}, "min_match='2' is not an int"),
         ({"max_match": 0}, "max_match=0 is not an int of 1 or more"),
         ({"min_match": 5, "max_match": 3}, "max_match=3 is less than min_match=5; give at least as much"),
         ({"pool": 5}, "pool is an int; give a SuffixPool, or leave it out"),
@@ -134,13 +112,13 @@ def test_bad_options(options: dict, message: str):
 
 def test_a_pool_of_another_vocabulary_is_refused_before_any_forward():
     pool = SuffixPool(vocab_size=13)
-    with Forwards(target()) as forwards, pytest.raises(ValueError, match="13 tokens, and the target has 12; use"):
-        run(target(), few_tokens(1), SpeculativeDecoding(SuffixDraft(pool=pool)))
+    with Forwards(repetitive()) as forwards, pytest.raises(ValueError, match="13 tokens, and the target has 12; use"):
+        run(repetitive(), few_tokens(1), SpeculativeDecoding(SuffixDraft(pool=pool)))
     assert not forwards.lengths
 
 
 def test_the_number_that_the_user_gives_counts():
     for given, most in ((3, 3), ("auto", 5)):
         strategy = SpeculativeDecoding(SuffixDraft(max_candidates=5), num_draft_tokens=given)
-        run(target(), few_tokens(2), strategy, do_sample=False)
+        run(repetitive(), few_tokens(2), strategy, do_sample=False)
         assert 0 < strategy.report.num_draft_tokens <= most
