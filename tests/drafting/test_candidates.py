@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from enumerated import Tokenizer
 from scipy.stats import chisquare
 from tiny import Forwards, near, prompts, tiny
 from transformers import LlamaForCausalLM
@@ -11,6 +12,7 @@ from transformers.generation.candidate_generator import (
     PromptLookupCandidateGenerator,
 )
 from transformers.generation.logits_process import LogitsProcessorList
+from wrong_rules import GreedyDraft
 
 from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.sampling.processors import Processors
@@ -43,13 +45,6 @@ def test_stock_loop_greedy_equals_plain():
     assert torch.equal(output, expected)
 
 
-class SoftGreedy(RejectionRule):
-    """Wrong: candidates are the argmax, and are judged as if drawn from the distribution."""
-
-    def choose(self, batch, scores, ahead, lengths):
-        return scores.argmax(-1), scores.softmax(-1)
-
-
 def stock_loop_p_value(rule: type[RejectionRule]) -> float:
     """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
     sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
@@ -80,7 +75,7 @@ def test_stock_loop_sampled_law_is_exact():
 
 @pytest.mark.slow
 def test_stock_loop_law_test_can_fail():
-    assert stock_loop_p_value(SoftGreedy) < 1e-8
+    assert stock_loop_p_value(GreedyDraft) < 1e-8
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -178,11 +173,6 @@ def test_generators_that_cannot_serve_are_refused():
 @pytest.mark.parametrize("sizes", [(48, 40), (40, 48)])
 def test_padded_vocabularies_of_one_tokenizer(sizes: tuple[int, int]):
     """Sizes may differ where the tokenizers are known to be the same; the law with them is in test_law."""
-
-    class Tokenizer:
-        def get_vocab(self):
-            return {str(i): i for i in range(40)}
-
     target, draft = (tiny("llama", seed=seed, vocab_size=size) for seed, size in zip((0, 3), sizes, strict=True))
     inputs = prompts(4)
     inputs["input_ids"] %= 40
@@ -195,15 +185,6 @@ def test_padded_vocabularies_of_one_tokenizer(sizes: tuple[int, int]):
     assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
 
 
-def test_a_draft_with_fewer_positions_than_the_text():
-    target, draft = tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=16)
-    expected = target.generate(**prompts(3), do_sample=False, max_new_tokens=30)
-    for num_draft_tokens in (4, "auto"):
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens)
-        output = target.generate(**prompts(3), do_sample=False, max_new_tokens=30, custom_generate=strategy)
-        assert torch.equal(output, expected)
-
-
 def test_the_draft_is_fed_no_more_than_it_has_not_seen():
     target = tiny()
     for noise in (0.0, 0.05, 2.0):
@@ -213,3 +194,25 @@ def test_the_draft_is_fed_no_more_than_it_has_not_seen():
             target.generate(**prompts(4), do_sample=True, max_new_tokens=40, custom_generate=strategy)
         assert forwards.lengths[:2] == [11, 1]
         assert max(forwards.lengths[1:]) <= 2
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
+def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
+    """A row that proposed less was filled up once, and its acceptance reported far too low."""
+    target, inputs = tiny("llama", vocab_size=8), prompts(8)
+    inputs["input_ids"] %= 8
+    settings = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+
+    def report(given: dict[str, torch.Tensor]):
+        lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=400)
+        strategy = SpeculativeDecoding(lookup, layout=layout, num_draft_tokens=4)
+        target.generate(**given, **settings, custom_generate=strategy)
+        return strategy.report
+
+    together = report(inputs)
+    for row in range(8):
+        real = inputs["attention_mask"][row].bool()
+        alone = report({name: value[row : row + 1, real] for name, value in inputs.items()})
+        counts = (together.drafted_per_row[row], together.accepted_per_row[row])
+        assert counts == (alone.drafted, alone.accepted)
+    assert len(set(together.drafted_per_row)) > 2
