@@ -47,13 +47,9 @@ class Fed:
     def _note(seen: list[int]):
         return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
-    @property
-    def forwards(self) -> int:
-        return len(self.last)
-
-    @property
-    def steps(self) -> int:
-        return len(self.first) - len(self.last)
+    def assert_drafted(self) -> None:
+        """The first layers took steps of their own, and all layers fewer than plain decoding."""
+        assert len(self.last) < min(NEW_TOKENS, len(self.first))
 
     def __enter__(self):
         return self
