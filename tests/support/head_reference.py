@@ -24,9 +24,7 @@ def head_logits(
         states: for each of the head's layer ids [n, H]; for Medusa one alone, behind the final norm.
         drafted: candidates of this round before the one that is asked for.
     """
-    weights = {
-        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in head.weights.items()
-    }
+    weights = _doubles(head)
     embeddings = weights.get("embed_tokens.weight", embeddings.double())
     output = weights.get("lm_head.weight", output.double())
     states = [state.double() for state in states]
@@ -40,9 +38,7 @@ def head_logits(
 
 def confidences(head: TinyHead, embeddings: Tensor, tokens, states, drafted) -> Tensor:
     """[K] of DSpark: how sure the head is of each candidate, of which it has seen those before."""
-    weights = {
-        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in head.weights.items()
-    }
+    weights = _doubles(head)
     embeddings = weights.get("embed_tokens.weight", embeddings.double())
     slots = _block(head, weights, embeddings, list(tokens), [state.double() for state in states])
     before = weights["markov_head.markov_w1.weight"][torch.tensor([tokens[-1], *drafted[:-1]])]

@@ -74,23 +74,50 @@ class Aligned:
         return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
 
 
-def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, form: str = "speculators", **loading: Any):
-    """The head, written in one of the published forms and read again."""
-    return DraftHead.from_pretrained(write(head, folder, form), target=target, **loading)
+def form_of(kind: str) -> str:
+    return "medusa" if kind == "medusa" else "speculators"
 
 
-def followed(
+def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, **loading: Any) -> DraftHead:
+    """The head, written in a published form and read again."""
+    return DraftHead.from_pretrained(write(head, folder, form_of(head.kind)), target=target, **loading)
+
+
+def watched(strategy: SpeculativeDecoding, head: TinyHead, target: PreTrainedModel, **watching: Any) -> Aligned:
+    """The listener of a strategy."""
+    watch = Aligned(head, target, **watching)
+    strategy.listeners = (watch,)
+    return watch
+
+
+def assert_aligned(
     head: TinyHead,
-    draft: Any,
+    draft: DraftHead,
     target: PreTrainedModel,
     inputs: dict[str, torch.Tensor],
     settings: dict[str, Any] | None = None,
+    least: int = 0,
     **options: Any,
 ) -> Aligned:
-    """A call with a head, watched."""
+    """More than the least number of candidates of a call are those of the reference."""
     strategy = SpeculativeDecoding(draft, **{"num_draft_tokens": 3} | options)
-    watch = Aligned(head, target)
-    strategy.listeners = (watch,)
+    watch = watched(strategy, head, target)
     torch.manual_seed(1)
     target.generate(**inputs, **settings or GREEDY, custom_generate=strategy)
+    assert watch.compared > least
+    assert not watch.wrong, watch.wrong
     return watch
+
+
+def assert_equals_stock(
+    draft: DraftHead, target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any
+) -> None:
+    """Greedy and sampled texts are those of plain `generate`."""
+    for settings in (GREEDY, SAMPLED):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **options)
+        texts = []
+        for custom in (None, strategy):
+            torch.manual_seed(4)
+            texts.append(target.generate(**inputs, **settings, custom_generate=custom))
+        assert torch.equal(*texts)
+    assert strategy.report.accepted > 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, followed, loaded, target_of
+from alignment import GREEDY, SAMPLED, assert_aligned, assert_equals_stock, loaded, target_of
 from head_files import random_head
 from tiny import prompts
 
-from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx import DraftHead
 from hf_specx.common.round import Round
 from hf_specx.drafting.heads.feed import Feed
 
@@ -42,32 +42,22 @@ def head_of(name: str, **more: Any):
     return random_head(name.split()[0], **HEADS[name] | more)
 
 
-def form_of(name: str) -> str:
-    return "medusa" if name == "medusa" else "speculators"
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_heads(name: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
-    draft = loaded(head, tmp_path / "head", target, form_of(name))
-    watch = followed(head, draft, target, prompts(4), SAMPLED)
-    assert watch.compared > 100
-    assert not watch.wrong
+    draft = loaded(head, tmp_path / "head", target)
+    watch = assert_aligned(head, draft, target, prompts(4), SAMPLED, least=100)
     assert any(len(set(lengths)) > 1 for lengths in watch.lengths)  # rows that end draft fewer
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dspark", "medusa"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark", "medusa"])
 def test_layouts(name: str, layout: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
-    draft = loaded(head, tmp_path / "head", target, form_of(name))
+    draft = loaded(head, tmp_path / "head", target)
     for settings in (GREEDY, SAMPLED):
-        watch = followed(head, draft, target, prompts(3), settings, layout=layout)
-        assert watch.compared > 80
-        assert not watch.wrong
-    expected = target.generate(**prompts(3), **GREEDY)
-    found = target.generate(**prompts(3), **GREEDY, custom_generate=SpeculativeDecoding(draft, layout=layout))
-    assert torch.equal(found, expected)
+        assert_aligned(head, draft, target, prompts(3), settings, least=80, layout=layout)
+    assert_equals_stock(draft, target, prompts(3), layout=layout)
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
@@ -77,16 +67,8 @@ def test_compiled_forwards(traced: None, tmp_path: Path):
     for name in ("eagle3", "eagle3 of three layers"):
         head = head_of(name)
         draft = loaded(head, tmp_path / name, target)
-        watch = followed(head, draft, target, prompts(2), SAMPLED, compile=True)
-        assert watch.compared > 40
-        assert not watch.wrong
-        for settings in (GREEDY, SAMPLED):
-            strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", compile=True)
-            texts = []
-            for custom in (None, strategy):
-                torch.manual_seed(4)
-                texts.append(target.generate(**prompts(2), **settings, custom_generate=custom))
-            assert torch.equal(*texts)
+        assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
+        assert_equals_stock(draft, target, prompts(2), compile=True)
 
 
 def swapped(draft: DraftHead) -> None:
@@ -120,30 +102,26 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
 
 
 OBSERVE = Feed.observe
-CONTROLS: dict[
-    str, tuple[dict[str, Any], Any, dict[str, Any]]
-] = {  # loading, what is done to the head, what is patched
-    "nothing": ({}, None, {}),
-    "ids one off": ({"layer_ids": [3, 5, 6]}, None, {}),
-    "tokens not shifted": ({}, None, {"Feed.tokens": property(unshifted)}),
-    "halves swapped": ({}, swapped, {}),
-    "offsets as ids": ({}, None, {"DraftHead.ids": property(lambda draft: draft.d2t)}),
-    "own states kept": ({}, None, {"Feed.observe": own_states_kept}),
-    "rejected states kept": ({}, None, {"Feed.observe": rejected_states_kept}),
-    "wrong norm fed back": ({}, renormed, {}),
+CONTROLS: dict[str, dict[str, Any]] = {
+    "ids one off": {"layer_ids": [3, 5, 6]},
+    "halves swapped": {"change": swapped},
+    "wrong norm fed back": {"change": renormed},
+    "offsets as ids": {"patch": (DraftHead, "ids", property(lambda draft: draft.d2t))},
+    "tokens not shifted": {"patch": (Feed, "tokens", property(unshifted))},
+    "own states kept": {"patch": (Feed, "observe", own_states_kept)},
+    "rejected states kept": {"patch": (Feed, "observe", rejected_states_kept)},
 }
-OWNERS = {"Feed": Feed, "DraftHead": DraftHead}
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_wrong_variants_are_seen(control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    loading, change, patched = CONTROLS[control]
+    wrong = dict(CONTROLS[control])
+    change, patch = wrong.pop("change", None), wrong.pop("patch", None)
     target, head = target_of(), head_of("eagle3")
-    draft = loaded(head, tmp_path / "head", target, **loading)
+    draft = loaded(head, tmp_path / "head", target, **wrong)
     if change is not None:
         change(draft)
-    for name, wrong in patched.items():
-        owner, attribute = name.split(".")
-        monkeypatch.setattr(OWNERS[owner], attribute, wrong)
-    watch = followed(head, draft, target, prompts(4), SAMPLED)
-    assert bool(watch.wrong) is (control != "nothing")
+    if patch is not None:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(AssertionError, match="round "):
+        assert_aligned(head, draft, target, prompts(4), SAMPLED)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, LOOSE, SAMPLED, Aligned, followed, loaded, target_of
+from alignment import GREEDY, LOOSE, SAMPLED, assert_aligned, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
 from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import DraftHead, Request, SpeculativeDecoding
 
 
 KINDS = ("eagle3", "peagle", "dspark", "medusa")
@@ -19,9 +19,9 @@ ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
 
 
 def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
-    target, is_medusa = target_of(), kind == "medusa"
-    head = random_head(kind, **({} if is_medusa else {"draft_vocab": 24}) | more)
-    return head, loaded(head, folder / "head", target, kind if is_medusa else "speculators"), target
+    target = target_of()
+    head = random_head(kind, **({} if kind == "medusa" else {"draft_vocab": 24}) | more)
+    return head, loaded(head, folder / "head", target), target
 
 
 def requests(number: int, seeded: bool = False) -> list[Request]:
@@ -35,8 +35,8 @@ def requests(number: int, seeded: bool = False) -> list[Request]:
 def test_queues(kind: str, tmp_path: Path):
     """Rows come in the places of others and bring their states; each has the text of a batch of one."""
     head, draft, target = made(kind, tmp_path)
-    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target)
-    strategy.listeners, asked = (watch,), requests(12)
+    strategy, asked = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12)
+    watch = watched(strategy, head, target)
     done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **ENDS)
     texts = {one.index: one.tokens for one in done}
     assert watch.compared > 200
@@ -50,9 +50,8 @@ def test_queues(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)
-    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target)
-    strategy.listeners = (watch,)
-    asked, found = requests(8, seeded=True), []
+    strategy, asked, found = SpeculativeDecoding(draft, num_draft_tokens=3), requests(8, seeded=True), []
+    watch = watched(strategy, head, target)
     for size in (1, 3):
         done = strategy.generate_many(
             target, asked, batch_size=size, do_sample=True, top_k=0, temperature=LOOSE, max_new_tokens=10, **ENDS
@@ -63,16 +62,6 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     assert not watch.wrong
 
 
-def test_a_long_queue(tmp_path: Path):
-    _, draft, target = made("eagle3", tmp_path)
-    asked = requests(300)
-    options = {"do_sample": False, "max_new_tokens": 6, **ENDS}
-    done = SpeculativeDecoding(draft, num_draft_tokens=2).generate_many(target, asked, batch_size=16, **options)
-    texts = {one.index: one.tokens for one in done}
-    plain = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)
-    assert texts == {one.index: one.tokens for one in plain.generate_many(target, asked, batch_size=16, **options)}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
     """The head goes on with what comes after it, and the report says so."""
@@ -81,8 +70,8 @@ def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
     inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache()
     with torch.no_grad():
         target(input_ids=ids[:, :7], past_key_values=cache)
-    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=3), Aligned(head, target, prefix=7)
-    strategy.listeners = (watch,)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    watch = watched(strategy, head, target, prefix=7)
     found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
     assert torch.equal(found, target.generate(**inputs, **GREEDY))
     assert watch.compared > 50
@@ -125,14 +114,11 @@ class Proposed:
 def test_numbers(tmp_path: Path):
     """A block has no more candidates than places; a threshold ends rows by the head's own confidence."""
     head, draft, target = made("dspark", tmp_path, confidence=True, block=4)
-    watch = followed(head, draft, target, prompts(3), num_draft_tokens=9)
-    assert max(map(max, watch.lengths)) == 4
-    assert not watch.wrong
-    watch = followed(head, draft, target, prompts(3), num_draft_tokens="auto")
-    assert max(map(max, watch.lengths)) == 4
-    assert not watch.wrong
-    strategy, watch = SpeculativeDecoding(draft, num_draft_tokens=4), Aligned(head, target, cut=0.5)
-    strategy.listeners = (watch,)
+    for number in (9, "auto"):
+        watch = assert_aligned(head, draft, target, prompts(3), num_draft_tokens=number)
+        assert max(map(max, watch.lengths)) == 4
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
+    watch = watched(strategy, head, target, cut=0.5)
     target.generate(**prompts(3), **GREEDY, assistant_confidence_threshold=0.5, custom_generate=strategy)
     assert not watch.wrong
     assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
@@ -146,6 +132,4 @@ def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: py
     schedule = "hf_specx.drafting.schedule.Schedule.__call__"
     number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731
     monkeypatch.setattr(schedule, number)
-    watch = followed(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30})
-    assert watch.compared > 40
-    assert not watch.wrong
+    assert_aligned(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30}, least=40)

@@ -79,11 +79,6 @@ def test_every_form_is_read_and_kept(target, tmp_path: Path, name: str):
     assert all(torch.equal(same[tensor], value) for tensor, value in weights.items())
 
 
-def test_layer_ids_can_be_given(target, tmp_path: Path):
-    folder = write(random_head(), tmp_path)
-    assert read_head(folder, target, layer_ids=[1, 3, LAYERS])[0].layer_ids == [1, 3, LAYERS]
-
-
 def test_layer_ids_that_nothing_names_are_those_of_the_trainer(target, tmp_path: Path):
     head = random_head(extra={"eagle_aux_hidden_state_layer_ids": None})
     assert read_head(write(head, tmp_path / "eagle3"), target)[0].layer_ids == [2, 4, 5]

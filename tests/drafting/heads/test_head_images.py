@@ -44,7 +44,7 @@ class Seen(Aligned):
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dspark", "medusa"])
 def test_heads_see_pictures_by_states_and_positions(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target, head = seeing("qwen2_5_vl", num_hidden_layers=8), random_head(kind)
-    draft = loaded(head, tmp_path / "head", target, "medusa" if kind == "medusa" else "speculators")
+    draft = loaded(head, tmp_path / "head", target)
     watch, rotate = Seen(head, target), head_reference._rotate
     monkeypatch.setattr(head_reference, "_rotate", lambda x, at, head: rotate(x, watch.positions()[at], head))
     watch.given = given = inputs(target, (1, 0, 1))

@@ -1,4 +1,4 @@
-"""The law of tokens with random heads, whose q is far from p, by enumeration; and the tokens of plain sampling.
+"""The law of tokens with random heads, whose q is far from p, by enumeration.
 
 Over all choices of seeds, some test of the right law would fail with probability 1e-4.
 """
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from alignment import SAMPLED, loaded, target_of
+from alignment import loaded
 from enumerated import ENOUGH, SETTINGS, exact_distribution, first_tokens, models, p_values
 from head_files import random_head
-from tiny import prompts
 
 from hf_specx import DraftHead, SpeculativeDecoding
 
@@ -28,13 +26,9 @@ NUM_TESTS = 2 * (2 * len(KINDS) + 1)
 
 
 def head(kind: str, folder: Path) -> DraftHead:
-    form = "medusa" if kind == "medusa" else "speculators"
-    return loaded(random_head(kind, **KINDS[kind]), folder / "head", models()[0], form, **layers_of(kind))
-
-
-def layers_of(kind: str) -> dict[str, Any]:
     """A target of one layer has no other states but the embeddings and its last ones before the norm."""
-    return {} if kind == "medusa" else {"layer_ids": [0, 1]}
+    layers = {} if kind == "medusa" else {"layer_ids": [0, 1]}
+    return loaded(random_head(kind, **KINDS[kind]), folder / "head", models()[0], **layers)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -53,19 +47,3 @@ def test_law_where_the_head_ends_rows(tmp_path: Path):
     tokens = first_tokens(strategy, **ENOUGH, **options, assistant_confidence_threshold=0.5)
     assert 0 < strategy.report.drafted < 3 * strategy.report.rounds * ENOUGH["rows"]
     assert min(p_values(tokens, exact_distribution(processors))) > 1e-4 / NUM_TESTS
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_coupled_tokens_are_those_of_plain_sampling(kind: str, tmp_path: Path):
-    target = target_of()
-    options = {"vocab": 48} if kind == "medusa" else {"draft_vocab": 24}
-    draft = loaded(
-        random_head(kind, **options), tmp_path / "head", target, kind if kind == "medusa" else "speculators"
-    )
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
-    texts = []
-    for custom in (None, strategy):
-        torch.manual_seed(4)
-        texts.append(target.generate(**prompts(3), **SAMPLED, custom_generate=custom))
-    assert torch.equal(*texts)
-    assert strategy.report.accepted > 0

@@ -14,7 +14,8 @@ from hf_specx import MtpDraft, SpeculativeDecoding
 
 
 NEW = 24
-LENGTHS = (9, 4, 1, 6)
+GENERATOR = torch.Generator().manual_seed(1)
+PROMPTS = [torch.randint(1, VOCAB_SIZE - 1, (1, length), generator=GENERATOR) for length in (9, 4, 1, 6)]
 KNOWN_BY_NUMBER = ("deepseek_v3", "glm4_moe")  # whose class names the layers of real checkpoints
 
 
@@ -23,12 +24,6 @@ def target(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         named = request.param.startswith(KNOWN_BY_NUMBER)
         yield mtp_target(request.param, tmp_path_factory.mktemp("target"), patch if named else None)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(1, VOCAB_SIZE - 1, (1, length), generator=generator) for length in LENGTHS]
 
 
 class Noted:
@@ -55,16 +50,14 @@ def layers_of(target) -> int:
     return target.config.get_text_config().num_mtp_layers
 
 
-def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    width = max(len(prompt[0]) for prompt in prompts)
-    ids = torch.cat([torch.nn.functional.pad(prompt, (width - prompt.shape[1], 0)) for prompt in prompts])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(x), (width - x.shape[1], 0)) for x in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
+def left_padded() -> dict[str, torch.Tensor]:
+    ids = torch.cat([torch.nn.functional.pad(prompt, (9 - prompt.shape[1], 0)) for prompt in PROMPTS])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
-def test_candidates_and_text_are_those_of_transformers(target, prompts, monkeypatch):
+def test_candidates_and_text_are_those_of_transformers(target, monkeypatch):
     own, theirs = MTPCandidateGenerator.get_candidates, {}
-    prompt = prompts[0]
+    prompt = PROMPTS[0]
 
     def noted(self, input_ids, *args, **kwargs):
         ids, logits = own(self, input_ids, *args, **kwargs)
@@ -83,12 +76,12 @@ def test_candidates_and_text_are_those_of_transformers(target, prompts, monkeypa
         assert found[before] == theirs[before][: len(found[before])]
 
 
-def test_each_row_of_a_batch_is_that_of_its_own_run(target, prompts):
-    inputs = left_padded(prompts)
+def test_each_row_of_a_batch_is_that_of_its_own_run(target):
+    inputs = left_padded()
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    out, found, _ = ours(target, inputs, len(prompts))
+    out, found, _ = ours(target, inputs, len(PROMPTS))
     assert torch.equal(out, plain)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(PROMPTS):
         alone, (single,), _ = ours(target, {"inputs": prompt}, 1)
         if not torch.equal(out[row, -NEW:], alone[0, -NEW:]):
             assert target.config.model_type == "inkling_text"  # whose own text depends on pads
@@ -100,10 +93,10 @@ def test_each_row_of_a_batch_is_that_of_its_own_run(target, prompts):
             assert found[row][before][:count] == single[before][:count]
 
 
-def test_layers_are_read_once_a_model(tmp_path: Path, prompts, monkeypatch):
+def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
     target, read, reads = mtp_target("mellum", tmp_path), MtpModel.from_pretrained, []
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
-    inputs = left_padded(prompts)
+    inputs = left_padded()
     wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
     for _ in range(2):
         out = hf_specx.generate(**inputs, model=target, max_new_tokens=8, do_sample=False, use_mtp=True)
@@ -112,10 +105,10 @@ def test_layers_are_read_once_a_model(tmp_path: Path, prompts, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mellum", "deepseek_v3 of three"])
-def test_sampled_texts_and_queues(tmp_path: Path, prompts, monkeypatch, name):
+def test_sampled_texts_and_queues(tmp_path: Path, monkeypatch, name):
     """The very tokens of plain sampling, and a queue whose rows are filled again, in which each row is its own."""
     target = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None)
-    inputs = left_padded(prompts)
+    inputs = left_padded()
     torch.manual_seed(5)
     wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0)
     torch.manual_seed(5)
@@ -123,7 +116,7 @@ def test_sampled_texts_and_queues(tmp_path: Path, prompts, monkeypatch, name):
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0, custom_generate=strategy)
     assert torch.equal(out, wanted)
     assert strategy.report.accepted > 0
-    requests = [prompt[0].tolist() for prompt in prompts * 2]
+    requests = [prompt[0].tolist() for prompt in PROMPTS * 2]
     done = strategy.generate_many(target, requests, batch_size=3, ordered=True, max_new_tokens=9, do_sample=False)
     for prompt, completion in zip(requests, done, strict=True):
         alone = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
@@ -131,14 +124,14 @@ def test_sampled_texts_and_queues(tmp_path: Path, prompts, monkeypatch, name):
     assert strategy.report.accepted > 0
 
 
-def test_targets_without_such_layers_are_refused(prompts):
+def test_targets_without_such_layers_are_refused():
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no multi-token layers.*give a draft model"):
-        tiny().generate(prompts[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+        tiny().generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
 
 
-def test_layers_that_the_files_lack_are_named(tmp_path: Path, prompts):
+def test_layers_that_the_files_lack_are_named(tmp_path: Path):
     target = mtp_target("mellum", tmp_path)
     target.save_pretrained(tmp_path / "without")
     again = type(target).from_pretrained(tmp_path / "without").eval()
     with pytest.raises(ValueError, match=r"cannot be read from .*without.*missing"):
-        again.generate(prompts[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+        again.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
