@@ -1,11 +1,12 @@
 """Several threads on the same models: what one of them replaces for a forward, the others do not meet."""
 
 import copy
+import itertools
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.hub import pair_source
 from hf_specx.hub.flatten import published_code
-from hf_specx.models.attention import ACTIVE
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 18}
@@ -62,10 +62,23 @@ def ours(
     return output
 
 
-def in_another_thread(job: Callable[[], Any]) -> Any:
-    """What a job gives in a thread of its own, from its start to its end."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(job).result()
+@contextmanager
+def meanwhile(name: str, job: Callable[[], Any], forward: int = 3) -> Iterator[list[Any]]:
+    """Another thread does a job, from its start to its end, while a forward of ours stands between two layers.
+
+    Gives a list, into which goes what the job returns. Forwards are counted from that of the prompts, 1, in this
+    thread.
+    """
+    here, numbers, found = threading.get_ident(), itertools.count(1), []
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == here and next(numbers) == forward:
+            handle.remove()  # which a job that pickles the model would meet
+            with ThreadPoolExecutor(1) as pool:
+                found.append(pool.submit(job).result())
+
+    handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
+    yield found
 
 
 def as_it_was(name: str) -> list:
@@ -87,20 +100,12 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("other", [stock, ours])
 def test_a_whole_call_in_the_middle_of_a_forward(name: str, other: Callable):
-    """Another thread begins and ends while a round of ours stands between two layers; both texts are stock's."""
-    expected, here, forwards, found = stock(name), threading.get_ident(), [], []
-
-    def hook(module, args):
-        if threading.get_ident() == here and ACTIVE.get():
-            forwards.append(None)
-            if len(forwards) == 3:
-                found.append(in_another_thread(lambda: other(name, rows=4)))
-
-    handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
-    output = ours(name)
-    handle.remove()
-    assert torch.equal(output, expected)
-    assert [text.tolist() for text in found] == [stock(name, rows=4).tolist()]
+    """Both texts are stock's."""
+    expected = stock(name), stock(name, rows=4)
+    with meanwhile(name, lambda: other(name, rows=4)) as found:
+        assert torch.equal(ours(name), expected[0])
+    (text,) = found
+    assert torch.equal(text, expected[1])
 
 
 def test_threads_side_by_side(name: str):
@@ -136,7 +141,7 @@ def test_threads_side_by_side(name: str):
 @pytest.mark.parametrize("form", ["strategy", "pair"])
 def test_one_strategy_in_several_threads(form: str):
     """A call begins and ends in the middle of another one: numbers of candidates and reports do not mix."""
-    (target, draft), found, here = models("llama"), [], threading.get_ident()
+    target, draft = models("llama")
     pair, strategy = DraftTargetPair(target, draft), SpeculativeDecoding(draft)
     options = {"strategy": {"custom_generate": strategy}, "pair": {}}
     generate = target.generate if form == "strategy" else pair.generate
@@ -145,16 +150,9 @@ def test_one_strategy_in_several_threads(form: str):
         settings = GREEDY | {"num_assistant_tokens": number, "return_dict_in_generate": True}
         return generate(**inputs("llama", rows), **settings, **options[form])
 
-    def hook(module, args):
-        if threading.get_ident() == here:
-            found.append(None)
-            if len(found) == 3:
-                found[:1] = [in_another_thread(lambda: call(4, 5))]
-
-    handle = target.register_forward_pre_hook(hook)
-    output = call(3, 2)
-    handle.remove()
-    for result, rows, number in ((output, 3, 2), (found[0], 4, 5)):
+    with meanwhile("llama", lambda: call(4, 5)) as found:
+        output = call(3, 2)
+    for result, rows, number in ((output, 3, 2), (*found, 4, 5)):
         report = result.speculation_report
         assert torch.equal(result.sequences, stock("llama", rows))
         assert report.emitted_per_row == [18] * rows
@@ -164,23 +162,18 @@ def test_one_strategy_in_several_threads(form: str):
 
 def test_models_are_left_as_they_were_found(name: str, tmp_path: Path):
     """In the middle of a forward of ours, another thread copies, pickles and saves the target."""
-    target, found = models(name)[0], []
-    expected, names, weights = stock(name), [set(vars(module)) for module in target.modules()], target.state_dict()
+    target, expected = models(name)[0], stock(name)
+    names, weights = [set(vars(module)) for module in target.modules()], target.state_dict()
 
     def look():
         target.save_pretrained(tmp_path)
         copies = [copy.deepcopy(target), pickle.loads(pickle.dumps(target)), type(target).from_pretrained(tmp_path)]
         return [set(vars(module)) for module in target.modules()], copies
 
-    def hook(module, args):
-        if ACTIVE.get():
-            handle.remove()
-            found.append(in_another_thread(look))
-
-    handle = target.get_decoder().layers[1].register_forward_pre_hook(hook)
-    assert torch.equal(ours(name), expected)
+    with meanwhile(name, look) as found:
+        assert torch.equal(ours(name), expected)
     ((during, copies),) = found
-    assert during == names == [set(vars(module)) for module in target.modules()]
+    assert during == names
     for other in copies:
         assert torch.equal(other.generate(**inputs(name, 3), **GREEDY), expected)
         state = other.state_dict()
@@ -203,18 +196,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
 
 @pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_copies_of_this_package(name: str, ours_first: bool, published: type):
-    """A call by one begins and ends in the middle of a call by the other, more than once; all texts are stock's."""
-    expected, here, found = stock(name), threading.get_ident(), []
-    others = sys.modules[published.__module__.replace("engine", "models")].ACTIVE
+    """A call by one begins and ends in the middle of a call by the other; all texts are stock's."""
+    expected = stock(name)
     outer, inner = (SpeculativeDecoding, published) if ours_first else (published, SpeculativeDecoding)
-
-    def hook(module, args):
-        if threading.get_ident() == here and (ACTIVE if ours_first else others).get():
-            found.append(in_another_thread(lambda: ours(name, by=inner)))
-
-    for _ in range(2):
-        handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
-        assert torch.equal(ours(name, by=outer, max_new_tokens=6), expected[:, :-12])
-        handle.remove()
-    assert len(found) > 2
-    assert all(torch.equal(text, expected) for text in found)
+    for forward in (1, 2):
+        with meanwhile(name, lambda: ours(name, by=inner), forward) as found:
+            assert torch.equal(ours(name, by=outer, max_new_tokens=6), expected[:, :-12])
+        (text,) = found
+        assert torch.equal(text, expected)
