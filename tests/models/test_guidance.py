@@ -34,19 +34,22 @@ def both(target: PreTrainedModel, draft: PreTrainedModel, settings: dict, **opti
     return *results, strategy.report
 
 
-@pytest.mark.parametrize(
-    ("model_type", "do_sample", "prompt"),
-    all_pairs(["llama", "mistral", "gpt2", "opt", "bloom"], [False, True], PROMPTS),
-)
-def test_equals_stock(model_type: str, do_sample: bool, prompt: str):
+MODELS = [(model_type, "auto") for model_type in ("llama", "mistral", "gpt2", "opt", "bloom")]
+MODELS += [("llama", layout) for layout in ("ragged", "padded", "packed", "lockstep")]
+
+
+@pytest.mark.parametrize(("model", "do_sample", "prompt"), all_pairs(MODELS, [False, True], PROMPTS))
+def test_equals_stock(model: tuple[str, str], do_sample: bool, prompt: str):
+    model_type, layout = model
     target = tiny(model_type, **({"word_embed_proj_dim": 32, "ffn_dim": 48} if model_type == "opt" else {}))
     settings = {"do_sample": do_sample, "eos_token_id": [5, 6, 7]} | ({"top_k": 0} if do_sample else {})
     for draft in (target, near(target, 0.05)):
         (expected, state), (output, left), report = both(
-            target, draft, settings | PROMPTS[prompt], verification="coupled"
+            target, draft, settings | PROMPTS[prompt], verification="coupled", layout=layout
         )
         assert torch.equal(output, expected)
         assert torch.equal(left, state)
+        assert layout in ("auto", report.layout)
         assert "once, in order" not in report.layout_reason or (model_type, prompt) == ("opt", "padded")
 
 
@@ -57,17 +60,6 @@ def test_types_that_number_tokens_otherwise(model_type: str):
     (expected, _), (output, _), report = both(target, near(target, 0.05), settings)
     assert torch.equal(output, expected)
     assert "once, in order" in report.layout_reason
-
-
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-def test_every_layout(layout: str):
-    target = tiny()
-    settings = {"do_sample": True, "top_k": 0, "eos_token_id": [5, 6, 7]} | PROMPTS["padded"]
-    (expected, _), (output, _), report = both(
-        target, near(target, 0.05), settings, verification="coupled", layout=layout
-    )
-    assert torch.equal(output, expected)
-    assert report.layout == layout
 
 
 class Guided(LogitsProcessor):

@@ -1,7 +1,6 @@
 """Weights on the CPU, on disk, or split: the text is that of the models in memory, in fewer forwards than plainly."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,6 @@ def build(kind: str) -> PreTrainedModel:
     return tiny("llama" if kind == "tied" else kind, tie_word_embeddings=kind == "tied")
 
 
-def to_cpu(model: PreTrainedModel, folder: Path) -> None:
-    """Weights are on the meta device between forwards, kept beside the model."""
-    cpu_offload(model, execution_device="cpu")
-    assert model.device.type == "meta"
-
-
-def to_disk(model: PreTrainedModel, folder: Path) -> None:
-    disk_offload(model, folder, execution_device="cpu")
-    assert model.device.type == "meta"
-
-
-def to_both(model: PreTrainedModel, folder: Path) -> None:
-    """Blocks on disk and on the CPU in turns."""
-    names = parts(model)
-    device_map = {name: ("disk", "cpu")[n % 2] for n, name in enumerate(names)}
-    keys = model._skip_keys_device_placement
-    dispatch_model(model, device_map, offload_dir=folder, skip_keys=keys, force_hooks=True)
-    homes = {parameter.device.type for parameter in model.parameters()}
-    assert homes == {"meta", "cpu"}
-
-
 def parts(module: torch.nn.Module, prefix: str = "") -> list[str]:
     """Names of embeddings, blocks, norms and heads."""
     names = []
@@ -58,7 +36,18 @@ def parts(module: torch.nn.Module, prefix: str = "") -> list[str]:
     return names
 
 
-OFFLOADS: dict[str, Callable[[PreTrainedModel, Path], None]] = {"cpu": to_cpu, "disk": to_disk, "both": to_both}
+def offload(model: PreTrainedModel, where: str, folder: Path) -> None:
+    """Weights are on the meta device between forwards: kept beside the model, on disk, or block by block in turns."""
+    if where == "cpu":
+        cpu_offload(model, execution_device="cpu")
+    elif where == "disk":
+        disk_offload(model, folder, execution_device="cpu")
+    else:
+        device_map = {name: ("disk", "cpu")[n % 2] for n, name in enumerate(parts(model))}
+        keys = model._skip_keys_device_placement
+        dispatch_model(model, device_map, offload_dir=folder, skip_keys=keys, force_hooks=True)
+    homes = {parameter.device.type for parameter in model.parameters()}
+    assert homes == ({"meta", "cpu"} if where == "both" else {"meta"})
 
 
 def speculate(target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> torch.Tensor:
@@ -82,16 +71,16 @@ KINDS = {  # with their layouts
 
 
 @pytest.mark.parametrize(
-    ("kind_and_layout", "offload", "which", "do_sample"),
+    ("kind_and_layout", "where", "which", "do_sample"),
     all_pairs(
         [(kind, layout) for kind, layouts in KINDS.items() for layout in layouts],
-        OFFLOADS,
+        ["cpu", "disk", "both"],
         ["target", "draft", "target draft"],
         [False, True],
     ),
 )
 def test_text_of_the_models_in_memory(
-    kind_and_layout: tuple[str, str], offload: str, which: str, do_sample: bool, tmp_path: Path
+    kind_and_layout: tuple[str, str], where: str, which: str, do_sample: bool, tmp_path: Path
 ):
     kind, layout = kind_and_layout
     target = build(kind)
@@ -101,7 +90,7 @@ def test_text_of_the_models_in_memory(
     expected = target.generate(**settings)
     for role, model in (("target", target), ("draft", draft)):
         if role in which:
-            OFFLOADS[offload](model, tmp_path / role)
+            offload(model, where, tmp_path / role)
     assert torch.equal(speculate(target, draft, settings | {"layout": layout}), expected)
 
 
@@ -135,8 +124,8 @@ def test_everything_else_that_a_call_can_want(tmp_path: Path):
     extras = {"return_dict_in_generate": True, "output_logits": True}
     settings = prompts(3) | GREEDY | extras | {"max_new_tokens": 8, "guidance_scale": 1.5}
     expected = target.generate(**settings)
-    to_disk(target, tmp_path / "target")
-    to_disk(draft, tmp_path / "draft")
+    offload(target, "disk", tmp_path / "target")
+    offload(draft, "disk", tmp_path / "draft")
     strategy = hf_specx.SpeculativeDecoding(draft)
     output = target.generate(**settings, custom_generate=strategy)
     assert torch.equal(output.sequences, expected.sequences)
