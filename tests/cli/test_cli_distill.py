@@ -38,13 +38,13 @@ def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
     assert "specx distill these words" in command("card", out).stdout
 
 
-def test_a_head_is_trained_saved_and_trained_further(folders, tmp_path):
+def test_a_head_is_trained_saved_and_trained_further(tmp_path):
     """For the second training it is named by its folder."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    result = specx(folders["target"], "eagle3", *QUICK, "--out", first, "--no-measure", "--inside")
-    assert result.exit_code == 0, result.stderr
-    result = specx(folders["target"], first / "draft", *QUICK, "--out", second, "--no-measure", "--inside")
-    assert result.exit_code == 0, result.stderr
+    target, first, second = saved_models(tmp_path, SIZES, 0.8)["target"], tmp_path / "first", tmp_path / "second"
+    for start, out in (("eagle3", first), (first / "draft", second)):
+        given = [target, start, *QUICK, "--out", out, "--no-measure", "--inside"]
+        result = command("distill", *given, input=PROMPTS)
+        assert result.exit_code == 0, result.stderr
     heads = [DraftTargetPair.from_pretrained(folder).draft for folder in (first, second)]
     assert [type(head) for head in heads] == [DraftHead, DraftHead]
     assert not torch.equal(heads[0].lm_head.weight, heads[1].lm_head.weight)

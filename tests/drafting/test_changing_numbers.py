@@ -13,7 +13,7 @@ import torch
 import zoo
 from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
-from runs import COUPLED, GREEDY, KNOWN, Forced, run
+from runs import COUPLED, GREEDY, KNOWN, Forced, drafted, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
@@ -71,6 +71,41 @@ def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
         assert len([length for length in others if length > 28]) == 1
         assert sum(forwards.lengths) < 11 + 4 + 3 + 30 + 3 + 3 * (noise > 0)
         assert len(forwards.lengths) == 1 + 4 + 3
+
+
+class Wild:
+    """A clock that makes no sense, otherwise each time."""
+
+    def __init__(self, seed: int):
+        self.generator, self.now = torch.Generator().manual_seed(seed), 0.0
+
+    def __call__(self) -> float:
+        self.now += float(torch.rand((), generator=self.generator)) ** 8 * 100
+        return self.now
+
+
+@pytest.mark.parametrize("mode", ["token", "block"])
+def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(mode: str):
+    """Costs that calls have filled, after a way through text; what a call sees is kept for later ones.
+
+    There it changes numbers of candidates: rounds that take otherwise than plain steps would count.
+    """
+    target = tiny()
+    draft, texts, numbers = near(target, 0.05), [], []
+    teacher = Costs({4: KNOWN}, rounds={4: {0: 1.0}}, clock=Wild(9))
+    run(target, prompts(4), SpeculativeDecoding(draft, verification=mode, costs=teacher), **COUPLED)
+    saved = teacher.to_dict()
+    for seed in range(3):
+        costs = Costs.from_dict(saved)
+        costs.clock = Wild(seed)
+        strategy = SpeculativeDecoding(draft, verification=mode, costs=costs)
+        texts.append(run(target, prompts(4), strategy, **COUPLED))
+        numbers.append(drafted(strategy))
+        assert costs.to_dict()["rounds"] != saved["rounds"]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert len(set(numbers[0])) > 1
 
 
 class ByThePast(Schedule):

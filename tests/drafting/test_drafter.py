@@ -1,18 +1,22 @@
-"""A drafter of a user's own that has `propose` alone: the text is that of plain `generate`, in fewer forwards."""
+"""Drafters of a user's own: one that has `propose` alone, and one that reads the target's last hidden states."""
 
+import contextlib
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
-from tiny import Forwards, tiny
+from counting import counting
+from tiny import prompts, tiny
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft
+from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.models.decoder import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -53,23 +57,6 @@ def target() -> PreTrainedModel:
     return model
 
 
-def generated(rows: int, **call) -> tuple[torch.Tensor, int]:
-    """The text and how many forwards it took."""
-    torch.manual_seed(0)
-    with Forwards(target()) as forwards:
-        output = target().generate(**repetitive(rows), max_new_tokens=40, **call)
-    return output, len(forwards.ids)
-
-
-def check_equal_and_fewer(rows: int, options: dict, **call) -> SpeculativeDecoding:
-    expected, plain = generated(rows, **call)
-    strategy = SpeculativeDecoding(Bigrams(), **options)
-    output, forwards = generated(rows, **call, custom_generate=strategy)
-    assert torch.equal(output, expected)
-    assert forwards < plain
-    return strategy
-
-
 def lengths_differ(strategy: SpeculativeDecoding) -> bool:
     """Whether rows had unequal numbers of candidates in one round, and in all."""
     report = strategy.report
@@ -82,7 +69,15 @@ def lengths_differ(strategy: SpeculativeDecoding) -> bool:
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_text_of_generate_in_fewer_forwards(layout: str, settings: str, rows: int):
-    strategy = check_equal_and_fewer(rows, {"layout": layout}, **SETTINGS[settings])
+    strategy, found = SpeculativeDecoding(Bigrams(), layout=layout), []
+    for custom in (None, strategy):
+        torch.manual_seed(0)
+        with counting(target()) as forwards:
+            call = repetitive(rows) | SETTINGS[settings] | {"max_new_tokens": 40}
+            found.append((target().generate(**call, custom_generate=custom), forwards))
+    (expected, plain), (output, ours) = found
+    assert torch.equal(output, expected)
+    assert len(ours) < len(plain)
     assert strategy.report.verification == settings
     assert lengths_differ(strategy) == (rows > 1)
 
@@ -98,3 +93,78 @@ class Misshapen(Bigrams):
 def test_a_draft_is_what_it_claims_to_be():
     with pytest.raises(ValueError, match="has tokens of shape .* for lengths"):
         target().generate(**repetitive(2), **SETTINGS["greedy"], custom_generate=SpeculativeDecoding(Misshapen()))
+
+
+ENDS = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [5, 6], "pad_token_id": 0}
+
+
+class Heads(Drafter):
+    """Linear heads on the state that the last token was chosen by, one for each candidate (Medusa, 2401.10774)."""
+
+    needs_hidden = True
+
+    def __init__(self, target: torch.nn.Module, number: int = 3):
+        torch.manual_seed(3)
+        self.heads = [torch.nn.Linear(32, 48, bias=False) for _ in range(number)]
+        self.target, self.alike = target, 0
+
+    def read(self, reading):
+        self.states = None
+
+    def propose(self, batch, lengths):
+        number = 0 if self.states is None else min(max(lengths), len(self.heads))
+        chosen = [head(self.states).argmax(-1) for head in self.heads[:number]]
+        tokens = torch.stack(chosen, 1) if chosen else batch.index.new_empty(len(batch.rows), 0)
+        return Draft(tokens, [min(length, number) for length in lengths], None, "heads")
+
+    def observe(self, done: Round):
+        hidden = done.forward.hidden
+        assert hidden.shape == (len(done.rows), done.draft.tokens.shape[1] + 1, 32)
+        torch.testing.assert_close(self.target.lm_head(hidden), done.forward.logits, atol=1e-4, rtol=1e-4)
+        states = hidden[torch.arange(len(hidden)), torch.tensor(done.accepted)]
+        self.states = states if done.stay is None else states[done.stay]
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_those_that_logits_come_from(layout: str, rows: int):
+    target = tiny()
+    expected = target.generate(**prompts(rows), **ENDS)
+    strategy = SpeculativeDecoding(Heads(target), layout=layout)
+    assert torch.equal(target.generate(**prompts(rows), **ENDS, custom_generate=strategy), expected)
+    assert strategy.report.drafted > 0
+
+
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+def test_states_of_compiled_forwards(traced: None):
+    """Those of a later call have been compiled, also while hooks of another thread's forward are there."""
+    target = tiny(num_hidden_layers=3, seed=1)
+    other = HiddenStates([(target.model.layers[0], False)], target.device)
+    expected, compilations = target.generate(**prompts(4), **ENDS), []
+    for context in (contextlib.nullcontext(), other):
+        strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
+        with context, ThreadPoolExecutor(1) as pool:
+            found = pool.submit(target.generate, **prompts(4), **ENDS, custom_generate=strategy).result()
+        assert torch.equal(found, expected)
+        assert strategy.report.drafted > 0
+        compilations.append(strategy.report.compilations > 0)
+    assert compilations == [True, False]
+    assert other.found == [[]]
+
+
+def test_states_of_a_layer():
+    """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
+    target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
+    layer = target.model.layers[2]
+    hidden = HiddenStates([(layer, False), (layer, True)], torch.device("cpu"))
+    with torch.no_grad():
+        expected = target(ids, output_hidden_states=True).hidden_states
+        before = dict(layer._forward_hooks)  # transformers leaves some of its own
+        with ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), hidden:
+            target(ids)
+            raise KeyError(pool.submit(target, ids[:1, :2]).result())
+    states = torch.cat([expected[3], expected[2]], -1)
+    assert torch.equal(hidden.all(), states)
+    assert torch.equal(hidden.last(2), states[:, -2:])
+    assert dict(layer._forward_hooks) == before

@@ -4,11 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rounds import made_round
 from transformers import GenerationConfig
 
-from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.drafting.schedule import (
     UNSET,
@@ -40,24 +38,6 @@ def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, fou
     number, given, filled, own = asked
     draft = SimpleNamespace(generation_config=GenerationConfig(**own))
     assert choose_drafting(number, given, GenerationConfig(**UNSET | filled), draft) == found
-
-
-def some_batch(rows: int = 3) -> Batch:
-    """Each row has emitted one token."""
-    batch = Batch(torch.ones(rows, 4, dtype=torch.int64), None, 0)
-    batch.emit(torch.ones(rows, 1, dtype=torch.int64), [1] * rows)
-    return batch
-
-
-def test_rows_draft_no_more_than_they_can_emit():
-    """And nothing before their first token."""
-    numbers, batch = Schedule(3), some_batch()
-    batch.limits = [4] * 3
-    assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
-    assert numbers(batch) == [2, 2, 2]
-    batch.counts = [1, 2, 4]
-    assert numbers(batch) == [2, 1, 0]
-    assert Schedule(3, alike=True)(batch) == [3, 3, 3]  # where all ranks must draft alike
 
 
 def test_rounds_that_are_not_typical_do_not_count():

@@ -9,17 +9,40 @@ import torch
 import zoo
 from all_pairs import all_pairs
 from counting import counting
-from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, ours, stock
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
+from hf_specx import SpeculativeDecoding
 from hf_specx.models.slots import CACHE
 
 
+LAYOUTS = ("padded", "lockstep")
+DRAFT_TOKENS = 3
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
 KINDS = ("t5", "bart", "m2m_100")  # of positions: relative, learned, and none for pads
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
 NEW_TOKENS = 21
+
+
+def stock(target: PreTrainedModel, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    return target.generate(**call), torch.get_rng_state()
+
+
+def ours(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
+    torch.manual_seed(4)
+    return target.generate(**call, custom_generate=strategy), torch.get_rng_state()
+
+
+def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
+    """Returns stock's tokens."""
+    expected, state = stock(target, **call)
+    for name, draft in drafts.items():
+        output, left = ours(target, draft, layout, **call)
+        assert torch.equal(output, expected), name
+        assert torch.equal(left, state), name
+    return expected
 
 
 @cache

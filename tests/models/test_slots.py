@@ -1,4 +1,4 @@
-"""Slots: where tokens are written, growth, what moves and what does not, and the invariant of a round."""
+"""Slots: growth, memory that nobody wrote to, and the invariant of a round."""
 
 from collections.abc import Iterator
 
@@ -53,7 +53,7 @@ def test_uninitialised_memory_has_no_part_in_the_text(layout: str):
 def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     layout: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The keys of a plain forward over the row's text before its last token; float64. An early exit shares them."""
+    """What a plain forward over the row's text before its last token writes; float64. An early exit shares it."""
     target = tiny("llama").double()
     inputs, found = prompts(3), []
     feed = Decoder.feed
@@ -63,7 +63,7 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
         if self.model is target:
             for place, row in enumerate(batch.rows):
                 text, pads = batch.row(row)[:-1], self.width - batch.prompt_lengths[row]
-                held = [keys[:, pads:][:, : len(text)].clone() for keys, _ in self.columns(place, row)]
+                held = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.columns(place, row)]
                 found.append((row, batch.counts[row], text, held))
         return logits
 
@@ -79,5 +79,5 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
         assert len(text) >= count
         with torch.no_grad():
             plain = target(text[None], use_cache=True).past_key_values
-        for keys, layer in zip(held, plain.layers, strict=True):
-            torch.testing.assert_close(keys, layer.keys[0], rtol=0, atol=1e-12)
+        for states, layer in zip(held, plain.layers, strict=True):
+            torch.testing.assert_close(states, torch.cat([layer.keys[0], layer.values[0]], -1), rtol=0, atol=1e-12)

@@ -30,7 +30,6 @@ SPECIAL = {
     "gemma2": GROUPED | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
     "smollm3": GROUPED
     | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    "starcoder2": GROUPED | {"sliding_window": WINDOW},
     "phi3": GROUPED | {"sliding_window": WINDOW},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "phi": {},
