@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import execution_device, last_device, moved, synchronize
+from hf_specx.common.devices import execution_device, joined, last_device, synchronize
 from hf_specx.common.round import Draft, Round
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
@@ -71,19 +70,11 @@ class HiddenStates:
 
     def last(self, keep: int) -> torch.Tensor:
         """[R, keep, H], of the last positions of the forward in the context, those of all places joined; once."""
-        return self._joined([found.pop()[:, -keep:] for found in self.found])
+        return joined([found.pop()[:, -keep:] for found in self.found], self.device)
 
     def all(self) -> torch.Tensor:
         """[R, q, H], of all positions of the forwards in the context."""
-        return self._joined([torch.cat(found, 1) for found in self.found])
-
-    def _joined(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """States of several places as one, on the device; those that lie together on another one go at once."""
-        if len(states) == 1:
-            return states[0]
-        runs = [list(run) for _, run in itertools.groupby(states, key=lambda each: each.device)]
-        joined = [moved(torch.cat(run, -1) if len(run) > 1 else run[0], self.device) for run in runs]
-        return torch.cat(joined, -1) if len(joined) > 1 else joined[0]
+        return joined([torch.cat(found, 1) for found in self.found], self.device)
 
 
 class Decoder:
