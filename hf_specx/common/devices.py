@@ -1,5 +1,6 @@
 """Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
 
+import itertools
 import platform
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -45,6 +46,13 @@ def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None
 def moved(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values on another device; only on a CPU it is waited for them, since there they are read at once."""
     return values.to(device, dtype, non_blocking=device.type != "cpu")
+
+
+def joined(states: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Tensors [..., N] as one on a device; those that lie together on another one go there at once."""
+    runs = [list(run) for _, run in itertools.groupby(states, key=lambda each: each.device)]
+    parts = [run[0] if len(run) == 1 else torch.cat(run, -1) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat([moved(x, device) for x in parts], -1)
 
 
 def synchronize(device: torch.device) -> None:

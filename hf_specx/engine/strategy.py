@@ -21,7 +21,7 @@ from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_dra
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.named import loaded
+from hf_specx.drafting.heads.named import loaded
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import Prompt, prepare

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
+from hf_specx.common.checkpoints import MEDUSA_WEIGHTS
 from hf_specx.common.errors import require
-from hf_specx.drafting.files import MEDUSA_WEIGHTS
 
 from .facts import tokenizer_facts
 from .model_files import AGAIN, check_links, check_model, check_reference, check_tokenizer, check_weights, shards

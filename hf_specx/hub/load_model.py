@@ -11,10 +11,10 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
+from hf_specx.common.checkpoints import read_config
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.files import read_config
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.reading import is_head
 

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import safe_open
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_specx.common.checkpoints import MEDUSA_WEIGHTS
 from hf_specx.common.errors import require
-from hf_specx.drafting.files import MEDUSA_WEIGHTS
 from hf_specx.drafting.heads.reading import is_head
 
 from .schema import FULL_COMMIT

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import execution_device, last_device, moved, synchronize
+from hf_specx.common.devices import execution_device, joined, last_device, synchronize
 from hf_specx.common.round import Draft, Round
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
@@ -70,16 +69,9 @@ class HiddenStates:
         return threading.get_ident() == self.thread
 
     def last(self, keep: int = 0) -> torch.Tensor:
-        """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined.
-
-        They come to the device; those that lie together on another one go at once.
-        """
-        states = [torch.cat(found, 1)[:, -keep:] for found in self.found]
-        if len(states) == 1:
-            return states[0]
-        runs = [list(run) for _, run in itertools.groupby(states, key=lambda each: each.device)]
-        joined = [moved(torch.cat(run, -1) if len(run) > 1 else run[0], self.device) for run in runs]
-        return torch.cat(joined, -1) if len(joined) > 1 else joined[0]
+        """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
+        whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
+        return joined([states[:, -keep:] for states in whole], self.device)
 
 
 class Decoder:

@@ -19,7 +19,7 @@ from hf_specx.models.slots import SlotCache
 
 from .body import Body
 from .compiled import CompiledBody
-from .layers import Entries, Rotary
+from .layers import Entries, Rotary, padded, read_by
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
@@ -296,14 +296,3 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def size(self) -> ForwardSize | None:
         return self.of_step
-
-
-def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
-    known = [row for row in rows if row is not None]
-    return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None
-
-
-def read_by(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """Values where a module reads them; hooks of accelerate send them there by themselves."""
-    return values if hasattr(module, "_hf_hook") else moved(values, module.weight.device)

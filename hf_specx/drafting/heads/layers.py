@@ -1,5 +1,6 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_specx.common.devices import moved
 from hf_specx.models.attention import tiled
 
 from .config import HeadConfig
@@ -167,3 +169,14 @@ class HeadLayer(nn.Module):
 def norm(config: HeadConfig, width: int | None = None) -> nn.RMSNorm:
     """An RMS norm of states of this width, by default the head's own."""
     return nn.RMSNorm(width or config.hidden_size, config.rms_norm_eps)
+
+
+def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
+    known = [row for row in rows if row is not None]
+    return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None
+
+
+def read_by(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Values where a module reads them; hooks of accelerate send them there by themselves."""
+    return values if hasattr(module, "_hf_hook") else moved(values, module.weight.device)

@@ -1,4 +1,4 @@
-"""The files of a draft head, from a folder or the Hub: what its config says, and tensors; nothing in them is run."""
+"""The files of a draft, from a folder or the Hub: what its config says, and tensors; nothing in them is run."""
 
 import json
 from pathlib import Path

@@ -14,12 +14,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_specx.common.checkpoints import find_file, read_config
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 
-from .files import find_file, read_config
-from .heads.head import DraftHead
-from .heads.reading import is_head
+from .head import DraftHead
+from .reading import is_head
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
