@@ -229,7 +229,8 @@ def main(
     console.print(losses, str(made))
     for model in models:
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
-    target.bfloat16(), draft.bfloat16()
+    for model in (target, draft):
+        model.bfloat16()
     notes = made.pair.config.notes
     if pair is None:
         facts: dict[str, Any] = dict(zip(("target_loss", "draft_loss"), [*losses, math.nan], strict=False))
@@ -239,6 +240,8 @@ def main(
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
         before, mark, tail = pair.config.notes.partition("## Intended use")
+        if head:  # what is said of the draft that it replaces
+            before = before.partition("## How the draft was")[0]
         more = notes if head else notes.replace("## How the draft was made", "## How the draft was trained further")
         facts_of_draft = made.pair.config.draft if head else pair.config.draft
         config = replace(pair.config, draft=facts_of_draft, notes=f"{before}{more}\n\n{mark}{tail}", measurements=[])

@@ -26,9 +26,11 @@ INSIDE_TOO = "Learn what the target says inside the prompts too."
 HELP_DRAFT = "Id or folder of a draft, layers:N, the target's first N layers, or eagle3, a new head for it."
 HELP_LOSS = f"{', '.join(LOSS_NAMES)}; see hf_specx/training/README.md."
 HELP_HELD_OUT = "Share of the prompts that is not trained on, 256 at most; half of them decide when to stop."
-HELP_PASSES = "PromptTexts trained on in a phase, for each new one; the others are earlier ones."
+HELP_PASSES = "Texts trained on in a phase, for each new one; the others are earlier ones."
 HELP_PATIENCE = "Stop after so many phases without a new best α (acceptance on held-out prompts)."
 HELP_FOLDER = "Of texts and checkpoints, from which the same command goes on; else OUT.training."
+HELP_NUMBER = "Candidates of a round: a head learns so many, and tokens a round are told for them."
+HELP_VOCABULARY = "Tokens that a new head scores, the most frequent ones."
 HELP_RATE = "The largest; else by the draft's width and what it starts from."
 
 
@@ -42,8 +44,10 @@ class Recipe(Sampling):
     passes: Annotated[int, typer.Option(help=HELP_PASSES)] = DEFAULTS.passes
     patience: Annotated[int, typer.Option(help=HELP_PATIENCE)] = DEFAULTS.patience
     learn_from_prompts: Annotated[bool, typer.Option("--learn-from-prompts", help=INSIDE_TOO)] = False
-    batch_size: Annotated[int, typer.Option(help="PromptTexts in a step, on each device.")] = DEFAULTS.batch_size
+    batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size
     learning_rate: Annotated[float | None, typer.Option(help=HELP_RATE)] = None
+    num_draft_tokens: Annotated[int, typer.Option(help=HELP_NUMBER)] = DEFAULTS.num_draft_tokens
+    draft_vocab_size: Annotated[int, typer.Option(help=HELP_VOCABULARY)] = DEFAULTS.draft_vocab_size
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None
     seed: Seed = 0
 

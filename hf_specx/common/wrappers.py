@@ -1,5 +1,6 @@
 """Models inside the wrappers of `torch.compile` and PEFT, their vocabulary and their names; and what is no model."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,12 @@ def vocabulary(model: PreTrainedModel) -> int:
     if isinstance(head, torch.nn.Linear):
         return head.out_features
     return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def public_name(model: Any) -> str:
+    """Where a model was loaded from, of a folder on this machine its last part alone; "" if that is not known."""
+    name = str(getattr(model, "name_or_path", None) or "")
+    return Path(name).resolve().name if name and Path(name).exists() else name
 
 
 def label_of(part: Any) -> str:

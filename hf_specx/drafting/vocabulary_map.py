@@ -54,9 +54,11 @@ class VocabularyMap:
         have, that mean the same, is added.
         """
         self.pairs = self.pairs.to(logits.device)
-        highest, (own, meant) = logits.float().amax(-1, keepdim=True), self.pairs
+        own, meant = self.pairs
+        common = logits.index_select(-1, own).float()
+        highest = common.amax(-1, keepdim=True)
         sums = highest.new_zeros(*logits.shape[:-1], self.sizes[0])
-        sums.index_add_(-1, meant, (logits.index_select(-1, own) - highest).exp())
+        sums.index_add_(-1, meant, (common - highest).exp())
         return sums.log() + highest
 
     def prompt(self, ids: list[int]) -> list[int]:

@@ -133,7 +133,7 @@ def make_call(
         longest=stopping.max_new_tokens,
     )
     _check_asked(options, prompt, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None and (whole := _why_whole(models, layout)):
@@ -183,9 +183,9 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(prompt: Prompt) -> tuple[Sequence[Processor], str]:
+def _with_masks(prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
     """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
-    processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), prompt.stopping)
+    processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = []
     for each in processors:
         if not (can_look_ahead(each) or is_guidance(each, prompt)):

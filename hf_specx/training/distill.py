@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set b
 
 def distill(
     target: PreTrainedModel,
-    draft: PreTrainedModel | str,
+    draft: PreTrainedModel | DraftHead | str,
     prompts: GivenPrompts,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -142,14 +143,14 @@ def _train(
     tell: Tell = progress if processes().is_main_process else lambda *_: None
     recipe, writer = learner.recipe, Writer(target, learner, folder / TEXTS)
     validation, test = (
-        writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
+        [text.cut(learner.most) for text in writer.write(name, getattr(split, name), partial(tell, "held-out texts"))]
         for name in ("validation", "test")
     )
     # with many processes each would read more texts than without it, not fewer
     room = REMEMBERED_BYTES * (processes().num_processes < recipe.passes)
     remembered = Remembered(target, learner.places, recipe.batch_size, room)
     phases = Phases(writer, split.training, remembered.add)
-    phases.begin(0, lambda *done: tell("phase 1, writing", *done))
+    phases.begin(0, partial(tell, "phase 1, writing"))
     learner.begin(split.training, phases.texts)
     afresh = Remembered(target, learner.places, recipe.batch_size, 0)
 
@@ -161,18 +162,10 @@ def _train(
 
     first = learner.module(learner.first)
     before, start = measured(first, test), judge(first)
-    checkpoint, count = last_checkpoint(folder), recipe.phases
-    if checkpoint is None:
-        tell(f"before training, α {start:.3f}", 0, 0)
-    else:
-        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        known = alphas_of(state)
-        tell(f"phase {len(known)} of {count}, α {known[-1]:.3f}", 0, 0)
-        if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
-            count = len(known)
+    checkpoint, count = going_on(folder, recipe.phases, start, tell)
     args = training_arguments(learner, folder, count)
     trainer = DistillationTrainer(learner, args, phases, remembered, judge, start, tell, callbacks)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
 
     alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
     made = learner.first if steps is None else learner.finished(trainer.model)
@@ -182,6 +175,19 @@ def _train(
     figures = estimate(before[:, 0]), estimate(after[:, 0]), estimate(after[:, 0], before[:, 0])
     tokens = estimate(before[:, 1]), estimate(after[:, 1])
     return Distilled(pair, *figures, *tokens, alphas, steps or 0, recipe, split)
+
+
+def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str | None, int]:
+    """The checkpoint that a training goes on from, if there is one, and how many phases it has in all."""
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        tell(f"before training, α {start:.3f}", 0, 0)
+        return None, phases
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    known = alphas_of(state)
+    tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
+    ended = state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
+    return str(checkpoint), len(known) if ended else phases
 
 
 @contextmanager

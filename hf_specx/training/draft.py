@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import public_name
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.models.prompts import Place
 
@@ -33,6 +33,7 @@ class Learner:
         models: those that read prompts and texts.
         places: where in the target it reads states.
         rate: the largest learning rate.
+        most: tokens of a text that are learned from, its last ones; None is all that the target wrote.
     """
 
     first: Any
@@ -46,6 +47,7 @@ class Learner:
     made_from: Any
     in_words: str
     rate: float
+    most: int | None = None
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
         """Called once with all prompts and the texts of the first phase."""
@@ -78,10 +80,7 @@ class ModelDraft(Learner):
         layers: int | None = None,
     ):
         self.first, self.recipe, self.tokenizers, self.models = first, recipe, tokenizers, [target, first]
-        name = str(first.name_or_path)
-        name = Path(name).resolve().name if Path(name).exists() else name  # a card shows no folder of this machine
-        named = f"`{name}`" if first.name_or_path else "a draft that was made here"
-        self.in_words = named if layers is None else f"the first {layers} layers of the target, with its head"
+        self.in_words = named(first) if layers is None else f"the first {layers} layers of the target, with its head"
         width = getattr(first.config.get_text_config(decoder=True), "hidden_size", 1024)
         self.rate = recipe.rate(int(width), "draft" if layers is None else "layers")
         self.device, self.made_from = execution_device(first), first
@@ -97,6 +96,12 @@ class ModelDraft(Learner):
         made = copy.deepcopy(self.first)
         made.load_state_dict(plain.state_dict())
         return made.eval()
+
+
+def named(draft: PreTrainedModel) -> str:
+    """What a card says of a draft that was given."""
+    name = public_name(draft)
+    return f"`{name}`" if name else "a draft that was made here"
 
 
 @torch.no_grad()

@@ -10,19 +10,19 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.errors import require
-from hf_specx.common.wrappers import vocabulary
+from hf_specx.common.wrappers import public_name, vocabulary
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.suffix import SuffixDraft
 
-from .draft import Learner, Tokenizers
+from .draft import Learner, Tokenizers, named
 from .losses import Predicted
 from .reading import Said, Text
 from .recipe import HEAD, TrainingRecipe
 from .unrolled import Unrolled
 
 
-MOST = 512  # entries of a text that are trained on, its last ones: memory and time of a step grow with them
+MOST = 512  # tokens of a text that are learned from, its last ones: memory and time of a step grow with them
 INITIAL = 0.02  # standard deviation of weights that start at random
 
 
@@ -41,25 +41,25 @@ class HeadDraft(Learner):
         self, target: PreTrainedModel, head: DraftHead | None, recipe: TrainingRecipe, tokenizers: Tokenizers
     ):
         self.target, self.recipe, self.tokenizers = target, recipe, (tokenizers[0], tokenizers[0])
-        self.device, self.models, self.drafts = last_device(target), [target], SuffixDraft()
-        told = f"{type(target).__name__} has no output embeddings that a head could start from; give 'layers:2'."
-        require(target.get_output_embeddings() is not None, told)
-        config: Any = new_config(target, 1) if head is None else head.config
-        self.places = (head or DraftHead(config)).places(target)
-        self.rate = recipe.rate(config.hidden_size, HEAD if head is None else "draft")
-        self.made_from = HEAD if head is None else head
-        self.in_words = "an EAGLE-3 head with random weights" if head is None else f"`{head.name_or_path}`"
+        self.device, self.models, self.drafts, self.most = last_device(target), [target], SuffixDraft(), MOST
         require(recipe.lora is None, f"lora={recipe.lora}: a head is small, and trained whole; leave lora out.")
+        told = "training={'gradient_checkpointing': ...}: a head is too small for it to save memory; leave that out."
+        require(not recipe.training.get("gradient_checkpointing"), told)
+        check_output(target, head)
+        config: Any = new_config(target, 1) if head is None else head.config
+        told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, or {HEAD!r}, a new one."
+        require(config.kind == HEAD, told)
+        with torch.device("meta"):
+            self.places = (head or DraftHead(config)).places(target)
+        self.rate = recipe.rate(config.hidden_size, HEAD if head is None else "draft")
+        self.made_from, self.in_words = HEAD, "an EAGLE-3 head with random weights"
         if head is not None:
-            told = (
-                f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, or {HEAD!r}, a new one."
-            )
-            require(config.kind == HEAD, told)
+            self.made_from, self.in_words = head, named(head)
             head.of(target)  # or it is refused
             self._start(head)
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
-        if self.made_from != HEAD:
+        if isinstance(self.made_from, DraftHead):
             return
         size, wanted = vocabulary(self.target), self.recipe.draft_vocab_size
         ids = torch.tensor([i for text in texts for i in text.new] + [i for prompt in prompts for i in prompt])
@@ -78,7 +78,7 @@ class HeadDraft(Learner):
         return Unrolled(draft, *of_target, self.recipe.num_draft_tokens)
 
     def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
-        entries, begin = [], 0
+        weight, entries, begin = next(model.parameters()), [], 0
         for (prompt, new), seen in zip(texts, said.states, strict=True):
             ids = torch.tensor([*prompt, *new])
             first = max(0, len(ids) - 2 - MOST)
@@ -86,21 +86,31 @@ class HeadDraft(Learner):
             row = place + 2 - len(prompt)  # entry i, of token i + 1, says what token i + 2 is
             number = torch.where((row >= 0) & (row < len(new)), row + begin, -1)
             following = ids[(place + 1).clamp(max=len(ids) - 1)]
-            entries.append((following, number, seen[place.clamp(max=len(seen) - 1)].float()))
+            entries.append((following, number, seen[place.clamp(max=len(seen) - 1)]))
             begin += len(new)
         tokens, numbers, states = (
-            nn.utils.rnn.pad_sequence(list(parts), True, -1 * (part == 1)).to(self.device)
+            nn.utils.rnn.pad_sequence(list(parts), True, -1 * (part == 1)).to(weight.device)
             for part, parts in enumerate(zip(*entries, strict=True))
         )
-        logits = model(tokens, states, numbers >= 0)
+        logits = model(tokens, states.to(weight.dtype), numbers >= 0)
         rows = [numbers[:, step:][numbers[:, step:] >= 0] for step in range(len(logits))]
         steps = [torch.full_like(each, step) for step, each in enumerate(rows)]
-        return Predicted(torch.cat(logits).float(), torch.cat(rows), torch.cat(steps), self.first.ids)
+        known = None if self.first.ids is None else self.first.ids.to(weight.device)
+        return Predicted(torch.cat(logits).float(), torch.cat(rows), torch.cat(steps), known)
 
     def finished(self, trained: Any) -> PreTrainedModel:
         made = copy.deepcopy(self.first)
         made.load_state_dict(trained.draft_head.state_dict())
         return cast(PreTrainedModel, made.requires_grad_(False).eval())
+
+
+def check_output(target: PreTrainedModel, head: DraftHead | None) -> None:
+    """Check that the target's output can be copied, or read for a head that has none."""
+    output: Any = target.get_output_embeddings()
+    told = f"{type(target).__name__} has no output embeddings that a head could start from; give 'layers:2'."
+    require(output is not None, told)
+    told = "the target's output embeddings are offloaded to memory or disk, and a head needs them; load the target "
+    require(not output.weight.is_meta or (head is not None and head.config.own_head), f"{told}without offloading.")
 
 
 def new_config(target: PreTrainedModel, tokens: int) -> Any:
@@ -124,7 +134,7 @@ def new_config(target: PreTrainedModel, tokens: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         norm_before_residual=True,
         own_head=True,
-        target=str(target.name_or_path or ""),
+        target=public_name(target),
         target_architectures=[type(target).__name__],
         dtype=target.dtype,
     )
@@ -139,8 +149,6 @@ def new_head(target: PreTrainedModel, known: torch.Tensor, seed: int) -> DraftHe
         if weight.ndim > 1:
             weight.copy_(torch.randn(weight.shape, generator=generator) * INITIAL)
     output: Any = target.get_output_embeddings()
-    told = "the target's output embeddings are offloaded to memory or disk, and a head starts from a copy; load the "
-    require(not output.weight.is_meta, f"{told}target without offloading, or give a head to start from.")
     head.lm_head.weight.copy_(output.weight[known.to(output.weight.device)])
     if len(known) < vocabulary(target):
         head.d2t.copy_(known - torch.arange(len(known)))

@@ -27,6 +27,11 @@ class Text(NamedTuple):
     prompt: list[int]
     new: list[int]
 
+    def cut(self, most: int | None) -> "Text":
+        """With so many new tokens at most, the last ones; those before them count as prompt."""
+        more = 0 if most is None else max(0, len(self.new) - most)
+        return Text(self.prompt + self.new[:more], self.new[more:])
+
 
 def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
     """A batch, padded on the right with 0: ids, mask, and labels [B, L] int64, -100 at the prompt and the pads."""

@@ -46,7 +46,7 @@ class TrainingRecipe:
             (the training-time test of EAGLE-3, arXiv 2503.01840), and tokens a round are told for so many.
         draft_vocab_size: tokens that a new head scores, those that are most frequent in prompts and texts.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
-            hidden size of the draft, for a draft that is trained already, for layers of the target, or for LoRA.
+            hidden size of the draft: one that is trained already, layers of the target, LoRA, or a new head.
         lora: rank of LoRA on all linear layers of the draft, merged into it at the end; None trains all weights.
         seed: of all random numbers.
         training: further arguments of transformers' `TrainingArguments`, such as {"bf16": True,

@@ -106,6 +106,7 @@ class Phases(torch.utils.data.Dataset[int]):
             texts = self.writer.write(f"phase-{number:03d}", prompts, advance)
             if self.recipe.learn_from_prompts:  # as if the target had written all but the first token
                 texts = [Text(prompt[:1], prompt[1:] + more) for prompt, more in texts]
+            texts = [text.cut(self.writer.learner.most) for text in texts]
             self.texts += texts
             self.written(texts)
         generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))

@@ -71,8 +71,10 @@ class Unrolled(nn.Module):
         own = getattr(self.draft_head, "lm_head", None)
         if own is not None:
             return own(states)
-        weight = self.of_target[1].weight.detach()
-        return nn.functional.linear(states.to(weight.device, weight.dtype), weight).to(states.device)
+        output = self.of_target[1]
+        weight, bias = output.weight.detach(), getattr(output, "bias", None)
+        bias = None if bias is None else bias.detach()
+        return nn.functional.linear(states.to(weight.device, weight.dtype), weight, bias).to(states.device)
 
 
 class Unrolling:

@@ -30,7 +30,7 @@ def drafted(strategy: SpeculativeDecoding) -> list[int]:
 class Forced(Schedule):
     """Given numbers in turns; each row is `between` rounds ahead of the row before."""
 
-    def __init__(self, *given: Any, numbers: Sequence[int], between: int = 0):
+    def __init__(self, *given: Any, numbers: Sequence[int], between: int = 0, **more: Any):
         super().__init__(MAX_DRAFT_TOKENS)
         self.numbers, self.between, self.rounds = numbers, between, 0
 

@@ -18,7 +18,6 @@ from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting import schedule
 from hf_specx.drafting.schedule import Schedule
 
 
@@ -38,7 +37,7 @@ def known(rows: int = 4) -> Costs:
 def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPatch, how: tuple, model: tuple):
     """Rows end at different steps, so that some leave while the draft is away."""
     (between, settings), (model_type, layout) = how, model
-    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=NUMBERS, between=between))
+    monkeypatch.setattr("hf_specx.engine.run.Auto", partial(Forced, numbers=NUMBERS, between=between))
     kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
     inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
@@ -60,7 +59,7 @@ def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPa
 def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
     """And none when it begins."""
     numbers = (4, *[0] * 30, 3, *[0] * 100)
-    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=numbers))
+    monkeypatch.setattr("hf_specx.engine.run.Auto", partial(Forced, numbers=numbers))
     target = tiny()
     for noise in (0.0, 0.5):
         draft = near(target, noise)
@@ -111,7 +110,7 @@ def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(
 class ByThePast(Schedule):
     """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: Any, **more: Any):
         super().__init__(2)
 
     def observe(self, done: Round) -> None:
@@ -122,7 +121,7 @@ class ByThePast(Schedule):
 class EachByItsPast(ByThePast):
     """The same for each row alone."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: Any, **more: Any):
         super().__init__(*given)
         self.own = dict[int, int]()
 
@@ -138,7 +137,7 @@ class EachByItsPast(ByThePast):
 def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}
-    monkeypatch.setattr(schedule, "Auto", numbers)
+    monkeypatch.setattr("hf_specx.engine.run.Auto", numbers)
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
     tokens = draw(verification, **draws, num_draft_tokens="auto")
     assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

@@ -31,18 +31,22 @@ def alphas(path: Path) -> list[float]:
         return json.loads(file.metadata()["alphas"])
 
 
-def test_a_killed_training_goes_on_to_the_same_weights(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"draft": "eagle3"}], ids=["a model", "a head"])
+def test_a_killed_training_goes_on_to_the_same_weights(tmp_path, options):
     """By SIGKILL in the middle of the second phase, and again in the third; then as if nothing had happened."""
-    assert run(tmp_path / "whole", tmp_path / "whole.safetensors") == 0
+    assert run(tmp_path / "whole", tmp_path / "whole.safetensors", **options) == 0
     for step in (6, 9):
-        assert run(tmp_path / "parts", tmp_path / "no", kill=step) == -signal.SIGKILL
-    assert run(tmp_path / "parts", tmp_path / "parts.safetensors") == 0
+        assert run(tmp_path / "parts", tmp_path / "no", kill=step, **options) == -signal.SIGKILL
+    assert run(tmp_path / "parts", tmp_path / "parts.safetensors", **options) == 0
     whole, parts = (load_file(tmp_path / f"{name}.safetensors-0") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": 4, "learning_rate": 2e-2}], ids=["all weights", "lora"])
+HOW = {"all weights": {}, "lora": {"lora": 4, "learning_rate": 2e-2}, "a head": {"draft": "eagle3"}}
+
+
+@pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 def test_two_processes_equal_one(tmp_path, options):
     """Each has half of the texts of every step, and writes half of them: within rounding, and both alike."""
     if "lora" in options:

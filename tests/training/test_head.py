@@ -1,5 +1,6 @@
 """Heads that are trained: what they learn from is what they propose, from nothing or from a head that was given."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -152,23 +153,47 @@ def test_a_head_that_was_given_is_trained_further():
 
 
 def test_long_texts_are_cut(monkeypatch):
-    """Of a text of any length so many entries are trained on; the others are read by the target alone."""
+    """Of a text of any length so many tokens are learned from; those before them are read by the target alone."""
     monkeypatch.setattr("hf_specx.training.head.MOST", 4)
     target = tiny(initializer_range=0.2)
     learner = learner_of(new_head(target, torch.arange(48), 0), target, num_draft_tokens=2)
-    texts, shapes = [Text([1, 2, 3], list(range(4, 30)))], []
-    said = Remembered(target, learner.places, 4, 0).said(texts)
-
-    def model(tokens, states, wanted):
-        shapes.append(tokens.shape)
-        return [torch.zeros(4, 48), torch.zeros(3, 48)]
-
-    found = learner.predict(model, texts, said)
+    (text,) = texts = [Text([1, 2, 3], list(range(4, 30))).cut(learner.most)]
+    assert text == (list(range(1, 26)), [26, 27, 28, 29])
+    said, shapes = Remembered(target, learner.places, 4, 0).said(texts), []
+    learner.trained.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
+    found = learner.predict(learner.trained, texts, said)
     assert shapes == [(1, 4)]
-    assert found.rows.tolist() == [22, 23, 24, 25, 23, 24, 25]
+    assert said.logits.shape == (4, 48)
+    assert (found.rows.tolist(), found.steps.tolist()) == ([0, 1, 2, 3, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1])
+
+
+def test_a_target_in_bfloat16_with_an_output_of_its_own():
+    """Its head has the target's precision, is trained in float32, and scores a part of the vocabulary."""
+    target = tiny("phi", initializer_range=0.2).to(torch.bfloat16)
+    result = trained(target=target, draft="eagle3", phases=2, draft_vocab_size=20, max_new_tokens=8)
+    assert result.gain.low > 0
+    assert result.pair.draft.dtype == torch.bfloat16
+    assert len(result.pair.draft.ids) == 20
+    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=2)
+    assert target.generate(torch.tensor([[3, 4]]), max_new_tokens=8, custom_generate=strategy).shape == (1, 10)
+
+
+def test_a_head_without_an_output_of_its_own(tmp_path: Path):
+    """It scores as the target does, with its bias, as when it drafts; these weights of the target are not trained."""
+    target = tiny("phi", num_hidden_layers=8, initializer_range=0.2)
+    target.lm_head.bias.data.normal_()
+    head = DraftHead.from_pretrained(write(random_head("eagle3", own_head=False), tmp_path), target=target)
+    module = learner_of(head, target).trained
+    states = torch.randn(2, 32)
+    torch.testing.assert_close(module.scored(states), target.lm_head(states))
+    assert len(list(module.parameters())) == len(list(head.parameters()))
 
 
 WRONG = {
+    "training={'gradient_checkpointing': ...}: a head is too small": {
+        "draft": "eagle3",
+        "training": {"gradient_checkpointing": True},
+    },
     "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
     "a head of kind 'dspark' cannot be trained here": {"draft": "dspark"},
     "draft_vocab_size=0 is not an int of 1 or more": {"draft": "eagle3", "draft_vocab_size": 0},
@@ -184,3 +209,27 @@ def test_heads_that_cannot_be_trained(told: str, tmp_path: Path):
         options |= {"draft": head, "target": target}
     with pytest.raises(ValueError, match=told):
         trained(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [280, 100])
+def test_the_speculators_library_reads_a_new_head(known: int, tmp_path: Path):
+    """`pip install speculators`: tensor by tensor; what is not in the files it takes from the target, which it names.
+
+    The name of one in a folder of this machine is not in the files.
+    """
+    speculators = pytest.importorskip("speculators")
+    target = tiny(num_hidden_layers=8, vocab_size=280)
+    target.save_pretrained(tmp_path / "target")
+    target.name_or_path = str(tmp_path / "target")
+    head = new_head(target, torch.arange(known), 0)
+    head.save_pretrained(tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "target"
+    config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    read = speculators.SpeculatorModel.from_pretrained(tmp_path / "head")
+    own, theirs = ({name.removeprefix("body."): x for name, x in weights(model).items()} for model in (head, read))
+    assert theirs.keys() - own.keys() == {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    assert all(torch.equal(x, theirs[name]) for name, x in own.items())
+    assert read.config.eagle_aux_hidden_state_layer_ids == [4, 6, 7]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from hf_specx.common.checkpoints import HUB, read_config, read_weights
 from hf_specx.common.errors import brief, is_int, require, similar
-from hf_specx.common.wrappers import vocabulary
+from hf_specx.common.wrappers import public_name, vocabulary
 
 from .config import OF_BLOCKS, OF_EAGLE, OF_LAYERS, HeadConfig
 from .forms import (
@@ -240,7 +240,7 @@ class Reader:
         found = {
             "mask_token_id": mask,
             "num_draft_tokens": method.get("speculative_tokens", 5),
-            "target": verifier.get("name_or_path") or self.target.name_or_path,
+            "target": verifier.get("name_or_path") or public_name(self.target),
             "target_architectures": verifier.get("architectures") or None,
         }
         if kind in OF_EAGLE:
