@@ -91,7 +91,8 @@ class Batch:
         A row that has fewer is preceded by its first token.
         """
         if len(self.counts) == 1 and (end := self.width + self.counts[0] + ahead) >= count:
-            return self.ids[:, end - count : end].clone()
+            # a plain clone of one row keeps the stride of the whole text, for which torch would compile again
+            return self.ids[:, end - count : end].clone(memory_format=torch.contiguous_format)
         columns = self.columns(ahead - count, count)
         if 1 < count - ahead > self.shortest():  # a row has one token or more
             columns = columns.maximum(self.starts[self.index, None])

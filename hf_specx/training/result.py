@@ -5,9 +5,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Template
+from transformers import PreTrainedModel
 
 from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
@@ -82,7 +83,7 @@ class Distilled:
         """
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
-        own, trained = self.pair.models
+        own, trained = self.pair.target, cast(PreTrainedModel, self.pair.draft)
         target = Loaded(own, self.pair.tokenizer, model_facts(own))
         draft = Loaded(trained, self.pair.draft_tokenizer, model_facts(trained))
         inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}

@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 10_900,
+    "call": 10_800,
     "heads": 1_900,
     "package": 21_900,
-    "tests": 27_300,
+    "tests": 23_800,
     "scripts": 1_200,
 }  # lines: it may only fall
-MOST |= {"files": 29, "functions": 230, "calls": 330}  # of a call of `generate`
+MOST |= {"files": 29, "functions": 222, "calls": 320}  # of a call of `generate`
 
 
 @pytest.fixture

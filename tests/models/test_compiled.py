@@ -256,3 +256,18 @@ def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: boo
     for mode in (first, not first):
         with torch.inference_mode(mode):
             assert torch.equal(run(target, draft, **call)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+def test_one_row_is_compiled_once_for_all_widths(traced: None):
+    """A column of its text has the stride of the whole text, by which torch tells tensors."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, compile=True)
+    compilations = []
+    for width in range(3, 9):
+        ids = torch.arange(1, 1 + width)[None]
+        text = target.generate(ids, do_sample=False, max_new_tokens=6, custom_generate=strategy)
+        assert torch.equal(text, target.generate(ids, do_sample=False, max_new_tokens=6))
+        compilations.append(strategy.report.compilations)
+    assert compilations[0] > 0
+    assert compilations[1:] == [0] * 5
