@@ -49,6 +49,15 @@ def test_what_several_tokens_have_is_added():
     torch.testing.assert_close(probs, expected / expected.sum(-1, keepdim=True))
 
 
+def test_a_token_that_only_the_draft_has_may_be_far_likelier():
+    """What both have keeps its distribution, however little is left for it."""
+    found = vocabularies_of("byte-level", "unigram")
+    logits = torch.randn(2, found.sizes[1], generator=torch.Generator().manual_seed(0))
+    expected = found.logits(logits).softmax(-1)
+    logits[:, found.to_target.index(-1)] = 200.0
+    torch.testing.assert_close(found.logits(logits).softmax(-1), expected)
+
+
 def test_ids_beyond_the_models_are_left_out():
     both = tokenizer_of("byte-level"), tokenizer_of("byte-level, other merges")
     found = vocabulary_map(*both, (300, 310))
