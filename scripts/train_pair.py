@@ -48,6 +48,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
 READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a file, and of the target after these
+READ_BY_HEAD = 192  # which learns each token as every candidate
 PROMPT = 64  # tokens of a held-out prompt
 TEXTS = 512  # of a phase of distillation
 NOTES = """## How it was made
@@ -150,15 +151,17 @@ def distil_draft(
     target: LlamaForCausalLM, draft: Any, tokens: torch.Tensor, unseen: torch.Tensor, work: Path, **options: Any
 ) -> Distilled:
     """Train on pieces of the text and on what the target writes after them, also after the end of a file."""
-    bf16, seed, phases = options.pop("bf16"), options["seed"], options["phases"]
+    bf16, seed, phases, is_head = options.pop("bf16"), options["seed"], options["phases"], draft == HEAD
+    length = READ_BY_HEAD if is_head else READ
     return distill(
         target,
         draft,
-        windows(tokens, 0, seed + 1, length=READ, count=TEXTS * phases).tolist(),
+        windows(tokens, 0, seed + 1, length=length, count=TEXTS * phases).tolist(),
         held_out=windows(unseen, 1, seed, length=PROMPT, count=256).tolist(),
         folder=work / "draft",
         command=shlex.join(["python", *sys.argv]),
-        loss="total_variation",
+        loss="jsd" if is_head else "total_variation",
+        num_draft_tokens=4,
         max_new_tokens=WRITTEN,
         texts_per_phase=TEXTS,
         patience=phases,
