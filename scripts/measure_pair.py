@@ -1,9 +1,14 @@
 """Measure the pair in the package on its own prompts, and write the figures into its config and its model card.
 
 No cost table is saved: it would hold for this machine only, and the first call on any machine makes one.
+
+    python scripts/measure_pair.py
+    python scripts/measure_pair.py build/better/draft  # that of `train_pair.py --head` beside it, and sharper text
 """
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,16 +21,23 @@ from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 FOLDER = Path("hf_specx/hub/embedded")
 DTYPES = ("float32", "bfloat16")
+SHARPER = {"temperature": 0.7, "top_p": 0.9}
+console = Console()
 
 
-def main(repeats: int = 5) -> None:
-    config = PairConfig.from_file(FOLDER / CONFIG_NAME)
+def main(
+    others: Annotated[list[str] | None, typer.Argument(help="drafts that are shown beside its own")] = None,
+    repeats: int = 5,
+) -> None:
+    config, own = PairConfig.from_file(FOLDER / CONFIG_NAME), str(FOLDER / "draft")
     config.measurements = []
     for dtype in DTYPES:
         study = Study(config.prompts, repeats=repeats, dtype=dtype, command="python scripts/measure_pair.py")
-        (trial,) = tune(str(FOLDER), [str(FOLDER / "draft")], study)
-        config.measurements += trial.measurements
-        Console().print(*trial.measurements, sep="\n")
+        trials = {trial.name: trial for trial in tune(str(FOLDER), [own, *(others or ())], study)}
+        console.print(trials)
+        config.measurements += trials[own].measurements
+        if others:
+            console.print(tune(str(FOLDER), [own, *others], replace(study, options=study.options | SHARPER)))
     (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
     write_cards("model_cards")
 
