@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
@@ -263,7 +263,12 @@ class Decoder:
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        return assemble(self.left, ends, self.width + emitted - 1, self.crossed)
+        length = self.width + emitted - 1
+        return assemble(self._empty_cache(length), self.left, ends, length, self.crossed)
+
+    def _empty_cache(self, length: int) -> Cache:
+        """One of transformers' for so many columns, of which this decoder may have let go of some."""
+        return DynamicCache()
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Types [R, count] of the next tokens: as in `generate` that of the last token, or text."""

@@ -23,7 +23,7 @@ from .altered import ColumnTable, altered, column_tables, without_limits
 from .attention import grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
-from .slots import Columns, self_attention, with_slots
+from .slots import MARGIN, Columns, SlotCache, self_attention, with_slots
 
 
 class HostedDecoder(Decoder):
@@ -163,7 +163,8 @@ class PaddedDecoder(HostedDecoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        made = SlotCache(prompt.input_ids.shape[1] + prompt.max_new_tokens + MARGIN)
+        self.cache = with_slots(self.cache, made)
         self.text: Any = self_attention(self.cache)
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:

@@ -4,7 +4,9 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
 from hf_specx.common.architectures import ASK_FOR_MASKS
@@ -13,9 +15,10 @@ from hf_specx.common.batch import Batch
 from .attention import grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt, prepare
-from .slots import MARGIN, Columns, SlotCache, with_slots
+from .slots import MARGIN, Columns, SlotCache, SlotLayer, Slots, with_slots
 
 
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
 Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
 
@@ -25,9 +28,22 @@ class RaggedDecoder(Decoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest)
-        assert isinstance(self.cache, SlotCache)
         self.masks = Masks(self.model)
+        self.cache = with_slots(self.cache, self._slot_cache(prompt.input_ids.shape[1] + prompt.longest + MARGIN))
+        assert isinstance(self.cache, SlotCache)
+
+    def _slot_cache(self, limit: int) -> SlotCache:
+        """An empty cache in which layers with a window keep that alone, and what a round may feed."""
+        window = self.masks.longest_window
+
+        def new_layer(slots: Slots, number: int) -> SlotLayer:
+            return RingLayer(slots) if window and self.masks.has_window(number) else SlotLayer(slots)
+
+        return SlotCache(limit, window and window + MARGIN, new_layer)
+
+    def _empty_cache(self, length: int) -> Cache:
+        ring = self.cache.slots.ring
+        return DynamicCache(config=self.model.config) if 0 < ring < length else super()._empty_cache(length)
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
@@ -36,6 +52,7 @@ class RaggedDecoder(Decoder):
         if 1 < count - ahead > batch.shortest():  # a row with fewer tokens is fed its first one again and again
             emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
+        self.cache.reserve(self.masks.longest_window + count + ahead, slots[:, :1] - 1)
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}
         if "logits_to_keep" in self.parameters:
@@ -59,12 +76,12 @@ class RaggedDecoder(Decoder):
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
         pads = holes = None
         if self.holes is not None:
-            holes = torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
+            holes = nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
         if holes is not None or max([self.padding[row] for row in batch.rows]):
             pads = self.pads[batch.index].to(self.device)
         elif even and slots.shape[1] == 1 and self.masks.only_causal:
             return None
-        return self.masks(slots, pads, extent, holes)
+        return self.masks(slots, pads, extent, holes, self.cache.slots.ring)
 
     def _others(self, count: int) -> dict[str, Any]:
         """What else the forward is given for each row, as `generate` gives it to the next tokens."""
@@ -103,13 +120,102 @@ class RaggedDecoder(Decoder):
         self.pads = self.pads + count
         self.padding = [number + count for number in self.padding]
         if self.holes is not None:
-            self.holes = torch.nn.functional.pad(self.holes, (count, 0))
+            self.holes = nn.functional.pad(self.holes, (count, 0))
 
     def _widen_cache(self, count: int) -> None:
         self.cache.widen(count)
 
     def columns(self, index: int, row: int) -> Columns:
         return self.cache.row(index, torch.arange(self.width + self.held[row], device=self.device))
+
+
+class RingLayer(SlotLayer):
+    """Keys and values of a layer with a window, of the last columns alone: each in the slot of its number modulo `ring`.
+
+    A ring is as long as the window and all that a round feeds. So a column whose slot has gone to another, be it to a
+    candidate that was rejected since, lies before the window of all that is fed from then on.
+    """
+
+    is_sliding = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ring, count, extent = self.slots.ring, key_states.shape[2], self.slots.extent
+        if (extent or self.held + count) <= ring:
+            return super().update(key_states, value_states)
+        if not extent:
+            return self._read(key_states, value_states)
+        self._fit()
+        rows: Any = slice(None)
+        columns, self.held = torch.arange(extent - count, extent, device=self.keys.device), extent
+        if self.slots.index is not None:
+            rows, columns = (x.to(self.keys.device) for x in self.slots.index)
+            key_states, value_states = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        self.keys[rows, :, columns % ring] = key_states
+        self.values[rows, :, columns % ring] = value_states
+        return self.keys, self.values
+
+    def _read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take up a part of the prompts, which sees what is still held of the parts before."""
+        ring, held, self.held = self.slots.ring, self.held, self.held + keys.shape[2]
+        if held:
+            before = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in (self.keys, self.values))
+            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
+        self.keys, self.values = (x[:, :, -ring:].roll(self.held % ring, 2) for x in (keys, values))
+        self.is_initialized = True
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        known = min(self.held, self.slots.ring)
+        return self.slots.extent or known + query_length, self.held - known
+
+    def _fit(self) -> None:
+        """Have a buffer of a whole ring."""
+        lacking = self.slots.ring - self.keys.shape[2]
+        if lacking:
+            self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
+
+    def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
+        if end <= self.slots.ring:
+            super().take(other, rows, start, end)
+            return
+        self._fit()
+        of_other, count = other.slots.ring, end - start
+        columns = torch.arange(max(0, count - of_other), count, device=rows.device)
+        there, here = (rows[:, None], (start + columns) % self.slots.ring), columns % of_other
+        self.keys[there[0], :, there[1]] = other.keys[:, :, here].transpose(1, 2)
+        self.values[there[0], :, there[1]] = other.values[:, :, here].transpose(1, 2)
+
+    def widen(self, count: int) -> None:
+        self.held += count
+        if self.held <= self.slots.ring:
+            super().widen(count)
+            return
+        self._fit()
+        self.keys, self.values = self.keys.roll(count, 2), self.values.roll(count, 2)
+
+    def enlarge(self, ring: int, newest: torch.Tensor) -> None:
+        """Move to a longer ring, where the newest columns that are needed have the numbers [R, 1]."""
+        if self.keys.shape[2] < self.slots.ring:
+            return
+        columns = columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring
+        index = columns[:, None, :, None]
+        self.keys, self.values = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
+        )
+
+    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
+        ring = self.slots.ring
+        if len(slots) > ring:
+            slots = torch.cat([slots.new_full((len(slots) - ring,), -1), slots[-ring:] % ring])
+        return super().row(index, slots)
+
+
+def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
+    """The numbers [R, ring] of columns in the slots of a ring, where these are the newest ones, [R, 1]."""
+    return newest - (newest - torch.arange(ring, device=newest.device)) % ring
 
 
 class Masks:
@@ -120,20 +226,47 @@ class Masks:
         self.additive = None if config._attn_implementation == "sdpa" else model.dtype
         self.window: int | None = getattr(config, "sliding_window", None)
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
-        self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+        self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
+        self.kinds = sorted(set(self.layers))
+        self.longest_window = max([window or 0 for window in map(self.window_of, self.kinds or [SLIDING])])
         plain = self.additive is None and self.window is None and not self.kinds
         self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
 
+    def window_of(self, kind: str) -> int | None:
+        """How many keys a token sees in a layer of this kind, its own among them, at most; None for all."""
+        return {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the layer of this number is of a kind with a window."""
+        return self.window_of(self.layers[layer] if self.layers else SLIDING) is not None
+
     def __call__(
-        self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        pads: torch.Tensor | None,
+        extent: int,
+        holes: torch.Tensor | None = None,
+        ring: int = 0,
     ) -> Mask:
-        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool."""
+        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool.
+
+        Layers with a window have a ring of slots, if `ring` is not 0 and less than `extent`.
+        """
         keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
-        if pads is None:
-            return self.between(queries, keys)
-        first = pads[:, None, None, None]
-        known = keys >= first
-        return self.between(queries, keys, known if holes is None else known & ~holes[:, None, None], first)
+        first: Any = 0 if pads is None else pads[:, None, None, None]
+        known = None if pads is None else keys >= first
+        if known is not None and holes is not None:
+            known = known & ~holes[:, None, None]
+        if not 0 < ring < extent:
+            return self.between(queries, keys, known, first)
+        columns = columns_of_ring(slots[:, -1:], ring)
+        there = columns >= (0 if pads is None else pads[:, None])
+        if holes is not None:
+            there = there & ~holes.gather(1, columns.clamp(min=0))
+        columns, there = columns[:, None, None], there[:, None, None]
+        found = {x: self.seen(x, queries, columns, there, first) for x in self.kinds or [SLIDING] if self.window_of(x)}
+        found |= {x: self.seen(x, queries, keys, known, first) for x in self.kinds if not self.window_of(x)}
+        return found if self.kinds else found[SLIDING]
 
     def between(
         self,
@@ -146,18 +279,20 @@ class Masks:
 
         A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
         """
-        full = keys <= queries if known is None else known & (keys <= queries)
         if not self.kinds:
-            return self._as_asked(full if self.window is None else full & (keys > queries - self.window))
-        masks = {}
-        for kind in self.kinds:
-            visible = full
-            if kind == "sliding_attention" and self.window is not None:
-                visible = full & (keys > queries - self.window)
-            elif kind == "chunked_attention" and self.chunk is not None:
-                visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
-            masks[kind] = self._as_asked(visible)
-        return masks
+            return self.seen(SLIDING, queries, keys, known, first)
+        return {kind: self.seen(kind, queries, keys, known, first) for kind in self.kinds}
+
+    def seen(
+        self, kind: str, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor | None, first: Any
+    ) -> torch.Tensor:
+        """The mask of one kind of layers, for arguments as in `between`."""
+        visible = keys <= queries if known is None else known & (keys <= queries)
+        if kind == SLIDING and self.window is not None:
+            visible = visible & (keys > queries - self.window)
+        elif kind == CHUNKED and self.chunk is not None:
+            visible = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+        return self._as_asked(visible)
 
     def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
         if self.additive is None:

@@ -6,10 +6,10 @@ What lies after the end of a row is hidden by the mask and overwritten later, so
 import copy
 import warnings
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import ALL_CACHE_NAMES
 
@@ -32,11 +32,12 @@ class Slots:
         extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
             holds, as it is fed a prompt.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
+        ring: how many slots layers with a window have at most, if there are any.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0, ring: int = 0) -> None:
         self.start = self.extent = 0
-        self.limit = limit
+        self.limit, self.ring = limit, ring
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
@@ -104,6 +105,25 @@ class SlotLayer(CacheLayerMixin):
         grown[:, :, : stored.shape[2]] = stored
         return grown
 
+    def take(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
+        """Copy the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
+        self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
+        self.values[rows, :, start:end] = other.values[:, :, : end - start]
+
+    def widen(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
+        self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
+
+    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
+        there = slots.to(self.keys.device)
+        found = (x[index].index_select(1, there.clamp(min=0)) for x in (self.keys, self.values))
+        keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
+        return keys, values
+
+    def enlarge(self, ring: int, newest: torch.Tensor) -> None:
+        """Make room for a longer ring, if this layer has one."""
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent or self.held + query_length, 0
 
@@ -115,11 +135,20 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A cache whose layers are `SlotLayer`, made when the model first writes to them."""
+    """A cache whose layers are made when the model first writes to them.
 
-    def __init__(self, limit: int = 0) -> None:
-        self.slots = Slots(limit)
-        super().__init__(layer_class_to_replicate=partial(SlotLayer, self.slots))  # type: ignore[arg-type]
+    Args:
+        limit, ring: of its `Slots`.
+        new_layer: makes the layer of a number.
+    """
+
+    def __init__(self, limit: int = 0, ring: int = 0, new_layer: Callable[[Slots, int], SlotLayer] | None = None):
+        self.slots = Slots(limit, ring)
+
+        def made() -> SlotLayer:
+            return SlotLayer(self.slots) if new_layer is None else new_layer(self.slots, len(self.layers))
+
+        super().__init__(layer_class_to_replicate=made)  # type: ignore[arg-type]
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
@@ -132,8 +161,17 @@ class SlotCache(Cache):
 
     def widen(self, count: int) -> None:
         """Put `count` slots before the first of all rows."""
-        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)))
+        self.slots.spare.clear()
+        for layer in self._filled():
+            layer.widen(count)
         self.slots.limit += count
+
+    def reserve(self, ring: int, newest: torch.Tensor) -> None:
+        """Have rings of so many slots at least, where the newest columns that are needed have the numbers [R, 1]."""
+        if 0 < self.slots.ring < ring:
+            for layer in self._filled():
+                layer.enlarge(ring, newest)
+            self.slots.ring = ring
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put other tensors in the places of all keys and values; from then on a forward is told what is filled."""
@@ -148,9 +186,7 @@ class SlotCache(Cache):
     def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
         for layer, read in zip(self._filled(), other._filled(), strict=True):
-            index = torch.tensor(rows).to(layer.keys.device, non_blocking=True)
-            layer.keys[index, :, start:end] = read.keys[:, :, : end - start]
-            layer.values[index, :, start:end] = read.values[:, :, : end - start]
+            layer.take(read, torch.tensor(rows).to(layer.keys.device, non_blocking=True), start, end)
 
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
@@ -168,12 +204,7 @@ class SlotCache(Cache):
 
     def row(self, index: int, slots: torch.Tensor) -> Columns:
         """Keys and values [H, n, D] of one row at slots [n], made on the device; zeros where a slot is negative."""
-
-        def found(stored: torch.Tensor) -> torch.Tensor:
-            there = slots.to(stored.device)
-            return stored[index].index_select(1, there.clamp(min=0)).masked_fill((there < 0)[:, None], 0)
-
-        return [(found(layer.keys), found(layer.values)) for layer in self._filled()]
+        return [layer.row(index, slots) for layer in self._filled()]
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:
@@ -215,19 +246,19 @@ def self_attention(cache: Cache) -> Cache:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def with_slots(cache: Cache, max_length: int = 0) -> Cache:
-    """A cache for rows of `max_length` tokens in slots, with a copy of what one holds; keys of an encoder stay.
+def with_slots(cache: Cache, made: SlotCache) -> Cache:
+    """A new cache in slots, with a copy of what one holds; keys of an encoder stay.
 
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
     """
-    text, slots = self_attention(cache), SlotCache(max_length + MARGIN)
+    text = self_attention(cache)
     if text.layers and text.get_seq_length():
         told = f"{CACHE} is a {type(text).__name__} without the keys of all its tokens"
         require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
         for number, (keys, values) in enumerate(columns_of(text)):
-            slots.update(keys, values, number)
-    return EncoderDecoderCache(slots, own_copy(cache).cross_attention_cache) if text is not cache else slots
+            made.update(keys, values, number)
+    return EncoderDecoderCache(made, own_copy(cache).cross_attention_cache) if text is not cache else made
 
 
 def own_copy(cache: Any) -> Any:
@@ -240,13 +271,13 @@ def columns_of(cache: Cache) -> Columns:
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
-def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
-    """A `DynamicCache`, or an `EncoderDecoderCache` of two, which the next call can continue.
+def assemble(cache: Cache, rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
+    """Fill an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
 
     Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`, where
     `generate` would have keys of pads. Those of cross-attention are `crossed`, empty without an encoder.
     """
-    cache, encoded = DynamicCache(), DynamicCache()
+    encoded = DynamicCache()
     for number, layer in enumerate(rows[0]):
         keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in layer)
         for row, columns in rows.items():
