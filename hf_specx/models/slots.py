@@ -31,11 +31,12 @@ class Slots:
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
         extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
             holds, as it is fed a prompt.
+        rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
     """
 
     def __init__(self, limit: int = 0) -> None:
-        self.start = self.extent = 0
+        self.start = self.extent = self.rows = 0
         self.limit = limit
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
@@ -64,7 +65,9 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = (self._grown(states[:, :, :0], 0) for states in (key_states, value_states))
+        rows = self.slots.rows or len(key_states)
+        empty = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (key_states, value_states))
+        self.keys, self.values = (self._grown(states, 0) for states in empty)
         self.is_initialized = True
 
     def update(
@@ -123,6 +126,7 @@ class SlotCache(Cache):
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
+        self.slots.rows = len(stay)
         self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
 
     def keep(self, kept: torch.Tensor) -> None:
