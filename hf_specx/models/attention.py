@@ -1,4 +1,4 @@
-"""Attention of several new tokens of a row to keys that query heads share, without a copy of the keys for each head.
+"""Which keys new tokens see, and attention to keys that query heads share, without a copy of the keys for each head.
 
 Under a mask the `sdpa` function of transformers repeats keys and values for every query head of a group (`repeat_kv`),
 in each layer of each forward. Here heads that share keys are folded into the query length, since they are just more
@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hf_specx.common.architectures import ASK_FOR_MASKS
 
+
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
 ALIGNED = 16  # entries between rows of a mask: with others CUDA's memory-efficient kernel copies it in each layer
 IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by transformers' function as well
 
@@ -151,3 +156,91 @@ def beneath(found: Any) -> list[Any]:
     while isinstance(getattr(layers[-1], "uses", None), int):
         layers.append(layers[-1].patched)
     return layers
+
+
+def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
+    """The numbers [R, ring] of columns in the slots of a ring, where these are the newest ones, [R, 1]."""
+    return newest - (newest - torch.arange(ring, device=newest.device)) % ring
+
+
+class Masks:
+    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        self.additive = None if config._attn_implementation == "sdpa" else model.dtype
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
+        self.kinds = sorted(set(self.layers))
+        self.longest_window = max([window or 0 for window in map(self.window_of, self.kinds or [SLIDING])])
+        plain = self.additive is None and self.window is None and not self.kinds
+        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
+
+    def window_of(self, kind: str) -> int | None:
+        """How many keys a token sees in a layer of this kind, its own among them, at most; None for all."""
+        return {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the layer of this number is of a kind with a window."""
+        return self.window_of(self.layers[layer] if self.layers else SLIDING) is not None
+
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        pads: torch.Tensor | None,
+        extent: int,
+        holes: torch.Tensor | None = None,
+        ring: int = 0,
+    ) -> Mask:
+        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool.
+
+        Layers with a window have a ring of slots, if `ring` is not 0 and less than `extent`.
+        """
+        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        first: Any = 0 if pads is None else pads[:, None, None, None]
+        known = None if pads is None else keys >= first
+        if known is not None and holes is not None:
+            known = known & ~holes[:, None, None]
+        if not 0 < ring < extent:
+            return self.between(queries, keys, known, first)
+        columns = columns_of_ring(slots[:, -1:], ring)
+        there = columns >= (0 if pads is None else pads[:, None])
+        if holes is not None:
+            there = there & ~holes.gather(1, columns.clamp(min=0))
+        columns, there = columns[:, None, None], there[:, None, None]
+        found = {x: self.seen(x, queries, columns, there, first) for x in self.kinds or [SLIDING] if self.window_of(x)}
+        found |= {x: self.seen(x, queries, keys, known, first) for x in self.kinds if not self.window_of(x)}
+        return found if self.kinds else found[SLIDING]
+
+    def between(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        known: torch.Tensor | None = None,
+        first: torch.Tensor | int = 0,
+    ) -> Mask:
+        """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
+
+        A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
+        """
+        if not self.kinds:
+            return self.seen(SLIDING, queries, keys, known, first)
+        return {kind: self.seen(kind, queries, keys, known, first) for kind in self.kinds}
+
+    def seen(
+        self, kind: str, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor | None, first: Any
+    ) -> torch.Tensor:
+        """The mask of one kind of layers, for arguments as in `between`."""
+        visible = keys <= queries if known is None else known & (keys <= queries)
+        if kind == SLIDING and self.window is not None:
+            visible = visible & (keys > queries - self.window)
+        elif kind == CHUNKED and self.chunk is not None:
+            visible = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+        return self._as_asked(visible)
+
+    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
+        if self.additive is None:
+            return visible
+        lowest = torch.finfo(self.additive).min
+        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

@@ -12,10 +12,9 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
-from .attention import grouped_queries
+from .attention import Masks, grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
-from .ragged import Masks
 from .slots import CACHE, MARGIN, Columns, SlotCache
 
 

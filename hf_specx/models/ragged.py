@@ -5,22 +5,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
-from hf_specx.common.architectures import ASK_FOR_MASKS
 from hf_specx.common.batch import Batch
 
-from .attention import grouped_queries
+from .attention import Mask, Masks, columns_of_ring, grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt, prepare
 from .slots import MARGIN, Columns, SlotCache, SlotLayer, Slots, with_slots
 
 
-SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
-Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
 
 
 class RaggedDecoder(Decoder):
@@ -52,7 +48,7 @@ class RaggedDecoder(Decoder):
         if 1 < count - ahead > batch.shortest():  # a row with fewer tokens is fed its first one again and again
             emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
-        self.cache.reserve(self.masks.longest_window + count + ahead, slots[:, :1] - 1)
+        self._reserve(self.masks.longest_window + count + ahead, slots[:, :1] - 1)
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}
         if "logits_to_keep" in self.parameters:
@@ -71,6 +67,14 @@ class RaggedDecoder(Decoder):
                 **given,
             )
         return output.logits[:, -keep:]
+
+    def _reserve(self, ring: int, newest: torch.Tensor) -> None:
+        """Have rings of so many slots at least, where the newest columns that are needed have the numbers [R, 1]."""
+        if 0 < self.cache.slots.ring < ring:
+            for layer in self.cache.layers:
+                if isinstance(layer, RingLayer) and layer.is_initialized:
+                    layer.enlarge(ring, newest)
+            self.cache.slots.ring = ring
 
     def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
@@ -130,7 +134,7 @@ class RaggedDecoder(Decoder):
 
 
 class RingLayer(SlotLayer):
-    """Keys and values of a layer with a window, of the last columns alone: each in the slot of its number modulo `ring`.
+    """Keys and values of the last columns alone, for a layer with a window: each in its number modulo `ring`.
 
     A ring is as long as the window and all that a round feeds. So a column whose slot has gone to another, be it to a
     candidate that was rejected since, lies before the window of all that is fed from then on.
@@ -211,91 +215,3 @@ class RingLayer(SlotLayer):
         if len(slots) > ring:
             slots = torch.cat([slots.new_full((len(slots) - ring,), -1), slots[-ring:] % ring])
         return super().row(index, slots)
-
-
-def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
-    """The numbers [R, ring] of columns in the slots of a ring, where these are the newest ones, [R, 1]."""
-    return newest - (newest - torch.arange(ring, device=newest.device)) % ring
-
-
-class Masks:
-    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
-
-    def __init__(self, model: PreTrainedModel):
-        config = model.config.get_text_config(decoder=True)
-        self.additive = None if config._attn_implementation == "sdpa" else model.dtype
-        self.window: int | None = getattr(config, "sliding_window", None)
-        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
-        self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
-        self.kinds = sorted(set(self.layers))
-        self.longest_window = max([window or 0 for window in map(self.window_of, self.kinds or [SLIDING])])
-        plain = self.additive is None and self.window is None and not self.kinds
-        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
-
-    def window_of(self, kind: str) -> int | None:
-        """How many keys a token sees in a layer of this kind, its own among them, at most; None for all."""
-        return {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
-
-    def has_window(self, layer: int) -> bool:
-        """Whether the layer of this number is of a kind with a window."""
-        return self.window_of(self.layers[layer] if self.layers else SLIDING) is not None
-
-    def __call__(
-        self,
-        slots: torch.Tensor,
-        pads: torch.Tensor | None,
-        extent: int,
-        holes: torch.Tensor | None = None,
-        ring: int = 0,
-    ) -> Mask:
-        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool.
-
-        Layers with a window have a ring of slots, if `ring` is not 0 and less than `extent`.
-        """
-        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
-        first: Any = 0 if pads is None else pads[:, None, None, None]
-        known = None if pads is None else keys >= first
-        if known is not None and holes is not None:
-            known = known & ~holes[:, None, None]
-        if not 0 < ring < extent:
-            return self.between(queries, keys, known, first)
-        columns = columns_of_ring(slots[:, -1:], ring)
-        there = columns >= (0 if pads is None else pads[:, None])
-        if holes is not None:
-            there = there & ~holes.gather(1, columns.clamp(min=0))
-        columns, there = columns[:, None, None], there[:, None, None]
-        found = {x: self.seen(x, queries, columns, there, first) for x in self.kinds or [SLIDING] if self.window_of(x)}
-        found |= {x: self.seen(x, queries, keys, known, first) for x in self.kinds if not self.window_of(x)}
-        return found if self.kinds else found[SLIDING]
-
-    def between(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        known: torch.Tensor | None = None,
-        first: torch.Tensor | int = 0,
-    ) -> Mask:
-        """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
-
-        A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
-        """
-        if not self.kinds:
-            return self.seen(SLIDING, queries, keys, known, first)
-        return {kind: self.seen(kind, queries, keys, known, first) for kind in self.kinds}
-
-    def seen(
-        self, kind: str, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor | None, first: Any
-    ) -> torch.Tensor:
-        """The mask of one kind of layers, for arguments as in `between`."""
-        visible = keys <= queries if known is None else known & (keys <= queries)
-        if kind == SLIDING and self.window is not None:
-            visible = visible & (keys > queries - self.window)
-        elif kind == CHUNKED and self.chunk is not None:
-            visible = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
-        return self._as_asked(visible)
-
-    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
-        if self.additive is None:
-            return visible
-        lowest = torch.finfo(self.additive).min
-        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

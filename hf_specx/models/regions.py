@@ -17,10 +17,9 @@ from torch._dynamo import lookup_backend
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention import grouped_queries
+from .attention import Masks, grouped_queries
 from .decoder import HiddenStates
 from .prepacked import Prepacked, use_prepacked
-from .ragged import Masks
 from .slots import CACHE, Columns, SlotLayer, Slots
 
 

@@ -31,12 +31,13 @@ class Slots:
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
         extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
             holds, as it is fed a prompt.
+        rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
         ring: how many slots layers with a window have at most, if there are any.
     """
 
     def __init__(self, limit: int = 0, ring: int = 0) -> None:
-        self.start = self.extent = 0
+        self.start = self.extent = self.rows = 0
         self.limit, self.ring = limit, ring
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
@@ -65,7 +66,9 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = (self._grown(states[:, :, :0], 0) for states in (key_states, value_states))
+        rows = self.slots.rows or len(key_states)
+        empty = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (key_states, value_states))
+        self.keys, self.values = (self._grown(states, 0) for states in empty)
         self.is_initialized = True
 
     def update(
@@ -121,9 +124,6 @@ class SlotLayer(CacheLayerMixin):
         keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
         return keys, values
 
-    def enlarge(self, ring: int, newest: torch.Tensor) -> None:
-        """Make room for a longer ring, if this layer has one."""
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent or self.held + query_length, 0
 
@@ -152,6 +152,7 @@ class SlotCache(Cache):
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
+        self.slots.rows = len(stay)
         self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
 
     def keep(self, kept: torch.Tensor) -> None:
@@ -165,13 +166,6 @@ class SlotCache(Cache):
         for layer in self._filled():
             layer.widen(count)
         self.slots.limit += count
-
-    def reserve(self, ring: int, newest: torch.Tensor) -> None:
-        """Have rings of so many slots at least, where the newest columns that are needed have the numbers [R, 1]."""
-        if 0 < self.slots.ring < ring:
-            for layer in self._filled():
-                layer.enlarge(ring, newest)
-            self.slots.ring = ring
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put other tensors in the places of all keys and values; from then on a forward is told what is filled."""

@@ -82,6 +82,7 @@ class HeadDrafter(SampledCandidateGenerator):
             self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
         rows = len(reading.batch.counts)
         self.target, self.cache, self.number = reading.target, self.new_cache(), 1
+        self.cache.slots.rows = len(reading.batch.rows)
         self.first, self.held = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.unread: torch.Tensor | None = None
