@@ -15,7 +15,7 @@ from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
 from .regions import capacity_bucket, length_bucket, move, regions_of, row_bucket
-from .slots import MARGIN, columns_of
+from .slots import MARGIN, SlotCache, columns_of
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -84,6 +84,9 @@ class CompiledDecoder(RaggedDecoder):
         self.regions = regions_of(self.model, self.device)
         self.compiled_before = self.regions.compilations
         self.usual = 1  # query length of the last round that the end of the text did not cut short
+
+    def _slot_cache(self, limit: int) -> SlotCache:
+        return SlotCache(limit)  # all buffers have the same size
 
     @property
     def compilations(self) -> int:  # type: ignore[override]

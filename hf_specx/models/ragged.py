@@ -104,6 +104,7 @@ class RaggedDecoder(Decoder):
         prompt = prepare(self.model, self.prompt.max_new_tokens, given)
         prompt.gives_hidden, prompt.places = self.prompt.gives_hidden, self.prompt.places
         fresh = RaggedDecoder(prompt, self.known_ids)
+        fresh.cache = self._slot_cache(width)
         fresh.read()
         self.prompt_hidden = fresh.prompt_hidden
         self.opening, self.after_prompt = rows == list(range(len(batch.counts))), fresh.after_prompt
@@ -181,7 +182,7 @@ class RingLayer(SlotLayer):
             self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
 
     def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
-        if end <= self.slots.ring:
+        if end <= min(self.slots.ring, other.slots.ring):
             super().take(other, rows, start, end)
             return
         self._fit()

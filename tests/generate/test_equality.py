@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.engine import run
-from hf_specx.models.ragged import Masks, RaggedDecoder
+from hf_specx.models.attention import Masks
+from hf_specx.models.ragged import RaggedDecoder
 from hf_specx.sampling import noise
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.stopping import Stopping

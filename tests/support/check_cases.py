@@ -12,8 +12,8 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import CheckResult, DraftTargetPair, check
 from hf_specx.common.round import Judgement
 from hf_specx.engine.run import Run
+from hf_specx.models.attention import Masks
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.ragged import Masks
 from hf_specx.sampling import rules, verify
 from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
 from hf_specx.sampling.verify import pick, race, verify_match, verify_token
