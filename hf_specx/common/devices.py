@@ -5,10 +5,11 @@ import platform
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 CPU_FACTS = Path("/proc/cpuinfo")  # on Linux; elsewhere `platform` is asked
@@ -80,20 +81,35 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:
-    """Of keys and values in all layers, or of latents for them; 0 for a model without attention, whose states stay."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
+    return cached_numbers(model.config) * model.dtype.itemsize
+
+
+def cached_numbers(config: PreTrainedConfig) -> int:
+    """How many numbers the self-attention of all layers keeps of a token: keys and values, or latents for them.
+
+    Windows and layers without attention are not deducted; 0 for a model that has no heads, whose states do not grow.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    count = next((number for name in names if (number := getattr(text, name, None))), 0)
+    layers = [text] * count
+    if getattr(text, "is_heterogeneous", False):  # its layers have configs of their own
+        layers = [text.per_layer_config[number] for number in range(count)]
+    return sum(map(_cached_by_layer, layers))
+
+
+def _cached_by_layer(config: Any) -> int:
+    def of(name: str, default: int = 0) -> int:
+        value = getattr(config, name, None)
+        return (max(value, default=0) if isinstance(value, list | tuple) else value) or default
+
+    heads, latent, rope = of("num_attention_heads"), of("kv_lora_rank"), of("qk_rope_head_dim")
+    if not heads:
         return 0
-    latent, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", 0)
-    if latent and getattr(config, "index_topk", None):  # sparse attention, which some versions cache expanded
-        width = heads * (config.qk_nope_head_dim + rope + config.v_head_dim)
-    elif latent:
-        width = latent + rope
-    else:
-        head = getattr(config, "head_dim", None) or config.hidden_size // heads
-        width = 2 * head * (getattr(config, "num_key_value_heads", None) or heads)
-    return int(config.num_hidden_layers * width * model.dtype.itemsize)
+    if latent and of("index_topk"):  # sparse attention, which some versions cache expanded
+        return heads * (of("qk_nope_head_dim") + rope + of("v_head_dim"))
+    head = of("head_dim") or config.hidden_size // heads
+    return latent + rope if latent else 2 * head * of("num_key_value_heads", heads)
 
 
 @cache  # the file of a large machine takes long

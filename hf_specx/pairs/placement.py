@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import check_and_set_device_map, compute_module_sizes
 from transformers.quantizers.auto import get_hf_quantizer
 
+from hf_specx.common.devices import cached_numbers
 from hf_specx.common.errors import require
 from hf_specx.hub.facts import auto_class
 
@@ -107,19 +108,8 @@ def weights_of(
 
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> int:
     """What a cache takes for one token, at most: sliding windows and recurrent layers are not deducted."""
-    text = config.get_text_config(decoder=True)
-
-    def of(name: str, default: int = 0) -> int:
-        value = getattr(text, name, None)
-        return (max(value, default=0) if isinstance(value, (list, tuple)) else value) or default
-
-    layers = of("num_decoder_layers", of("decoder_layers", of("num_hidden_layers")))
-    heads = of("num_attention_heads", 1)
-    width = of("head_dim", of("hidden_size") // heads)
-    latent = of("kv_lora_rank")  # multi-head latent attention keeps one vector for all heads
     kinds = 2 if config.is_encoder_decoder else 1  # self-attention and cross-attention
-    own = latent + of("qk_rope_head_dim") if latent else 2 * of("num_key_value_heads", heads) * width
-    return kinds * layers * own * _dtype(config, dtype).itemsize
+    return kinds * cached_numbers(config) * _dtype(config, dtype).itemsize
 
 
 def _dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> torch.dtype:

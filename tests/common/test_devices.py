@@ -68,7 +68,9 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
     assert devices._free_bytes(SECOND) == 140
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "minicpm3"]
+)
 def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
     model, cache = zoo.build("causal", model_type), DynamicCache()
     model(**prompts(1, width=5), **{CACHE: cache})

@@ -1,0 +1,121 @@
+"""Layers with a window: in the ragged layout they keep that alone, and the text is that of plain `generate`."""
+
+import pytest
+import torch
+import zoo
+from tiny import WINDOW, near, prompts, tiny
+
+from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx.models import ragged
+from hf_specx.models.attention import Masks
+from hf_specx.models.decoder import Decoder
+from hf_specx.models.slots import CACHE
+
+
+SPARE = 4  # slots beyond the window; a round of more than three candidates makes rings longer
+KINDS = {
+    "mistral": {},
+    "smollm3": {},  # a layer with a window, then one without
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+}
+LONG = {"max_new_tokens": 5 * WINDOW, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def _short_rings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ragged, "MARGIN", SPARE)
+
+
+@pytest.mark.parametrize("number", [3, 7])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_rows_of_unequal_length_over_several_windows(model_type: str, number: int):
+    target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=number, verification="coupled")
+    torch.manual_seed(0)
+    plain = target.generate(**inputs, **LONG, do_sample=True)
+    torch.manual_seed(0)
+    assert torch.equal(plain, target.generate(**inputs, **LONG, do_sample=True, custom_generate=strategy))
+    assert 0 < strategy.report.accepted < strategy.report.drafted
+
+
+@pytest.mark.parametrize("draft", ["near", "early exit"])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
+    """Prompts shorter and longer than a ring, also than the first ones, so that columns are put before all rows."""
+    target = tiny(model_type, **KINDS[model_type]).double()
+    inputs = prompts(6, width=5 * WINDOW)
+    texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    texts.sort(key=len)
+    strategy = SpeculativeDecoding(
+        EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05), num_draft_tokens=3
+    )
+    for done in strategy.generate_many(target, texts, batch_size=2, do_sample=False, **LONG):
+        alone = target.generate(torch.tensor([texts[done.index]]), do_sample=False, **LONG)
+        assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
+
+
+def test_prompts_may_be_read_in_pieces():
+    target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
+    given = LONG | {"do_sample": False, "prefill_chunk_size": 5}
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    assert torch.equal(
+        target.generate(**inputs, **given), target.generate(**inputs, **given, custom_generate=strategy)
+    )
+
+
+def test_the_cache_is_that_of_plain_generate():
+    target, inputs = tiny("smollm3").double(), prompts(2, width=3 * WINDOW)
+    given = LONG | {"do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **given)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    ours = target.generate(**inputs, **given, custom_generate=strategy)
+    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(layer) is type(expected)
+        torch.testing.assert_close(layer.keys, expected.keys, rtol=0, atol=1e-12)
+    given |= {"max_new_tokens": 4, "return_dict_in_generate": False}
+    text = plain.sequences
+    turns = [
+        {"input_ids": text, "attention_mask": torch.ones_like(text), CACHE: x.past_key_values} for x in (plain, ours)
+    ]
+    assert torch.equal(*(target.generate(**turn, **given) for turn in turns))
+
+
+def test_memory_is_nearly_that_of_plain_generate(monkeypatch: pytest.MonkeyPatch):
+    """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
+    monkeypatch.undo()
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    target = tiny(
+        "gemma3_text", num_hidden_layers=6, sliding_window=128, layer_types=kinds, max_position_embeddings=2048
+    )
+    inputs, held = prompts(2, width=1990), []
+    observe = Decoder.observe
+
+    def noted(self, done):
+        held.append(sum(x.keys.nbytes + x.values.nbytes for x in self.cache.layers))
+        observe(self, done)
+
+    monkeypatch.setattr(Decoder, "observe", noted)
+    given = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None, "return_dict_in_generate": True}
+    target.generate(**inputs, **given, custom_generate=SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=3))
+    plain = target.generate(**inputs, **given).past_key_values
+    assert max(held) <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for kind, name in zoo.model_types() if kind == "causal"])
+def test_every_type_with_windows(model_type: str):
+    try:
+        target = zoo.build("causal", model_type)
+    except Exception:  # see the table of architectures
+        pytest.skip("it cannot be built here")
+    if not Masks(target).longest_window:
+        pytest.skip("it has no windows")
+    inputs, given = prompts(3, width=3 * WINDOW), {"do_sample": False, "max_new_tokens": 5 * WINDOW}
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    ours = target.generate(**inputs, **given, custom_generate=strategy)
+    assert torch.equal(target.generate(**inputs, **given), ours)
