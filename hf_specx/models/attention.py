@@ -173,17 +173,11 @@ class Masks:
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
         self.kinds = sorted(set(self.layers))
-        self.longest_window = max([window or 0 for window in map(self.window_of, self.kinds or [SLIDING])])
+        # how many keys a token sees in a layer of a kind, its own among them
+        self.windows: dict[str, int] = {x: n for x, n in {SLIDING: self.window, CHUNKED: self.chunk}.items() if n}
+        self.longest_window = max([self.windows.get(kind, 0) for kind in self.kinds or [SLIDING]])
         plain = self.additive is None and self.window is None and not self.kinds
         self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
-
-    def window_of(self, kind: str) -> int | None:
-        """How many keys a token sees in a layer of this kind, its own among them, at most; None for all."""
-        return {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
-
-    def has_window(self, layer: int) -> bool:
-        """Whether the layer of this number is of a kind with a window."""
-        return self.window_of(self.layers[layer] if self.layers else SLIDING) is not None
 
     def __call__(
         self,
@@ -209,9 +203,11 @@ class Masks:
         if holes is not None:
             there = there & ~holes.gather(1, columns.clamp(min=0))
         columns, there = columns[:, None, None], there[:, None, None]
-        found = {x: self.seen(x, queries, columns, there, first) for x in self.kinds or [SLIDING] if self.window_of(x)}
-        found |= {x: self.seen(x, queries, keys, known, first) for x in self.kinds if not self.window_of(x)}
-        return found if self.kinds else found[SLIDING]
+        in_ring: Any = self.between(queries, columns, there, first)
+        if not self.kinds:
+            return in_ring  # type: ignore[no-any-return]
+        whole: Any = self.between(queries, keys, known, first)
+        return {kind: (in_ring if kind in self.windows else whole)[kind] for kind in self.kinds}
 
     def between(
         self,
@@ -224,20 +220,16 @@ class Masks:
 
         A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
         """
-        if not self.kinds:
-            return self.seen(SLIDING, queries, keys, known, first)
-        return {kind: self.seen(kind, queries, keys, known, first) for kind in self.kinds}
-
-    def seen(
-        self, kind: str, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor | None, first: Any
-    ) -> torch.Tensor:
-        """The mask of one kind of layers, for arguments as in `between`."""
         visible = keys <= queries if known is None else known & (keys <= queries)
-        if kind == SLIDING and self.window is not None:
-            visible = visible & (keys > queries - self.window)
-        elif kind == CHUNKED and self.chunk is not None:
-            visible = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
-        return self._as_asked(visible)
+        masks = {}
+        for kind in self.kinds or [SLIDING]:
+            seen = visible
+            if kind == SLIDING and self.window is not None:
+                seen = visible & (keys > queries - self.window)
+            elif kind == CHUNKED and self.chunk is not None:
+                seen = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+            masks[kind] = self._as_asked(seen)
+        return masks if self.kinds else masks[SLIDING]
 
     def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
         if self.additive is None:

@@ -10,7 +10,7 @@ from transformers.generation import utils
 
 from hf_specx.common.batch import Batch
 
-from .attention import Mask, Masks, columns_of_ring, grouped_queries
+from .attention import SLIDING, Mask, Masks, columns_of_ring, grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt, prepare
 from .slots import MARGIN, Columns, SlotCache, SlotLayer, Slots, with_slots
@@ -30,12 +30,15 @@ class RaggedDecoder(Decoder):
 
     def _slot_cache(self, limit: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
-        window = self.masks.longest_window
+        window, layers = self.masks.longest_window, self.masks.layers
+        if not window:
+            return SlotCache(limit)
 
         def new_layer(slots: Slots, number: int) -> SlotLayer:
-            return RingLayer(slots) if window and self.masks.has_window(number) else SlotLayer(slots)
+            kind = layers[number] if layers else SLIDING
+            return RingLayer(slots) if kind in self.masks.windows else SlotLayer(slots)
 
-        return SlotCache(limit, window and window + MARGIN, new_layer)
+        return SlotCache(limit, window + MARGIN, new_layer)
 
     def _empty_cache(self, length: int) -> Cache:
         ring = self.cache.slots.ring
@@ -48,7 +51,8 @@ class RaggedDecoder(Decoder):
         if 1 < count - ahead > batch.shortest():  # a row with fewer tokens is fed its first one again and again
             emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
-        self._reserve(self.masks.longest_window + count + ahead, slots[:, :1] - 1)
+        if 0 < self.cache.slots.ring < (ring := self.masks.longest_window + count + ahead):
+            self._enlarge(ring, slots[:, :1] - 1)
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}
         if "logits_to_keep" in self.parameters:
@@ -68,13 +72,12 @@ class RaggedDecoder(Decoder):
             )
         return output.logits[:, -keep:]
 
-    def _reserve(self, ring: int, newest: torch.Tensor) -> None:
-        """Have rings of so many slots at least, where the newest columns that are needed have the numbers [R, 1]."""
-        if 0 < self.cache.slots.ring < ring:
-            for layer in self.cache.layers:
-                if isinstance(layer, RingLayer) and layer.is_initialized:
-                    layer.enlarge(ring, newest)
-            self.cache.slots.ring = ring
+    def _enlarge(self, ring: int, newest: torch.Tensor) -> None:
+        """Have rings of so many slots, where the newest columns that are needed have the numbers [R, 1]."""
+        for layer in self.cache.layers:
+            if isinstance(layer, RingLayer) and layer.is_initialized:
+                layer.enlarge(ring, newest)
+        self.cache.slots.ring = ring
 
     def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""

@@ -6,6 +6,7 @@ What lies after the end of a row is hidden by the mask and overwritten later, so
 import copy
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,11 +145,10 @@ class SlotCache(Cache):
 
     def __init__(self, limit: int = 0, ring: int = 0, new_layer: Callable[[Slots, int], SlotLayer] | None = None):
         self.slots = Slots(limit, ring)
-
-        def made() -> SlotLayer:
-            return SlotLayer(self.slots) if new_layer is None else new_layer(self.slots, len(self.layers))
-
-        super().__init__(layer_class_to_replicate=made)  # type: ignore[arg-type]
+        made: Any = (
+            partial(SlotLayer, self.slots) if new_layer is None else lambda: new_layer(self.slots, len(self.layers))
+        )
+        super().__init__(layer_class_to_replicate=made)
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
