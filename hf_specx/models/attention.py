@@ -205,7 +205,7 @@ class Masks:
         columns, there = columns[:, None, None], there[:, None, None]
         in_ring: Any = self.between(queries, columns, there, first)
         if not self.kinds:
-            return in_ring  # type: ignore[no-any-return]
+            return in_ring
         whole: Any = self.between(queries, keys, known, first)
         return {kind: (in_ring if kind in self.windows else whole)[kind] for kind in self.kinds}
 
