@@ -1,7 +1,6 @@
 """Copies of models that share all weights with them and have a few other parts: the model itself is never changed.
 
-Other parts are position tables that count the slots before a token: they are told its column in `generate` instead;
-and layers of which torch compiles one of each kind.
+Other parts are position tables that count the slots before a token: they are told its column in `generate` instead.
 """
 
 import inspect
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from .slots import CACHE
 
@@ -45,25 +42,6 @@ def without_limits(model: nn.Module) -> dict[nn.Module, nn.Module]:
     for made in found.values():
         made.time_step_limit = NO_LIMIT
     return found
-
-
-def repeated_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """The layers of a model, such that a forward of it that torch compiles has one graph for all that are alike.
-
-    Torch traces each of them and compares the graphs, so layers that differ remain apart.
-    """
-    if not is_torch_greater_or_equal("2.13", accept_dev=True):  # earlier ones were not tried
-        return {}
-    region = torch.compiler.nested_compile_region(_run)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    found: dict[nn.Module, nn.Module] = {layer: shallow(layer) for layer in layers if "forward" not in vars(layer)}
-    for made in found.values():
-        made.forward = MethodType(region, made)
-    return found
-
-
-def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(layer).forward(layer, *args, **kwargs)
 
 
 def shallow(module: Any) -> Any:

@@ -13,8 +13,6 @@ import pytest
 import torch
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.engine.run import make_batch
@@ -28,7 +26,6 @@ from hf_specx.models.regions import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="torch finds no C++ compiler")
-needs_layers = pytest.mark.skipif(not is_torch_greater_or_equal("2.13"), reason="torch compiles models as a whole")
 slow = partial(pytest.param, marks=pytest.mark.slow)
 SAMPLED = {"do_sample": True, "top_k": 0}
 ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
@@ -96,43 +93,6 @@ def test_models_of_other_kinds(traced: None, model_type: str):
         output, report = run(target, draft, rows=3, max_new_tokens=31, **settings)
         assert torch.equal(output, expected)
     assert report.accepted > 0
-
-
-@pytest.fixture
-def layers(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(calls of layers that are compiled by themselves, graphs of these) in each forward."""
-    counts = []
-
-    def look(graph, inputs, config_patches):
-        calls = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
-        counts.append((len(calls), len({call.args[0].target for call in calls})))
-        return graph
-
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
-    return counts
-
-
-class Idle(GradientCheckpointingLayer):
-    """A layer that gives its input itself."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        return hidden_states
-
-
-@needs_layers
-@pytest.mark.parametrize(("change", "found"), [("none", (3, 1)), ("one differs", (2, 1)), ("one is idle", (0, 0))])
-def test_layers_that_are_alike_are_compiled_once(layers: list, change: str, found: tuple[int, int]):
-    """One that differs lies in the graph of the whole, and so do all where a layer cannot stand for itself."""
-    target = tiny(num_hidden_layers=3)
-    if change == "one differs":
-        target.model.layers[1].self_attn.scaling *= 3
-    if change == "one is idle":
-        target.model.layers[2] = Idle()
-    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    output, report = run(target, near(target, 0.05), **call)
-    assert torch.equal(output, run(target, None, **call)[0])
-    assert set(layers) == {found}
-    assert report.compilations == len(layers)
 
 
 def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):

@@ -82,23 +82,6 @@ def test_only_the_models_own_weights_are_packed(traced: bool, packed: list):
 
 
 @torch.no_grad()
-def test_weights_of_layers_that_share_a_graph_are_packed(packed: list):
-    """A layer that is given what is no parameter makes them all multiply as they do."""
-    weights = [torch.nn.Parameter(torch.randn(8, 8), requires_grad=False) for _ in range(4)]
-    region = torch.compiler.nested_compile_region(lambda x, one, other: dense_linear(dense_linear(x, one), other))
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return region(region(x, weights[0], weights[1]), weights[2], 2 * weights[3])
-
-    x, own = torch.randn(2, 8), Prepacked()
-    expected, traced = forward(x), compiled(forward)  # type: ignore[arg-type]
-    with own.in_use():
-        torch.testing.assert_close(traced(x), expected, rtol=1e-4, atol=1e-4)
-    assert packed == [(8, 8)] * 2
-    assert set(own.packs) == {prepacked.location(weights[0]), prepacked.location(weights[2])}
-
-
-@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("hindrance", ["autocast", "disabled", "another processor"])
 def test_nothing_is_packed_where_it_would_not_do(monkeypatch: pytest.MonkeyPatch, hindrance: str, packed: list):
