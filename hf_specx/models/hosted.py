@@ -75,7 +75,9 @@ class HostedDecoder(Decoder):
         for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
             table.columns = (self.width + emitted).clamp(max=self.last_column)
             table.numbers = {min(self.width + n + i, self.last_column) for n in held for i in range(count)}
-        with grouped_queries(), with_pads(self.cache) if masked else contextlib.nullcontext():
+        # a decoder beside an encoder may make a mask itself, of which transformers would ask the same
+        asked = masked or (self.model.config.is_encoder_decoder and self.device.type != "cpu")
+        with grouped_queries(), with_pads(self.cache) if asked else contextlib.nullcontext():
             output = self.stepping(**inputs, return_dict=True)
         self.length = total
         return output.logits[:, -keep:]

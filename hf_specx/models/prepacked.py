@@ -1,7 +1,8 @@
 """Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights stored in the order its kernels read them.
 
 The prompts of such a call are read by the same weights. A product of 6 rows with a weight of 2048 by 512 in its usual
-order takes 2.7 times as long in float32 and 2.6 in bfloat16 (one thread of an AMD EPYC with AVX-512, torch 2.13).
+order takes 2.7 times as long in float32 and 2.6 in bfloat16, a forward of 6 tokens of the target in the package 9.0 ms
+in place of 7.3 (one thread of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 import functools

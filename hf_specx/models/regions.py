@@ -2,6 +2,9 @@
 
 A compiled forward is made for one batch, one capacity and one query length. So that few of them serve all calls, sizes
 are rounded up, and idle rows stay until there are as many as others.
+
+The whole forward is one graph. With one graph for all layers that are alike (`torch.compiler.nested_compile_region`)
+the first forwards of the pair in the package took a third less time, and each later round some 14 % more.
 """
 
 import re

@@ -11,7 +11,7 @@ from hf_specx.common.batch import Batch
 
 MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
 LATEST_STATES = 256  # columns whose generator state is kept, of about 5 kB; before them only those of
-STATE_EVERY = 16  # one column in so many
+STATE_EVERY = 32  # one column in so many: 6 MB for a text of 32k tokens
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -71,8 +71,8 @@ def made(given: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    if name == "t5":
-        target = zoo.build("seq2seq", "t5")
+    if name in ("t5", "bart", "m2m_100"):
+        target = zoo.build("seq2seq", name)
         return target, near(target, 0.25)
     if name in ("eagle3", "dspark"):
         target = tiny(num_hidden_layers=4)
@@ -130,6 +130,8 @@ KINDS |= {
 KINDS |= {
     "t5 padded": Kind("t5", options={"layout": "padded"}),
     "t5 lockstep": Kind("t5", options={"layout": "lockstep"}, settings=GREEDY),
+    "bart lockstep": Kind("bart", options={"layout": "lockstep"}),
+    "m2m_100 lockstep": Kind("m2m_100", options={"layout": "lockstep"}, settings=GREEDY),
     "token": Kind(options={"verification": "token"}),
     "suffix": Kind("few tokens", lambda model: SuffixDraft(), settings=GREEDY),
     "early exit": Kind("three layers", lambda model: EarlyExitDraft(2)),
