@@ -18,6 +18,7 @@ from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
+from hf_specx.models.ragged import why_read_anew
 from hf_specx.models.slots import CACHE, has_columns
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
@@ -131,6 +132,7 @@ def make_call(
         gives_hidden=drafter.needs_hidden,
         places=drafter.places,
         longest=stopping.max_new_tokens,
+        in_step=synced,
     )
     _check_asked(options, prompt, drafter, queue)
     processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
@@ -140,6 +142,8 @@ def make_call(
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
+        if anew := why_read_anew(given.model):
+            layout = replace(layout, reason=f"{layout.reason}; prompts that begin alike are read anew, since {anew}")
     if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
         layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)

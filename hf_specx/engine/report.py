@@ -15,7 +15,7 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
-    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations
+    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations copied
     num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
@@ -44,6 +44,7 @@ class SpeculationReport:
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        copied: tokens of prompts whose keys were copied from other prompts that begin alike.
         history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
     """
 
@@ -71,6 +72,7 @@ class SpeculationReport:
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compilations: int = 0
+    copied: int = 0
     costs: Costs | None = None
     matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
@@ -276,6 +278,8 @@ class SpeculationReport:
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
+        if self.copied:
+            lines.append(f"{self.copied} tokens of prompts were not read, since others begin alike")
         if self.limit_reason:
             lines.append(self.limit_reason)
         if self.matching is not None:

@@ -156,6 +156,13 @@ class SlotCache(Cache):
             layer.keys[index, :, start:end] = read.keys[:, :, : end - start]
             layer.values[index, :, start:end] = read.values[:, :, : end - start]
 
+    def begin(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""
+        for number, layer in enumerate(columns_of(other)):
+            if other.layers[number].is_initialized:  # type: ignore[union-attr]
+                keys, values = (_at(stored, rows, slots) for stored in layer)
+                self.update(keys, values, number)
+
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
         for layer in self._filled():
@@ -178,6 +185,11 @@ class SlotCache(Cache):
             return stored[index].index_select(1, there.clamp(min=0)).masked_fill((there < 0)[:, None], 0)
 
         return [(found(layer.keys), found(layer.values)) for layer in self._filled()]
+
+
+def _at(stored: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[R, H, n, D] of stored rows [R] at slots [R, n]."""
+    return stored[rows[:, None].to(stored.device), :, slots.to(stored.device)].transpose(1, 2)
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:
