@@ -138,12 +138,8 @@ def make_call(
     processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
-    if queue is not None and (whole := _why_whole(models, layout)):
-        layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
-    elif queue is not None:
-        prompt = replace(prompt, max_new_tokens=UNLIMITED)
-        if anew := why_read_anew(given.model):
-            layout = replace(layout, reason=f"{layout.reason}; prompts that begin alike are read anew, since {anew}")
+    if queue is not None:
+        prompt, layout = _refilled(models, prompt, layout)
     if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
         layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
@@ -222,6 +218,15 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     states = "lockstep" in (able[0], of_draft[0])
     return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason, states)
+
+
+def _refilled(models: Sequence[PreTrainedModel], prompt: Prompt, layout: Layout) -> tuple[Prompt, Layout]:
+    """The prompt and layout of a queue, with the reasons for what it has to do anew."""
+    if whole := _why_whole(models, layout):
+        return prompt, replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
+    if anew := why_read_anew(prompt.model):
+        layout = replace(layout, reason=f"{layout.reason}; prompts that begin alike are read anew, since {anew}")
+    return replace(prompt, max_new_tokens=UNLIMITED), layout
 
 
 def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:

@@ -43,8 +43,7 @@ class SpeculationReport:
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
-        compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
-        copied: tokens of prompts whose keys were copied from other prompts that begin alike.
+        compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
         history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
     """
 
@@ -81,8 +80,7 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        while len(self.history) < self.rows:
-            self.history.append([])
+        self.history += [[] for _ in range(self.rows - len(self.history))]
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -271,22 +269,21 @@ class SpeculationReport:
 
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
+        copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
             f"with up to {self.num_draft_tokens} drafted tokens a row, {self.plain_steps} without; "
-            f"{self.verification} verification, {self.layout} layout",
+            f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
-        if self.copied:
-            lines.append(f"{self.copied} tokens of prompts were not read, since others begin alike")
         if self.limit_reason:
             lines.append(self.limit_reason)
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
-            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
-            lines.append(f"accepted by source: {', '.join(told)}")
+            told = ", ".join(f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted by source: {told}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "

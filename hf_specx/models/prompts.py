@@ -108,6 +108,8 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
     prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
     prompt.longest, prompt.in_step = target.longest, target.in_step
+    if not draft.config.is_encoder_decoder and prompt.past is not None:
+        prompt.generation_config.prefill_chunk_size = target.generation_config.prefill_chunk_size
     if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt

@@ -88,6 +88,7 @@ class RaggedDecoder(Decoder):
         """What reads other prompts, ids [R, L], with the same model."""
         prompt = prepare(self.model, UNLIMITED, {"input_ids": ids, "attention_mask": mask})
         prompt.gives_hidden, prompt.places, prompt.longest = self.prompt.gives_hidden, self.prompt.places, 0
+        prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
         return RaggedDecoder(prompt, self.known_ids)
 
     def begin_like(self, other: "RaggedDecoder", rows: list[int]) -> None:
