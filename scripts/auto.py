@@ -1,6 +1,8 @@
 """What "auto" comes to: beside plain `generate` where drafts do not pay, and beside each fixed number where they do.
 
-    python scripts/auto.py [useless queue paying] [--turns 12]
+    python scripts/auto.py [useless queue paying alike long] [--turns 12]
+
+"alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
 
 Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
 for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
@@ -9,7 +11,7 @@ for, so that other work on the machine counts little. Each figure is a median ov
 import argparse
 import statistics
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from grafted import RECIPES, graft
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft
 
 
+QUEUES = ("queue", "alike")
 USELESS = ("30M-unrelated", "30M-self", "3M-unrelated", "suffix")
 PAYING = ("embedded", "30M-low", "30M-deep")
 NUMBERS = range(1, 9)
 FIRST, PROMPT, NEW_TOKENS, QUEUED = 3, 32, 64, 3  # calls that are not counted; tokens; batches of a queue
+LONG, ALIKE, OWN = 1000, 400, 20  # tokens of prompts, of what all begin with, and after it
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS}
 OPTIONS |= {"eos_token_id": None, "pad_token_id": 0}
 
@@ -43,14 +47,25 @@ def prompts(pair: str, rows: int, turn: int) -> torch.Tensor:
     return torch.randint(3, models(pair)[0].config.vocab_size, (rows, PROMPT), generator=made)
 
 
-def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, rows: int, queue: bool) -> float:
+def from_file(part: str, rows: int, turn: int) -> torch.Tensor:
+    """Long prompts, or such as begin alike, from the texts of the pair in the package."""
+    own: Any = DraftTargetPair.embedded()
+    text = torch.tensor([token for one in own.prompts for token in own.tokenizer(one)["input_ids"]] * 4)
+    if part == "long":
+        return torch.stack([text[37 * turn + 101 * row :][:LONG] for row in range(rows)])
+    begin, first = text[37 * turn :][:ALIKE], range(11 * turn, 11 * turn + 29 * rows, 29)
+    return torch.stack([torch.cat([begin, text[place:][:OWN]]) for place in first])
+
+
+def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, rows: int, part: str) -> float:
     """Of one way to complete all prompts, `rows` at once."""
+    options = OPTIONS | ({"max_new_tokens": NEW_TOKENS // 2} if part == "alike" else {})
     target, started = models(pair)[0], time.thread_time()
-    if queue and strategy is not None:
-        list(strategy.generate_many(target, ids.tolist(), batch_size=rows, **OPTIONS))
+    if part in QUEUES and strategy is not None:
+        list(strategy.generate_many(target, ids.tolist(), batch_size=rows, **options))
         return time.thread_time() - started
     for batch in ids.split(rows):
-        target.generate(batch, attention_mask=torch.ones_like(batch), custom_generate=strategy, **OPTIONS)
+        target.generate(batch, attention_mask=torch.ones_like(batch), custom_generate=strategy, **options)
     return time.thread_time() - started
 
 
@@ -63,10 +78,11 @@ def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
         ways |= {str(number): SpeculativeDecoding(draft, num_draft_tokens=number) for number in NUMBERS}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(turns):
-        ids, names = prompts(pair, rows * (QUEUED if part == "queue" else 1), turn), list(ways)
+        made, names = partial(from_file, part) if part in ("alike", "long") else partial(prompts, pair), list(ways)
+        ids = made(rows * (QUEUED if part in QUEUES else 1), turn)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             torch.manual_seed(turn)
-            found[name].append(seconds(pair, ways[name], ids, rows, part == "queue"))
+            found[name].append(seconds(pair, ways[name], ids, rows, part))
     return {name: statistics.median(each[FIRST:]) for name, each in found.items()}
 
 
@@ -81,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| part | pair | batch | plain, ms | auto, ms | plain / auto | best fixed / auto |\n" + "| --- " * 7 + "|")
     for part in asked.parts:
-        for pair in PAYING if part == "paying" else USELESS:
+        for pair in {"paying": PAYING, "alike": ("embedded",), "long": ("embedded",)}.get(part, USELESS):
             for rows in asked.batch if pair in (asked.pair or (pair,)) else ():
                 found = cell(pair, rows, part, asked.turns)
                 plain, auto = found["plain"], found["auto"]

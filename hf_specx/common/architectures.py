@@ -4,6 +4,10 @@ Types of vision-language models were run with and without images, by tests/model
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
 """
 
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+
+CACHE = ALL_CACHE_NAMES[0]  # by which argument a model is given its cache: "cache" from 5.24 on, then Mamba too
 GROUPS = {
     "ragged padded packed lockstep": """
         afmoe apertus arcee aria_text audioflamingo3 axk1 beam bert bert-generation big_bird biogpt bitnet camembert

@@ -150,7 +150,8 @@ class Auto(Schedule):
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. While plain steps are
     faster the draft is not asked, and reads nothing; a hundredth of their time goes into trying it again. A draft of
-    which nothing is known is tried at first in any case, and so are plain steps whose time is not known.
+    which nothing is known is tried at first, unless reading the prompt takes it half as long as the text may take
+    plainly; and so are plain steps whose time is not known.
 
     Attributes:
         trial: rounds for which a draft that does not pay is tried.
@@ -198,12 +199,12 @@ class Auto(Schedule):
         seconds, self.seconds = self.seconds, self.pace.times(self.rows, MAX_DRAFT_TOKENS)
         if learned or seconds is not self.seconds:
             self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, least=1)
-        if self.trial:
-            return self.best
         plain, reading = self.seconds[0], 0.0
         price = TRIAL * (self.seconds[self.best] / plain - 1)
-        if self.unread and (self.gain > 1 or price <= self.saved):
+        if self.unread and (self.trial or self.gain > 1 or price <= self.saved):
             reading = self.pace.reading(self.rows, self.unread) / plain
+        if self.trial and reading <= self.room / 2:  # else even a good draft would hardly save what it reads
+            return self.best
         if self.room * (1 - 1 / self.gain) > reading:  # what it saves, and what it costs to begin
             return self.best if self.pace.has_seen_plain(self.rows) else 0
         if price + reading > self.saved:

@@ -18,6 +18,7 @@ from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
+from hf_specx.models.ragged import why_read_anew
 from hf_specx.models.slots import CACHE, has_columns
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
@@ -131,15 +132,14 @@ def make_call(
         gives_hidden=drafter.needs_hidden,
         places=drafter.places,
         longest=stopping.max_new_tokens,
+        in_step=synced,
     )
     _check_asked(options, prompt, drafter, queue)
     processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
-    if queue is not None and (whole := _why_whole(models, layout)):
-        layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
-    elif queue is not None:
-        prompt = replace(prompt, max_new_tokens=UNLIMITED)
+    if queue is not None:
+        prompt, layout = _refilled(models, prompt, layout)
     if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
         layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
@@ -218,6 +218,15 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     states = "lockstep" in (able[0], of_draft[0])
     return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason, states)
+
+
+def _refilled(models: Sequence[PreTrainedModel], prompt: Prompt, layout: Layout) -> tuple[Prompt, Layout]:
+    """The prompt and layout of a queue, with the reasons for what it has to do anew."""
+    if whole := _why_whole(models, layout):
+        return prompt, replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
+    if anew := why_read_anew(prompt.model):
+        layout = replace(layout, reason=f"{layout.reason}; prompts that begin alike are read anew, since {anew}")
+    return replace(prompt, max_new_tokens=UNLIMITED), layout
 
 
 def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:

@@ -15,7 +15,7 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
-    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations
+    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations copied
     num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
@@ -43,7 +43,7 @@ class SpeculationReport:
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
-        compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
         history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
     """
 
@@ -71,6 +71,7 @@ class SpeculationReport:
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compilations: int = 0
+    copied: int = 0
     costs: Costs | None = None
     matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
@@ -79,8 +80,7 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        while len(self.history) < self.rows:
-            self.history.append([])
+        self.history += [[] for _ in range(self.rows - len(self.history))]
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -269,10 +269,11 @@ class SpeculationReport:
 
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
+        copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
             f"with up to {self.num_draft_tokens} drafted tokens a row, {self.plain_steps} without; "
-            f"{self.verification} verification, {self.layout} layout",
+            f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
@@ -281,8 +282,8 @@ class SpeculationReport:
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
-            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
-            lines.append(f"accepted by source: {', '.join(told)}")
+            told = ", ".join(f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted by source: {told}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "

@@ -228,7 +228,7 @@ class Run:
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
         report.finish(time.perf_counter() - self.started, cut)
-        report.compilations = self.target.compilations
+        report.compilations, report.copied = self.target.compilations, self.target.copied
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)

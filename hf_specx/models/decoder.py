@@ -86,10 +86,11 @@ class Decoder:
             of these, from the first on, may still be its text.
         left: the columns of rows that have left, where the call wants its cache.
         compilations: forwards of this model that torch has compiled for it.
+        copied: tokens of prompts that were not read, since others begin alike.
     """
 
     even = False  # whether all rows must have emitted equally many tokens
-    compilations = 0
+    compilations = copied = 0
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         """A draft that knows fewer ids than its target, `known_ids`, is fed the last of them for any beyond."""

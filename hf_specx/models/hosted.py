@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_specx.common.altered import ColumnTable, altered, column_tables, without_limits
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
-from .altered import ColumnTable, altered, column_tables, without_limits
 from .attention import grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt

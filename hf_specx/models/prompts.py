@@ -14,11 +14,11 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
 
+from hf_specx.common.altered import shallow
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
-from .altered import shallow
 from .slots import CACHE, cache_name
 
 
@@ -48,6 +48,7 @@ class Prompt:
         keeps_past: whether the cache is wanted at the end.
         max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
         longest: the most new tokens of the prompts that are known now.
+        in_step: whether other ranks run forwards whenever this one does, so that none may be added.
         processors, criteria: as they are given to a decoding method.
         inputs_tensor: what an encoder reads, before rows were repeated; None where that is not known.
         gives_hidden: whether forwards hand over hidden states: those of `places`, or without any the last ones.
@@ -62,6 +63,7 @@ class Prompt:
     gives_hidden: bool = False
     places: Sequence[Place] = ()
     longest: int = UNLIMITED
+    in_step: bool = False
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     inputs_tensor: torch.Tensor | None = None
@@ -105,7 +107,9 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
     prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
-    prompt.longest = target.longest
+    prompt.longest, prompt.in_step = target.longest, target.in_step
+    if not draft.config.is_encoder_decoder and prompt.past is not None:
+        prompt.generation_config.prefill_chunk_size = target.generation_config.prefill_chunk_size
     if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt

@@ -5,28 +5,48 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
-from .attention import SLIDING, Mask, Masks, columns_of_ring, grouped_queries
+from .attention import SLIDING, Mask, Masks, grouped_queries
 from .decoder import Decoder
-from .prompts import Prompt, prepare
-from .slots import MARGIN, Columns, SlotCache, SlotLayer, Slots, with_slots
+from .layers import RingLayer, SlotLayer, Slots
+from .prompts import UNLIMITED, Prompt, prepare
+from .slots import MARGIN, Columns, SlotCache, with_slots
 
 
+LEAST = 32  # columns at the beginning of prompts that are worth a copy
+PAYS = 1024  # tokens of prompts for which one more forward is worth its while
+OF_TOKENS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # what follows from the tokens alone
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
 
 
 class RaggedDecoder(Decoder):
-    """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
+    """Rows of unequal length side by side; the model must take positions and 4D masks as given.
+
+    Where a prompt begins like one whose keys are there, these are copied, and only the rest is read. Where all prompts
+    begin alike, that is read before them, once.
+
+    Attributes:
+        texts: [B, n] int64, the prompts whose keys the slots of each row hold, with -1 behind their ends; None where
+            keys follow from more than tokens.
+        text_states: of each row, hidden states [l, H] of such a prompt, if they are read and prompts come later.
+    """
+
+    begun: torch.Tensor | None = None  # [B, n, H], hidden states of what was copied
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.masks = Masks(self.model)
         self.cache = with_slots(self.cache, self._slot_cache(prompt.input_ids.shape[1] + prompt.longest + MARGIN))
         assert isinstance(self.cache, SlotCache)
+
+        self.texts = self._texts()
+        self.text_states: dict[int, torch.Tensor] = {}
 
     def _slot_cache(self, limit: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
@@ -43,6 +63,75 @@ class RaggedDecoder(Decoder):
     def _empty_cache(self, length: int) -> Cache:
         ring = self.cache.slots.ring
         return DynamicCache(config=self.model.config) if 0 < ring < length else super()._empty_cache(length)
+
+    def _texts(self) -> torch.Tensor | None:
+        """As `texts`: the prompts that are read now."""
+        ids, mask = self.prompt.input_ids, self.kwargs.get("attention_mask")
+        alone = not why_read_anew(self.model) and self.kwargs.keys() <= OF_TOKENS and not self.cache.get_seq_length()
+        if not alone or (mask is not None and mask.shape != ids.shape):
+            return None
+        if mask is None:
+            return ids
+        columns = torch.arange(ids.shape[1], device=ids.device) + mask.bool().int().argmax(-1, keepdim=True)
+        return ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).masked_fill(columns >= ids.shape[1], -1)
+
+    def read(self) -> None:
+        if self.texts is not None and not (self.cache.get_seq_length() or self.prompt.in_step):
+            self._read_beginning(self.texts)
+        super().read()
+        if self.begun is not None and self.prompt_hidden is not None:
+            self.prompt_hidden = torch.cat([self.begun, self.prompt_hidden], 1)
+        if self.prompt.max_new_tokens == UNLIMITED and self.prompt_hidden is not None:
+            self.text_states = {row: self.prompt_hidden[row, pads:] for row, pads in enumerate(self.padding)}
+
+    def _read_beginning(self, texts: torch.Tensor) -> None:
+        """Read what all prompts begin with, as a batch of one, if that pays."""
+        rows, width = texts.shape
+        if (rows - 1) * width < PAYS:
+            return
+        shortest = (texts >= 0).sum(-1).min()
+        count = int(alike(texts, texts[:1]).min().minimum(shortest) * self._counted())
+        if (rows - 1) * count >= PAYS:
+            first = self._reader(texts[:1, :count], torch.ones_like(texts[:1, :count]))
+            first.read()
+            self.begin_like(first, [0])
+
+    def _counted(self) -> torch.Tensor:
+        """Whether the prompts have no gaps, and each token's position is the number of those before it."""
+        mask, positions = self.kwargs.get("attention_mask"), self.kwargs.get("position_ids")
+        known = torch.ones_like(self.prompt.input_ids).bool() if mask is None else mask.bool()
+        whole = known.cummax(-1).values.eq(known).all()
+        return whole if positions is None else whole & (positions.eq(known.cumsum(-1) - 1) | ~known).all()
+
+    def _reader(self, ids: torch.Tensor, mask: torch.Tensor) -> "RaggedDecoder":
+        """What reads other prompts, ids [R, L], with the same model."""
+        prompt = prepare(self.model, UNLIMITED, {"input_ids": ids, "attention_mask": mask})
+        prompt.gives_hidden, prompt.places, prompt.longest = self.prompt.gives_hidden, self.prompt.places, 0
+        prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
+        reader = RaggedDecoder(prompt, self.known_ids)
+        reader.cache = self._slot_cache(ids.shape[1])
+        return reader
+
+    def begin_like(self, other: "RaggedDecoder", rows: list[int]) -> None:
+        """Copy what the prompts begin with, but for their last tokens, from those of `rows` [D] in another's cache."""
+        if self.texts is None or other.texts is None or other.cache.slots.has_lost:
+            return
+        width, lengths = self.texts.shape[1], (self.texts >= 0).sum(-1)
+        found = alike(self.texts, other.texts[sent(rows, self.texts.device)]).max(-1)
+        length, begin, source = torch.stack([lengths, found.values.minimum(lengths - 1), found.indices]).tolist()
+        # rows are read from one column on, where they have pads before them also what they could have copied
+        columns = width - max(all_ - known for all_, known in zip(length, begin, strict=True))
+        if columns < LEAST:
+            return
+        donors = [rows[index] for index in source]
+        tokens = torch.arange(columns, device=self.device) - sent([width - n for n in length], self.device)[:, None]
+        tokens = tokens.clamp(min=0)  # [B, n], of their prompts; before these there are pads
+        first = sent([other.padding[row] for row in donors], self.device)[:, None]
+        self.cache.begin(other.cache, sent(source, self.device), tokens + first)
+        self.copied = sum(max(0, columns - width + n) for n in length)
+        if self.hidden is not None:
+            states = (other.text_states[row] for row in donors)
+            self.begun = torch.stack([x[each.to(x.device)] for x, each in zip(states, tokens, strict=True)])
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
@@ -103,12 +192,10 @@ class RaggedDecoder(Decoder):
         width = max(batch.prompt_lengths[row] for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
-        given = {"input_ids": ids, "attention_mask": mask.long()}
-        prompt = prepare(self.model, self.prompt.max_new_tokens, given)
-        prompt.gives_hidden, prompt.places = self.prompt.gives_hidden, self.prompt.places
-        fresh = RaggedDecoder(prompt, self.known_ids)
-        fresh.cache = self._slot_cache(width)
+        fresh = self._reader(ids, mask.long())
+        fresh.begin_like(self, batch.rows)
         fresh.read()
+        self._note_texts(fresh, rows, index)
         self.prompt_hidden = fresh.prompt_hidden
         self.opening, self.after_prompt = rows == list(range(len(batch.counts))), fresh.after_prompt
         self.cache.slots.limit = self.width + max(batch.limits) + MARGIN
@@ -120,6 +207,16 @@ class RaggedDecoder(Decoder):
             self.holes = self.holes.index_fill(0, index, False)
         if self.first_position is not None and fresh.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
+
+    def _note_texts(self, fresh: "RaggedDecoder", rows: list[int], index: torch.Tensor) -> None:
+        """Note the prompts that the slots of rows hold from now on."""
+        self.copied += fresh.copied
+        self.text_states |= {row: fresh.text_states[number] for number, row in enumerate(rows) if fresh.text_states}
+        if self.texts is not None and fresh.texts is not None:
+            both = (self.texts, fresh.texts)
+            width = max(texts.shape[1] for texts in both)
+            held, new = (nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in both)
+            self.texts = held.index_copy(0, index, new)
 
     def widen(self, count: int) -> None:
         """Put `count` columns of pads before the prompts of all rows."""
@@ -137,85 +234,14 @@ class RaggedDecoder(Decoder):
         return self.cache.row(index, torch.arange(self.width + self.held[row], device=self.device))
 
 
-class RingLayer(SlotLayer):
-    """Keys and values of the last columns alone, for a layer with a window: each in its number modulo `ring`.
+def why_read_anew(model: PreTrainedModel) -> str:
+    """Why prompts that begin alike are read anew each; empty if one can have copies of another's keys."""
+    several = model.config.get_text_config(decoder=True) is not model.config
+    return f"{type(model).__name__} reads more than tokens" if several else ""
 
-    A ring is as long as the window and all that a round feeds. So a column whose slot has gone to another, be it to a
-    candidate that was rejected since, lies before the window of all that is fed from then on.
-    """
 
-    is_sliding = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ring, count, extent = self.slots.ring, key_states.shape[2], self.slots.extent
-        if (extent or self.held + count) <= ring:
-            return super().update(key_states, value_states)
-        if not extent:
-            return self._read(key_states, value_states)
-        self._fit()
-        rows: Any = slice(None)
-        columns, self.held = torch.arange(extent - count, extent, device=self.keys.device), extent
-        if self.slots.index is not None:
-            rows, columns = (x.to(self.keys.device) for x in self.slots.index)
-            key_states, value_states = key_states.transpose(1, 2), value_states.transpose(1, 2)
-        self.keys[rows, :, columns % ring] = key_states
-        self.values[rows, :, columns % ring] = value_states
-        return self.keys, self.values
-
-    def _read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take up a part of the prompts, which sees what is still held of the parts before."""
-        ring, held, self.held = self.slots.ring, self.held, self.held + keys.shape[2]
-        if held:
-            before = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in (self.keys, self.values))
-            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
-        self.keys, self.values = (x[:, :, -ring:].roll(self.held % ring, 2) for x in (keys, values))
-        self.is_initialized = True
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        known = min(self.held, self.slots.ring)
-        return self.slots.extent or known + query_length, self.held - known
-
-    def _fit(self) -> None:
-        """Have a buffer of a whole ring."""
-        lacking = self.slots.ring - self.keys.shape[2]
-        if lacking:
-            self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
-
-    def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
-        if end <= min(self.slots.ring, other.slots.ring):
-            super().take(other, rows, start, end)
-            return
-        self._fit()
-        of_other, count = other.slots.ring, end - start
-        columns = torch.arange(max(0, count - of_other), count, device=rows.device)
-        there, here = (rows[:, None], (start + columns) % self.slots.ring), columns % of_other
-        self.keys[there[0], :, there[1]] = other.keys[:, :, here].transpose(1, 2)
-        self.values[there[0], :, there[1]] = other.values[:, :, here].transpose(1, 2)
-
-    def widen(self, count: int) -> None:
-        self.held += count
-        if self.held <= self.slots.ring:
-            super().widen(count)
-            return
-        self._fit()
-        self.keys, self.values = self.keys.roll(count, 2), self.values.roll(count, 2)
-
-    def enlarge(self, ring: int, newest: torch.Tensor) -> None:
-        """Move to a longer ring, where the newest columns that are needed have the numbers [R, 1]."""
-        if self.keys.shape[2] < self.slots.ring:
-            return
-        columns = columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring
-        index = columns[:, None, :, None]
-        self.keys, self.values = (
-            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
-        )
-
-    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
-        ring = self.slots.ring
-        if len(slots) > ring:
-            slots = torch.cat([slots.new_full((len(slots) - ring,), -1), slots[-ring:] % ring])
-        return super().row(index, slots)
+def alike(texts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """[R, D], with how many equal tokens texts [R, n] and others [D, m] begin; what lies behind their ends counts."""
+    width = min(texts.shape[1], others.shape[1])
+    equal = texts[:, None, :width] == others[None, :, :width]
+    return nn.functional.pad(equal, (0, 1)).byte().argmin(-1)

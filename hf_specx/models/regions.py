@@ -22,8 +22,9 @@ from transformers.cache_utils import Cache
 
 from .attention import Masks, grouped_queries
 from .decoder import HiddenStates
+from .layers import SlotLayer, Slots
 from .prepacked import Prepacked, use_prepacked
-from .slots import CACHE, Columns, SlotLayer, Slots
+from .slots import CACHE, Columns
 
 
 EXACT = 9  # query lengths up to this one are not rounded up

@@ -10,129 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
-from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from hf_specx.common.architectures import CACHE
 from hf_specx.common.errors import require
 
+from .layers import SlotLayer, Slots
 
-# By which argument a model is given its cache: "cache" from 5.24 on, then Mamba too
-CACHE = ALL_CACHE_NAMES[0]
+
 MARGIN = 32  # slots for candidates after the last token that can be emitted
-COPIED_BYTES = 1 << 21  # of keys: up to here a CPU reads a copy sooner than slots of a larger buffer
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
-
-
-class Slots:
-    """Where the tokens of the coming forward are written, shared by all layers of a cache.
-
-    Attributes:
-        start: the first slot to write, if all rows write the same consecutive slots.
-        index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
-        extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
-            holds, as it is fed a prompt.
-        rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
-        limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
-        ring: how many slots layers with a window have at most, if there are any.
-    """
-
-    def __init__(self, limit: int = 0, ring: int = 0) -> None:
-        self.start = self.extent = self.rows = 0
-        self.limit, self.ring = limit, ring
-        self.index: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
-
-    def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
-        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`.
-
-        With `rows` [r] these are the rows that it is of, out of all.
-        """
-        if index is not None and rows is None:
-            rows = torch.arange(len(index), device=index.device)
-        self.index = None if index is None or rows is None else (rows[:, None], index)
-        self.start, self.extent = start, extent
-
-
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [R, H, capacity, D], written in place."""
-
-    is_sliding = False
-    held = 0  # leading slots that are filled
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, slots: Slots):
-        super().__init__()
-        self.slots = slots
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows = self.slots.rows or len(key_states)
-        empty = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (key_states, value_states))
-        self.keys, self.values = (self._grown(states, 0) for states in empty)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D] of these rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[2]
-        self.held = end = self.slots.extent or self.held + count
-        adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
-        adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
-        if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
-            self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
-            self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
-            return self.keys, self.values
-        if self.keys.shape[2] < end:
-            self.keys, self.values = self._grown(self.keys, end), self._grown(self.values, end)
-        if self.slots.index is None:
-            self.keys[:, :, end - count : end] = key_states
-            self.values[:, :, end - count : end] = value_states
-        else:
-            rows, slots = self.slots.index
-            rows, slots = rows.to(key_states.device), slots.to(key_states.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
-            if len(rows) < len(self.keys):
-                return self.keys[rows[:, 0], :, :end], self.values[rows[:, 0], :, :end]
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, stored: torch.Tensor, end: int) -> torch.Tensor:
-        """A larger buffer of zeros: a masked slot still takes part with weight 0, and 0 * NaN is NaN."""
-        self.slots.spare.clear()
-        limit = self.slots.limit
-        capacity = min(2 * end, limit) if end <= limit else 2 * end  # so that buffers are seldom copied
-        grown = stored.new_zeros(*stored.shape[:2], capacity, stored.shape[3])
-        grown[:, :, : stored.shape[2]] = stored
-        return grown
-
-    def take(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
-        """Copy the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
-        self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
-        self.values[rows, :, start:end] = other.values[:, :, : end - start]
-
-    def widen(self, count: int) -> None:
-        """Put `count` slots before the first of all rows."""
-        self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
-
-    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
-        there = slots.to(self.keys.device)
-        found = (x[index].index_select(1, there.clamp(min=0)) for x in (self.keys, self.values))
-        keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.extent or self.held + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.slots.start if self.slots.extent else self.held
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class SlotCache(Cache):
@@ -182,6 +69,13 @@ class SlotCache(Cache):
         for layer, read in zip(self._filled(), other._filled(), strict=True):
             layer.take(read, torch.tensor(rows).to(layer.keys.device, non_blocking=True), start, end)
 
+    def begin(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""
+        for number, layer in enumerate(columns_of(other)):
+            if other.layers[number].is_initialized:  # type: ignore[union-attr]
+                keys, values = (_at(stored, rows, slots) for stored in layer)
+                self.update(keys, values, number)
+
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
         for layer in self._filled():
@@ -199,6 +93,11 @@ class SlotCache(Cache):
     def row(self, index: int, slots: torch.Tensor) -> Columns:
         """Keys and values [H, n, D] of one row at slots [n], made on the device; zeros where a slot is negative."""
         return [layer.row(index, slots) for layer in self._filled()]
+
+
+def _at(stored: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[R, H, n, D] of stored rows [R] at slots [R, n]."""
+    return stored[rows[:, None].to(stored.device), :, slots.to(stored.device)].transpose(1, 2)
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
+from hf_specx.common.altered import shallow
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
@@ -30,7 +31,6 @@ from hf_specx.engine.entry import (
 )
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
-from hf_specx.models.altered import shallow
 
 
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")

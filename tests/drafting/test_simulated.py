@@ -144,10 +144,10 @@ def test_a_dear_draft_is_tried_before_it_is_judged(known: bool):
     assert (seconds < 10 * 48 / 1.3) is not known  # where so little had been seen, most of a call goes by plainly
 
 
-def test_a_short_call_does_not_read_a_long_prompt_for_little():
-    costs = Costs(alpha={"greedy": 0.6})
+@pytest.mark.parametrize("known", [{"greedy": 0.6}, {}])
+def test_a_short_call_does_not_read_a_long_prompt_for_little(known: dict[str, float]):
     for tokens, drafts in ((8, False), (200, True)):
-        call = Call(Line(1.0, 0.2, costs, read=0.5), [0.6])
+        call = Call(Line(1.0, 0.2, Costs(alpha=dict(known)), read=0.5), [0.6])
         call.run(tokens)
         assert (call.drafted[0] > 0) is drafts
 

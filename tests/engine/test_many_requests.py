@@ -9,7 +9,8 @@ from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import Request, SpeculativeDecoding
-from hf_specx.models.slots import MARGIN, SlotLayer
+from hf_specx.models.layers import SlotLayer
+from hf_specx.models.slots import MARGIN
 
 
 def test_requests_are_taken_as_places_become_free():

@@ -42,9 +42,25 @@ def test_several_texts_from_one_prompt(layout: str):
     ("model_type", "layout", "size"), [("llama", "ragged", 4), ("mistral", "padded", 1), ("mistral", "lockstep", 30)]
 )
 def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int):
+    """By the draft as well."""
     target = tiny(model_type)
-    count = same(target, near(target, 0.05), prompts(3), SAMPLED | {"prefill_chunk_size": size}, layout=layout)
+    with Forwards(draft := near(target, 0.05)) as of_draft:
+        count = same(target, draft, prompts(3), SAMPLED | {"prefill_chunk_size": size}, layout=layout)
     assert count - math.ceil(11 / size) < 19
+    assert max(of_draft.lengths) <= max(size, 2)
+
+
+def test_prompts_of_a_queue_are_read_in_chunks():
+    """Those that come later, and what several begin with."""
+    target, begin = tiny(), list(range(1, 31))
+    asked = [[*begin, 3 * number, 7] for number in range(1, 4)] + [[*range(40, 5, -1)]]
+    plain = [target.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in asked]
+    with Forwards(target) as of_target, Forwards(draft := near(target, 0.05)) as of_draft:
+        done = strategy(draft).generate_many(
+            target, asked, batch_size=2, ordered=True, prefill_chunk_size=6, **GREEDY | {"pad_token_id": 0}
+        )
+        assert [one.tokens for one in done] == plain
+    assert max(of_target.lengths + of_draft.lengths) == 6
 
 
 def test_labels_are_left_out_as_in_stock():

@@ -7,7 +7,7 @@ import torch
 from tiny import near, prompts, tiny
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
-from hf_specx.models import slots
+from hf_specx.models import layers
 from hf_specx.models.choose import DECODERS
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.slots import SlotCache
@@ -15,7 +15,7 @@ from hf_specx.models.slots import SlotCache
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
 def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slots, "COPIED_BYTES", 0)
+    monkeypatch.setattr(layers, "COPIED_BYTES", 0)
     cache, text, buffers = SlotCache(limit), torch.arange(400.0).view(1, 1, 400, 1), []
     for start in range(0, 400, 5):
         cache.slots.aim(None, start, start + 5)

@@ -60,6 +60,20 @@ def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
         assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
 
 
+def test_what_a_window_has_lost_is_not_copied(monkeypatch: pytest.MonkeyPatch):
+    """Prompts begin alike: copied into the first rows, whose beginning is no longer there for those that follow."""
+    monkeypatch.setattr(ragged, "LEAST", 1)
+    monkeypatch.setattr(ragged, "PAYS", 1)
+    target = tiny("smollm3").double()
+    ids = prompts(1, width=WINDOW + 6)["input_ids"][0].tolist()
+    texts = [[*ids[: WINDOW + number], number + 1] for number in range(6)]
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    for done in strategy.generate_many(target, texts, batch_size=2, do_sample=False, **LONG):
+        alone = target.generate(torch.tensor([texts[done.index]]), do_sample=False, **LONG)
+        assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
+    assert 0 < strategy.report.copied <= 2 * WINDOW
+
+
 def test_prompts_may_be_read_in_pieces():
     target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
     given = LONG | {"do_sample": False, "prefill_chunk_size": 5}

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import hf_specx.models.ragged
 from hf_specx import SpeculativeDecoding
-from hf_specx.models import slots
+from hf_specx.models import layers
 from hf_specx.models.decoder import Decoder
 
 
@@ -33,7 +33,7 @@ def test_ragged_rows_move_the_new_tokens_alone(heads: dict, remedy: bool, monkey
         return logits
 
     monkeypatch.setattr(Decoder, "feed", counted)
-    monkeypatch.setattr(slots, "COPIED_BYTES", 0)  # short texts of even rows are copied on a CPU
+    monkeypatch.setattr(layers, "COPIED_BYTES", 0)  # short texts of even rows are copied on a CPU
     if not remedy:
         monkeypatch.setattr(hf_specx.models.ragged, "grouped_queries", contextlib.nullcontext)
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, layout="ragged")

@@ -12,6 +12,7 @@ from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.models import ragged
 
 
 KINDS = ("eagle3", "peagle", "dspark", "medusa")
@@ -31,14 +32,20 @@ def requests(number: int, seeded: bool = False) -> list[Request]:
     return [Request(text, seed=number if seeded else None) for number, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_queues(kind: str, tmp_path: Path):
-    """Rows come in the places of others and bring their states; each has the text of a batch of one."""
+@pytest.mark.parametrize(("kind", "alike"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)])
+def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows come in the places of others and bring their states, also those of what they begin with alike; each has
+    the text of a batch of one."""
+    monkeypatch.setattr(ragged, "LEAST", 1)
+    monkeypatch.setattr(ragged, "PAYS", 1)
     head, draft, target = made(kind, tmp_path)
     strategy, asked = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12)
+    if alike:
+        asked = [Request([*range(1, 10), *request.input_ids]) for request in asked]
     watch = watched(strategy, head, target)
     done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **ENDS)
     texts = {one.index: one.tokens for one in done}
+    assert (strategy.report.copied > 60) == alike
     assert watch.compared > 200
     assert not watch.wrong
     for index, request in enumerate(asked):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .slots import CACHE
+from .architectures import CACHE
 
 
 COUNT = f"{CACHE}_length"  # the argument of a position table that says how many slots come before

@@ -1,0 +1,213 @@
+"""Layers of a key-value cache whose slots are written in place: of the whole text, or of a window.
+
+What lies after the end of a row is hidden by the mask and overwritten later, so a rollback only changes lengths.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention import columns_of_ring
+
+
+COPIED_BYTES = 1 << 21  # of keys: up to here a CPU reads a copy sooner than slots of a larger buffer
+
+
+class Slots:
+    """Where the tokens of the coming forward are written, shared by all layers of a cache.
+
+    Attributes:
+        start: the first slot to write, if all rows write the same consecutive slots.
+        index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
+        extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
+            holds, as it is fed a prompt.
+        rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
+        limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
+        ring: how many slots layers with a window have at most, if there are any.
+        has_lost: whether columns were more than these, so that a window has lost some.
+    """
+
+    def __init__(self, limit: int = 0, ring: int = 0) -> None:
+        self.start = self.extent = self.rows = 0
+        self.limit, self.ring, self.has_lost = limit, ring, False
+        self.index: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
+
+    def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
+        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`.
+
+        With `rows` [r] these are the rows that it is of, out of all.
+        """
+        if index is not None and rows is None:
+            rows = torch.arange(len(index), device=index.device)
+        self.index = None if index is None or rows is None else (rows[:, None], index)
+        self.start, self.extent = start, extent
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [R, H, capacity, D], written in place."""
+
+    is_sliding = False
+    held = 0  # leading slots that are filled
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, slots: Slots):
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows = self.slots.rows or len(key_states)
+        empty = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (key_states, value_states))
+        self.keys, self.values = (self._grown(states, 0) for states in empty)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D] of these rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        self.held = end = self.slots.extent or self.held + count
+        adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
+        adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
+        if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
+            self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
+            self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
+            return self.keys, self.values
+        if self.keys.shape[2] < end:
+            self.keys, self.values = self._grown(self.keys, end), self._grown(self.values, end)
+        if self.slots.index is None:
+            self.keys[:, :, end - count : end] = key_states
+            self.values[:, :, end - count : end] = value_states
+        else:
+            rows, slots = self.slots.index
+            rows, slots = rows.to(key_states.device), slots.to(key_states.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+            if len(rows) < len(self.keys):
+                return self.keys[rows[:, 0], :, :end], self.values[rows[:, 0], :, :end]
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _grown(self, stored: torch.Tensor, end: int) -> torch.Tensor:
+        """A larger buffer of zeros: a masked slot still takes part with weight 0, and 0 * NaN is NaN."""
+        self.slots.spare.clear()
+        limit = self.slots.limit
+        capacity = min(2 * end, limit) if end <= limit else 2 * end  # so that buffers are seldom copied
+        grown = stored.new_zeros(*stored.shape[:2], capacity, stored.shape[3])
+        grown[:, :, : stored.shape[2]] = stored
+        return grown
+
+    def take(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
+        """Copy the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
+        self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
+        self.values[rows, :, start:end] = other.values[:, :, : end - start]
+
+    def widen(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
+        self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
+
+    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
+        there = slots.to(self.keys.device)
+        found = (x[index].index_select(1, there.clamp(min=0)) for x in (self.keys, self.values))
+        keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.extent or self.held + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.start if self.slots.extent else self.held
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RingLayer(SlotLayer):
+    """Keys and values of the last columns alone, for a layer with a window: each in its number modulo `ring`.
+
+    A ring is as long as the window and all that a round feeds. So a column whose slot has gone to another, be it to a
+    candidate that was rejected since, lies before the window of all that is fed from then on.
+    """
+
+    is_sliding = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ring, count, extent = self.slots.ring, key_states.shape[2], self.slots.extent
+        if (extent or self.held + count) <= ring:
+            return super().update(key_states, value_states)
+        if not extent:
+            return self._read(key_states, value_states)
+        self._fit()
+        rows: Any = slice(None)
+        columns, self.held = torch.arange(extent - count, extent, device=self.keys.device), extent
+        if self.slots.index is not None:
+            rows, columns = (x.to(self.keys.device) for x in self.slots.index)
+            key_states, value_states = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        self.keys[rows, :, columns % ring] = key_states
+        self.values[rows, :, columns % ring] = value_states
+        return self.keys, self.values
+
+    def _read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take up a part of the prompts, which sees what is still held of the parts before."""
+        ring, held, self.held = self.slots.ring, self.held, self.held + keys.shape[2]
+        self.slots.has_lost = True
+        if held:
+            before = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in (self.keys, self.values))
+            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
+        self.keys, self.values = (x[:, :, -ring:].roll(self.held % ring, 2) for x in (keys, values))
+        self.is_initialized = True
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        known = min(self.held, self.slots.ring)
+        return self.slots.extent or known + query_length, self.held - known
+
+    def _fit(self) -> None:
+        """Have a buffer of a whole ring, from which columns go."""
+        self.slots.has_lost = True
+        lacking = self.slots.ring - self.keys.shape[2]
+        if lacking:
+            self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
+
+    def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
+        if end <= min(self.slots.ring, other.slots.ring):
+            super().take(other, rows, start, end)
+            return
+        self._fit()
+        of_other, count = other.slots.ring, end - start
+        columns = torch.arange(max(0, count - of_other), count, device=rows.device)
+        rows, slots, there = rows[:, None], (start + columns) % self.slots.ring, columns % of_other
+        self.keys[rows, :, slots] = other.keys[:, :, there].transpose(1, 2)
+        self.values[rows, :, slots] = other.values[:, :, there].transpose(1, 2)
+
+    def widen(self, count: int) -> None:
+        self.held += count
+        if self.held <= self.slots.ring:
+            super().widen(count)
+            return
+        self._fit()
+        self.keys, self.values = self.keys.roll(count, 2), self.values.roll(count, 2)
+
+    def enlarge(self, ring: int, newest: torch.Tensor) -> None:
+        """Move to a longer ring, where the newest columns that are needed have the numbers [R, 1]."""
+        if self.keys.shape[2] < self.slots.ring:
+            return
+        columns = columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring
+        index = columns[:, None, :, None]
+        self.keys, self.values = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
+        )
+
+    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
+        ring = self.slots.ring
+        if len(slots) > ring:
+            slots = torch.cat([slots.new_full((len(slots) - ring,), -1), slots[-ring:] % ring])
+        return super().row(index, slots)
