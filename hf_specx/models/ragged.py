@@ -212,11 +212,13 @@ class RaggedDecoder(Decoder):
         """Note the prompts that the slots of rows hold from now on."""
         self.copied += fresh.copied
         self.text_states |= {row: fresh.text_states[number] for number, row in enumerate(rows) if fresh.text_states}
-        if self.texts is not None and fresh.texts is not None:
-            both = (self.texts, fresh.texts)
-            width = max(texts.shape[1] for texts in both)
-            held, new = (nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in both)
-            self.texts = held.index_copy(0, index, new)
+        if self.texts is None or fresh.texts is None:
+            self.texts = None
+            return
+        both = (self.texts, fresh.texts)
+        width = max(texts.shape[1] for texts in both)
+        held, new = (nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in both)
+        self.texts = held.index_copy(0, index, new)
 
     def widen(self, count: int) -> None:
         """Put `count` columns of pads before the prompts of all rows."""
