@@ -14,7 +14,6 @@ from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.slots import CACHE, SlotCache
 
 from .body import Body
@@ -52,9 +51,7 @@ class MtpDraft(Drafter):
         if target not in self.models:
             self.models[target] = read_layers(target)
         model = self.models[target]
-        weights = [weight.numel() * weight.element_size() for weight in model.layers.parameters()]
-        size = ForwardSize(1, sum(weights) / len(model.layers))
-        return MtpDrafter(Mtp(model), model.embed_tokens, model._project_to_logits, size)
+        return MtpDrafter(Mtp(model), model.embed_tokens, model._project_to_logits)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         raise NotImplementedError  # what `of` returns does
