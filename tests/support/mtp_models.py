@@ -7,6 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from hf_specx.drafting.heads.mtp import known_layers
+
 
 VOCAB_SIZE = 8  # so that candidates of random layers are often right
 COMMON = {
@@ -37,11 +39,19 @@ TYPES = {
     | {"mlp_layer_types": ["dense", "sparse", "dense", "dense"]},
     "inkling_text": {"head_dim": 8, "num_mtp_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
 }
+LINEAR = {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
+RECURRENT = {  # which transformers does not draft with
+    "qwen3_next": LINEAR | QWEN_EXPERTS,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | QWEN_EXPERTS,
+}
 
 
 def mtp_target(name: str, folder: Path, monkeypatch=None, seed: int = 0) -> PreTrainedModel:
-    """A target of one of `TYPES`, loaded from the folder, where its files and those of its layers are put."""
-    kind, settings = name.split()[0], COMMON | TYPES[name]
+    """A target of `TYPES` or `RECURRENT`, loaded from the folder, where its files and those of its layers are put."""
+    kind, settings = name.split()[0], COMMON | (TYPES | RECURRENT)[name]
     torch.manual_seed(seed)
     if kind == "step3p7":
         vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14}
@@ -53,8 +63,9 @@ def mtp_target(name: str, folder: Path, monkeypatch=None, seed: int = 0) -> PreT
         numbers = range(COMMON["num_hidden_layers"], COMMON["num_hidden_layers"] + 4)
         patterns = [rf"model\.layers\.{number}\..*" for number in numbers]
         monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
-    count = model.config.get_text_config().num_mtp_layers
-    layers = MtpModel(model, count)
+    text = model.config.get_text_config()
+    with known_layers(text):
+        layers = MtpModel(model, text.num_mtp_layers)
     model.save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
     own = {key: value for key, value in layers.state_dict().items() if key.startswith(("layers.", "shared_post"))}
@@ -68,7 +79,7 @@ def mtp_target(name: str, folder: Path, monkeypatch=None, seed: int = 0) -> PreT
 
 def _name(kind: str, key: str) -> str:
     """The name in a checkpoint of a tensor that transformers' `MtpModel` has by another."""
-    if kind == "mellum":
+    if kind == "mellum" or kind in RECURRENT:
         outer = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
         part = key.split(".")[2]
         return f"mtp.{outer[part]}.weight" if part in outer else f"mtp.{key.replace('mtp_block.', '')}"

@@ -18,7 +18,6 @@ class Block(Body):
 
     layers: Any
     markov_head: "MarkovHead"
-    confidence_head: "ConfidenceHead"
     sees_ahead = True
 
     def __init__(self, config: HeadConfig):
@@ -32,7 +31,8 @@ class Block(Body):
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
         if config.confidence_head:
-            self.confidence_head = ConfidenceHead(config)
+            before = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + before, 1)})
 
     def extra(self, number: int) -> int:
         """The whole block, as it was trained, however many candidates are wanted."""
@@ -64,7 +64,7 @@ class Block(Body):
             before = self.markov_head.markov_w1(tokens[:, 0])
             seen += [before] if self.config.confidence_head_with_markov else []
         if asked:
-            sure = self.confidence_head.proj(torch.cat(seen, -1)).sigmoid()
+            sure = self.confidence_head["proj"](torch.cat(seen, -1)).sigmoid()
         if before is not None:
             scores, memory = self.markov_head(scores, states, before, memory)
         return scores, memory, sure
@@ -98,12 +98,3 @@ class MarkovHead(nn.Module):
             gate, new, out = self.joint_proj(torch.cat([memory, before, states], -1)).chunk(3, -1)
             memory, before = torch.lerp(new.tanh(), memory, gate.sigmoid()), out.tanh()
         return torch.addmm(scores, before, self.markov_w2.weight.T), memory
-
-
-class ConfidenceHead(nn.Module):
-    """How likely a candidate is kept."""
-
-    def __init__(self, config: HeadConfig):
-        super().__init__()
-        rank = config.markov_rank if config.confidence_head_with_markov else 0
-        self.proj = nn.Linear(config.hidden_size + rank, 1)

@@ -31,6 +31,7 @@ class HeadConfig(PreTrainedConfig):
         layer_ids: which states of the target it reads: 0 is the embeddings, l the output of l layers. The number of
             the target's layers is the output of the last one before the final norm; for Medusa behind it.
         hidden_size, target_hidden_size: of the head, and of the states.
+        hidden_act, mlp_bias: what `LlamaMLP` asks for.
         num_hidden_layers: of the head, as its weights have them.
         vocab_size, draft_vocab_size: of the target, and of the head, whose tokens may be a part of those.
         qk_norm, attention_bias, output_bias, fc_bias: whether there are such weights.
@@ -53,6 +54,8 @@ class HeadConfig(PreTrainedConfig):
     hidden_size: int = 0
     target_hidden_size: int = 0
     intermediate_size: int = 0
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
     num_hidden_layers: int = 1
     num_attention_heads: int = 1
     num_key_value_heads: int = 1

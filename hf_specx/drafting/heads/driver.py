@@ -35,7 +35,6 @@ class HeadDrafter(SampledCandidateGenerator):
     Args:
         body: the head's layers.
         embedding, output: its own, or the target's; without an output the body gives scores.
-        size: of the step that finds one more candidate.
         ids: [V_d], the target's ids of its tokens; None if they are the same.
         places: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
@@ -59,13 +58,12 @@ class HeadDrafter(SampledCandidateGenerator):
         body: Body,
         embedding: nn.Module,
         output: Any,
-        size: ForwardSize,
         ids: torch.Tensor | None = None,
         places: Sequence[Place] = (),
         owner: PreTrainedModel | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
-        self.body, self.embedding, self.output, self.of_step = body, embedding, output, size
+        self.body, self.embedding, self.output = body, embedding, output
         self.ids, self.places, self.owner = ids, places, owner
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
@@ -295,4 +293,6 @@ class HeadDrafter(SampledCandidateGenerator):
         synchronize(self.device)
 
     def size(self) -> ForwardSize | None:
-        return self.of_step
+        scored = self.output.parameters() if isinstance(self.output, nn.Module) else ()
+        weights = [weight.numel() * weight.element_size() for weight in (*self.body.parameters(), *scored)]
+        return ForwardSize(self.body.config.num_hidden_layers, sum(weights) / (self.body.most or 1))

@@ -13,7 +13,6 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
-from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.prompts import Place
 
 from .block import Block
@@ -93,8 +92,7 @@ class DraftHead(PreTrainedModel):
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
         embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
-        places, size = self.places(target), self.step_size()
-        return HeadDrafter(self.body, cast(nn.Module, embed), output, size, self.ids, places, self)
+        return HeadDrafter(self.body, cast(nn.Module, embed), output, self.ids, self.places(target), self)
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -114,11 +112,6 @@ class DraftHead(PreTrainedModel):
         told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; "
         require(max(ids) <= len(layers), f"{told}give a head that was made for this target.")
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
-
-    def step_size(self) -> ForwardSize:
-        """What a step computes."""
-        weights = [weight.numel() * weight.element_size() for weight in self.parameters()]
-        return ForwardSize(self.config.num_hidden_layers, float(sum(weights)))
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         raise NotImplementedError  # what `of` returns does

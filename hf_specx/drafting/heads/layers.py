@@ -1,12 +1,14 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specx.common.devices import moved
 from hf_specx.models.attention import tiled
@@ -125,19 +127,6 @@ class HeadAttention(nn.Module):
         return key, self.v_proj(states).unflatten(-1, (-1, self.size))
 
 
-class HeadMLP(nn.Module):
-    """The usual gated one."""
-
-    def __init__(self, config: HeadConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
-
-
 class HeadLayer(nn.Module):
     """A decoder layer with the norms before its parts; `width` is that of what its attention reads."""
 
@@ -147,7 +136,7 @@ class HeadLayer(nn.Module):
         self.input_layernorm = norm(config)
         self.post_attention_layernorm = norm(config)
         self.self_attn = HeadAttention(config, width or config.hidden_size)
-        self.mlp = HeadMLP(config)
+        self.mlp = LlamaMLP(cast(LlamaConfig, config))
 
     def forward(self, states: torch.Tensor, entries: Entries) -> torch.Tensor:
         read = self.input_layernorm(states)

@@ -1,6 +1,7 @@
 """`MtpDraft`: the target's own multi-token layers, which its checkpoint has and transformers leaves out by default."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,6 @@ from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.slots import CACHE, SlotCache
 
 from .body import Body
@@ -23,13 +23,15 @@ from .driver import HeadDrafter
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
 LAYER_TYPES = ("full_attention", "hybrid", *WINDOWS)
+QWEN = ("qwen3_next", "qwen3_5")  # how the names of their text models begin
 
 
 class MtpDraft(Drafter):
     """Drafts with the multi-token layers of the target: layer i proposes candidate i.
 
     They are read from the target's checkpoint at the first call with it, and share its embeddings and its head. For
-    the models whose layers transformers knows: DeepSeek-V3, GLM-4.5 and 4.6, Inkling, Mellum, Step-3.7.
+    the models whose layers transformers knows: DeepSeek-V3, GLM-4.5 and 4.6, Inkling, Mellum, Step-3.7; and for
+    Qwen3-Next and Qwen3.5, whose layer it can read but does not know of. They read the states behind the final norm.
 
     Raises:
         ValueError: from a call, if the target has no such layers, or their weights are not found.
@@ -49,9 +51,7 @@ class MtpDraft(Drafter):
         if target not in self.models:
             self.models[target] = read_layers(target)
         model = self.models[target]
-        weights = [weight.numel() * weight.element_size() for weight in model.layers.parameters()]
-        size = ForwardSize(1, sum(weights) / len(model.layers))
-        return MtpDrafter(Mtp(model), model.embed_tokens, model._project_to_logits, size)
+        return MtpDrafter(Mtp(model), model.embed_tokens, model._project_to_logits)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         raise NotImplementedError  # what `of` returns does
@@ -61,16 +61,16 @@ def read_layers(target: PreTrainedModel) -> Any:
     """The `MtpModel` of a target, from the files that this was loaded from."""
     name, text = type(target).__name__, target.config.get_text_config()
     told = f"{name} has no multi-token layers (num_mtp_layers in its config); give a draft model or a head instead."
-    require(bool(getattr(text, "num_mtp_layers", None)), told)
-    try:
-        from transformers.modeling_layers import MtpModel
+    with known_layers(text):
+        require(bool(getattr(text, "num_mtp_layers", None)), told)
+        try:
+            from transformers.modeling_layers import MtpModel
 
-        found = MtpModel.from_pretrained(target, device_map={"": last_device(target)})
-    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        told = (
-            f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the target "
-        )
-        raise ValueError(f"{told}from a checkpoint with them, or give a draft model or a head instead.") from error
+            found = MtpModel.from_pretrained(target, device_map={"": last_device(target)})
+        except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            told = f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
+            told += "target from a checkpoint with them, or give a draft model or a head instead."
+            raise ValueError(told) from error
     if found.config._attn_implementation not in MASKED:
         found.config._attn_implementation = "sdpa"
     kinds = getattr(found.config, "layer_types", None) or []
@@ -78,6 +78,19 @@ def read_layers(target: PreTrainedModel) -> Any:
     require(set(kinds) <= set(LAYER_TYPES), f"{told}supported: give a draft model or a head instead.")
     found.layers.requires_grad_(False).eval()
     return found
+
+
+@contextmanager
+def known_layers(text: Any) -> Iterator[None]:
+    """Have a text config say that the model has the layer that transformers leaves out; as before at the end."""
+    if not text.model_type.startswith(QWEN):
+        yield
+        return
+    text.num_mtp_layers, text.mtp_layer_types = getattr(text, "mtp_num_hidden_layers", 1), ["full_attention"]
+    try:
+        yield
+    finally:
+        del text.num_mtp_layers, text.mtp_layer_types
 
 
 class Mtp(Body):

@@ -63,8 +63,6 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         told = f"draft_model={name!r} is no draft head, and cannot be loaded as a model that generates text, in "
         raise ValueError(f"{told}safetensors and without code of its own ({error}); load it yourself.") from error
     lacking = sorted(map(str, [*seen["missing_keys"], *seen["mismatched_keys"]]))
-    told = (
-        f"{name!r} lacks {len(lacking)} of the model's weights, {min(lacking, default='')!r} among them; get it again."
-    )
-    require(not lacking, told)
+    told = f"{name!r} lacks {len(lacking)} of the model's weights, {min(lacking, default='')!r} among them; "
+    require(not lacking, f"{told}get it again.")
     return model.eval().to(last_device(target))

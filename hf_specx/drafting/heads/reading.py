@@ -178,9 +178,7 @@ class Reader:
         try:
             known = architecture(**given)
         except Exception as error:  # of a type that only the Hub's library has
-            raise ValueError(
-                f"{self.name} has a config of its layers that is none of transformers: {error}"
-            ) from error
+            raise ValueError(f"{self.name} has a config of its layers that transformers refuses: {error}") from error
         rope = dict(known.rope_parameters or {})
         factor = rope.pop("partial_rotary_factor", 1.0)
         rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
@@ -263,10 +261,8 @@ class Reader:
         ids = self._ids_in_files(kind, depth, count) if given is None else given
         right = isinstance(ids, list | tuple) and all(is_int(number) and number >= 0 for number in ids)
         self.need(right, f"has layer_ids={brief(ids)}, which are no list of numbers of 0 or more; {GIVE}.")
-        told = (
-            f"has {len(ids)} layer ids ({ids}) and reads {count} states of {width} numbers; {GIVE}, {count} of them, "
-        )
-        self.need(len(ids) == count, f"{told}or choose a head that was made for this target.")
+        told = f"has {len(ids)} layer ids ({ids}) and reads {count} states of {width} numbers; {GIVE}, {count} of "
+        self.need(len(ids) == count, f"{told}them, or choose a head that was made for this target.")
         told = f"reads the output of layer {max(ids)}, and {model} has {depth}; choose a head that was made for this "
         self.need(max(ids) <= depth, f"{told}target, or {GIVE}.")
         told = f"reads the last state (layer id {depth}), which some mean before the final norm and others behind it; "
@@ -282,15 +278,12 @@ class Reader:
                 for key in place:
                     ids = (ids or {}).get(key)
                 right = ids is None or (isinstance(ids, list) and all(map(is_int, ids)))
-                self.need(
-                    right, f"has layer ids {brief(ids)} in its config.json, which is no list of numbers; {GIVE}."
-                )
+                self.need(right, f"has layer ids {brief(ids)} in its config.json, no list of numbers; {GIVE}.")
                 found += [[number + more for number in ids]] if ids else []
         told = f"has layer ids in two places, which mean different states ({brief(found)}); {GIVE}."
         self.need(all(ids == found[0] for ids in found), told)
         if found or kind in OF_EAGLE:
             return found[0] if found else [2, depth // 2, depth - 3]
-        spread = (
-            [round(1 + index * (depth - 4) / (count - 1)) for index in range(count)] if count > 1 else [depth // 2]
-        )
-        return [number + 1 for number in spread]
+        if count == 1:
+            return [depth // 2 + 1]
+        return [round(1 + index * (depth - 4) / (count - 1)) + 1 for index in range(count)]

@@ -31,18 +31,19 @@ class Aligned:
     Attributes:
         compared: candidates so far; `wrong`: rounds and rows where one is not what it must be.
         lengths: candidates of each round and row.
+        cut, most: below which confidence of its own a head ends a row, of so many candidates.
+        prefix: tokens of each row of whose states nothing is known.
     """
 
-    def __init__(self, head: TinyHead, target: PreTrainedModel, cut: float = 0.0, prefix: int = 0):
-        self.head, self.target, self.cut = head, target, cut
+    def __init__(self, head: TinyHead, target: PreTrainedModel, cut: float = 0.0, most: int = 3, prefix: int = 0):
+        self.head, self.target, self.cut, self.most, self.prefix = head, target, cut, most, prefix
         self.compared, self.wrong = 0, list[str]()
         self.lengths: list[list[int]] = []
-        self.prefix = prefix  # tokens of each row of whose states nothing is known
 
     def observe(self, done: Round) -> None:
         self.lengths.append(list(done.draft.lengths))
         for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-            if length:
+            if length or (self.cut and done.before[index]):  # nothing is known behind a prompt alone
                 text = done.batch.row(row)
                 text = text[: done.batch.prompt_lengths[row] + done.before[index]]
                 self._compare(done, index, text.tolist(), length)
@@ -60,8 +61,10 @@ class Aligned:
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {done.rows[index]}, candidate {place}")
         if self.cut:
-            sure = confidences(self.head, self.target.get_input_embeddings().weight, text, states, drafted)
-            assert (sure >= self.cut).all()
+            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.limits[done.rows[index]] - 1
+            sure = confidences(self.head, embeddings, text, states, [*drafted, 0])[: self.most] >= self.cut
+            wanted = min(self.most, wanted - done.before[index])
+            assert sure[:wanted].tolist() == [True] * length + [False] * (wanted > length)
 
     def states(self, text: Sequence[int]) -> list[torch.Tensor]:
         ids = self.head.layer_ids or [None]

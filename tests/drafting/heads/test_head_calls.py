@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, LOOSE, SAMPLED, assert_aligned, loaded, target_of, watched
+from alignment import GREEDY, SAMPLED, assert_aligned, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
 from tiny import prompts
@@ -16,12 +16,14 @@ from hf_specx.models import ragged
 
 
 KINDS = ("eagle3", "peagle", "dspark", "medusa")
+CUT = {"dspark": 0.25}  # below which a head's own confidence ends a row
 ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
 
 
 def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
     target = target_of()
-    head = random_head(kind, **({} if kind == "medusa" else {"draft_vocab": 24}) | more)
+    more = ({} if kind == "medusa" else {"draft_vocab": 24}) | {"confidence": kind == "dspark"} | more
+    head = random_head(kind, **more)
     return head, loaded(head, folder / "head", target), target
 
 
@@ -39,14 +41,14 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
     head, draft, target = made(kind, tmp_path)
-    strategy, asked = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12)
+    strategy, asked, cut = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12), CUT.get(kind, 0.0)
     if alike:
         asked = [Request([*range(1, 10), *request.input_ids]) for request in asked]
-    watch = watched(strategy, head, target)
-    done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **ENDS)
+    watch, options = watched(strategy, head, target, cut=cut), ENDS | {"assistant_confidence_threshold": cut}
+    done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **options)
     texts = {one.index: one.tokens for one in done}
     assert (strategy.report.copied > 60) == alike
-    assert watch.compared > 200
+    assert watch.compared > (50 if cut else 200)
     assert not watch.wrong
     for index, request in enumerate(asked):
         ids = torch.tensor([request.input_ids])
@@ -58,14 +60,13 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)
     strategy, asked, found = SpeculativeDecoding(draft, num_draft_tokens=3), requests(8, seeded=True), []
-    watch = watched(strategy, head, target)
+    cut = CUT.get(kind, 0.0)
+    watch, options = watched(strategy, head, target, cut=cut), SAMPLED | ENDS | {"assistant_confidence_threshold": cut}
     for size in (1, 3):
-        done = strategy.generate_many(
-            target, asked, batch_size=size, do_sample=True, top_k=0, temperature=LOOSE, max_new_tokens=10, **ENDS
-        )
+        done = strategy.generate_many(target, asked, batch_size=size, **options | {"max_new_tokens": 10})
         found.append({one.index: one.tokens for one in done})
     assert found[0] == found[1]
-    assert watch.compared > 100
+    assert watch.compared > (50 if cut else 100)
     assert not watch.wrong
 
 
@@ -135,9 +136,13 @@ def test_numbers(tmp_path: Path):
     for number in (9, "auto"):
         watch = assert_aligned(head, draft, target, prompts(3), num_draft_tokens=number)
         assert max(map(max, watch.lengths)) == 4
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
-    watch = watched(strategy, head, target, cut=0.5)
-    target.generate(**prompts(3), **GREEDY, assistant_confidence_threshold=0.5, custom_generate=strategy)
+    strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled"), CUT["dspark"]
+    watch, texts = watched(strategy, head, target, cut=cut, most=4), []
+    for custom in (None, strategy):
+        torch.manual_seed(4)
+        options = SAMPLED | {"assistant_confidence_threshold": cut, "custom_generate": custom}
+        texts.append(target.generate(**prompts(3), **options))
+    assert torch.equal(*texts)
     assert not watch.wrong
     assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
 

@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": SIZES | {"block": 4, "markov": "rnn", "confidence": True},
     "medusa": {"vocab": 5, "states": 16},
 }
-NUM_TESTS = 2 * (2 * len(KINDS) + 1)
+NUM_TESTS = 2 * (2 * len(KINDS) + 2)
 
 
 def head(kind: str, folder: Path) -> DraftHead:
@@ -40,9 +40,10 @@ def test_law(kind: str, verification: str, tmp_path: Path):
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-def test_law_where_the_head_ends_rows(tmp_path: Path):
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_law_where_the_head_ends_rows(verification: str, tmp_path: Path):
     """Its confidence cuts a row's candidates, and does not look at the one that is cut."""
-    strategy = SpeculativeDecoding(head("dspark", tmp_path), num_draft_tokens=3)
+    strategy = SpeculativeDecoding(head("dspark", tmp_path), num_draft_tokens=3, verification=verification)
     options, processors = SETTINGS["temperature"]
     tokens = first_tokens(strategy, **ENOUGH, **options, assistant_confidence_threshold=0.5)
     assert 0 < strategy.report.drafted < 3 * strategy.report.rounds * ENOUGH["rows"]

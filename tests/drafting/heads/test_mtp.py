@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_models import TYPES, VOCAB_SIZE, mtp_target
+from mtp_models import RECURRENT, TYPES, VOCAB_SIZE, mtp_target
 from tiny import tiny
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 import hf_specx
 from hf_specx import MtpDraft, SpeculativeDecoding
+from hf_specx.drafting.heads.mtp import read_layers
 
 
 NEW = 24
@@ -47,7 +48,7 @@ def ours(target, inputs, rows: int, **options):
 
 
 def layers_of(target) -> int:
-    return target.config.get_text_config().num_mtp_layers
+    return getattr(target.config.get_text_config(), "num_mtp_layers", 1)
 
 
 def left_padded() -> dict[str, torch.Tensor]:
@@ -91,6 +92,25 @@ def test_each_row_of_a_batch_is_that_of_its_own_run(target):
         for before in shared:
             count = min(len(single[before]), len(found[row][before]))
             assert found[row][before][:count] == single[before][:count]
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_targets_with_recurrent_states(tmp_path: Path, name: str):
+    """Each candidate is that of transformers' layer over the whole text, which it does not load for these itself."""
+    target, inputs = mtp_target(name, tmp_path), left_padded()
+    layers, plain = read_layers(target), target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    out, found, report = ours(target, inputs, len(PROMPTS))
+    assert torch.equal(out, plain)
+    assert 0 < report.accepted < report.drafted
+    for row, prompt in enumerate(PROMPTS):
+        assert found[row]
+        for before, drafted in found[row].items():
+            text = out[row : row + 1, 9 - prompt.shape[1] : 9 + before]
+            with torch.no_grad():
+                states = target(text[:, :-1], output_hidden_states=True).hidden_states[-1]
+                positions = torch.arange(1, text.shape[1])[None]
+                assert layers(text[:, 1:], states, None, positions, None)[0].tolist() == [drafted]
 
 
 def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
