@@ -1,6 +1,5 @@
 """One call: what was asked for, with the checks and choices that say how it is decoded; none of it changes later."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +82,7 @@ class Call:
         seeds: one for each row; None for the default generator.
         synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
+        shown: whether the streamer has the prompt already.
     """
 
     options: Any
@@ -98,6 +98,7 @@ class Call:
     synced: bool = False
     shared: bool = False
     queue: RequestQueue | None = None
+    shown: bool = False
 
 
 def make_call(
@@ -108,20 +109,18 @@ def make_call(
     queue: RequestQueue | None = None,
     drafting: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
+    shown: bool = False,
 ) -> Call:
     """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         given: what `generate` has prepared.
-        options, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
+        options, drafter, seeds, queue, shown: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
-    synced = shared = False
-    if world_size() > 1:
-        synced = synced_by_default(*models) if synced_gpus is None else synced_gpus
-        shared = shares_rows(*models)
+    synced, shared = _on_ranks(models, synced_gpus)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
     prompt = replace(
@@ -146,10 +145,17 @@ def make_call(
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
     verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
     verification = verification if given.generation_config.do_sample else "greedy"
-    asked = copy.copy(options), prompt, processors, stopping  # the options may change later
-    call = Call(*asked, drafter, numbers, verification, layout, plain, seeds, synced, shared, queue)
+    decided = numbers, verification, layout, plain, seeds, synced, shared, queue, shown
+    call = Call(options, prompt, processors, stopping, drafter, *decided)
     _check_together(call)
     return call
+
+
+def _on_ranks(models: list[PreTrainedModel], synced_gpus: bool | None) -> tuple[bool, bool]:
+    """`synced` and `shared` of a `Call`."""
+    if world_size() == 1:
+        return False, False
+    return synced_by_default(*models) if synced_gpus is None else synced_gpus, shares_rows(*models)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:

@@ -20,11 +20,8 @@ from hf_specx.drafting.several import has_forwards
 from hf_specx.models.prompts import Prompt
 
 
-WITHHELD = {  # what transformers takes from a call and does not pass on to a strategy object, and the remedy
-    "streamer": "use SpeculativeDecoding(streamer=...) or hf_specx.generate(streamer=...)",
+OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, and the remedy
     "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
-    "synced_gpus": "use hf_specx.generate(synced_gpus=...)",
-    "tokenizer": "use SpeculativeDecoding(tokenizer=...) or, for stop strings, hf_specx.generate(tokenizer=...)",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
@@ -43,9 +40,13 @@ def prepared(
     generation_config: GenerationConfig,
     inputs_tensor: torch.Tensor | None = None,
     seeds: Any = None,
+    tokenizer: Any = None,
     **inputs: Any,
 ) -> tuple[Prompt, Any]:
-    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row."""
+    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row.
+
+    It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
+    """
     given = {"processors": logits_processor, "criteria": stopping_criteria, "inputs_tensor": inputs_tensor}
     return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
 
@@ -185,39 +186,50 @@ class AskedSignature:
     def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
         if strategy is None:
             raise AttributeError("__signature__")  # of the class it is that of its constructor
-        check_withheld(sys._getframe(1), strategy.streamer)
+        frame = frame_of_generate(sys._getframe(1))
+        if frame is not None:
+            check_call(frame, strategy.streamer)
         return inspect.signature(prepared)
 
 
-def check_withheld(frame: FrameType | None, own_streamer: Any = None) -> None:
-    """Refuse what transformers drops on its way to a callable, or fails on in puzzling words.
+def frame_of_generate(frame: FrameType | None) -> FrameType | None:
+    """The frame of `GenerationMixin.generate` below the given one, whatever wraps the call; None if there is none.
 
-    It cannot prepare tensors without values. Of stop strings it drops the tokenizer, and would say next that this is
-    missing. All is read from the frame of `GenerationMixin.generate`, which is below the given one, whatever wraps the
-    call. A streamer, or that of the strategy, is ended, so that nobody waits for it.
+    transformers keeps from a callable what it has taken for itself: streamer, synced_gpus, tokenizer.
     """
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
-    if frame is None:
-        return
+    return frame
+
+
+def check_call(frame: FrameType, own_streamer: Any) -> None:
+    """Refuse what `generate` drops, or fails on in puzzling words; and have it pass its tokenizer on.
+
+    It cannot prepare tensors without values. A streamer, or that of the strategy, is ended after an error, so that
+    nobody waits for it.
+    """
     given, around = frame.f_locals, frame.f_back
     kwargs: dict[str, Any] = given.get("kwargs", {})
-    check_values({"inputs": given.get("inputs")} | kwargs)
-    named = kwargs | {"generation_config": given.get("generation_config")}
-    strings = setting("stop_strings", given.get("self"), named)
-    told = f"stop_strings={strings!r} do not work with a strategy object, since transformers drops the tokenizer; use "
-    told += "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
-    told += "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them."
-    require(strings is None, told)
     outer = around.f_locals.get("kwargs") if around is not None else None  # generate pops it from its own
     outer = outer if isinstance(outer, dict) else {}
-    for name, remedy in WITHHELD.items():
-        value = outer.get(name) if "tokenizer" in name else given.get(name)
-        if value is not None and value is not False:
-            for streamer in (given.get("streamer"), own_streamer):
-                if streamer is not None:
-                    streamer.end()
-            raise ValueError(f"transformers does not pass {name}= on to a strategy object; {remedy}.")
+    streamers = [each for each in (given.get("streamer"), own_streamer) if each is not None]
+    try:
+        check_values({"inputs": given.get("inputs")} | kwargs)
+        for name, remedy in OF_DRAFTS.items():
+            value = outer.get(name) if "tokenizer" in name else given.get(name)
+            require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
+        told = "the strategy and the call have a streamer each; leave one of them out."
+        require(len(streamers) < 2, told)
+        named = kwargs | {"generation_config": given["generation_config"]}
+        strings = setting("stop_strings", given["self"], named)
+        told = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
+        require(strings is None or outer.get("tokenizer") is not None, told)
+    except ValueError:
+        for streamer in streamers:
+            streamer.end()
+        raise
+    if outer.get("tokenizer") is not None:
+        kwargs.setdefault("tokenizer", outer["tokenizer"])  # where it looks for arguments of `prepared`
 
 
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:

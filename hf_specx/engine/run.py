@@ -79,7 +79,7 @@ class Run:
         )
         config, streamer = prompt.generation_config, options.streamer
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
-        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
+        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping, call.shown)
         self.listeners: list[Listener] = [self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:

@@ -1,5 +1,6 @@
 """The strategy that users give to `generate`: its options, and what it remembers from call to call."""
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from hf_specx.models.prompts import Prompt, prepare
 from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, check_draft, check_many, check_withheld, prepared
+from .entry import AskedSignature, check_draft, check_many, frame_of_generate, prepared
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -128,18 +129,29 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        check_withheld(sys._getframe(), self.streamer)
-        return self.decode(*prepared(model, *args, **kwargs))
+        frame = frame_of_generate(sys._getframe())
+        given: dict[str, Any] = {} if frame is None else frame.f_locals
+        withheld: dict[str, Any] = {name: given.get(name) for name in ("streamer", "synced_gpus")}
+        return self.decode(*prepared(model, *args, **kwargs), **withheld)
 
     @torch.no_grad()
     def decode(
-        self, given: Prompt, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
+        self,
+        given: Prompt,
+        seeds: Any = None,
+        earlier: SpeculationReport | None = None,
+        streamer: BaseStreamer | None = None,
+        **withheld: Any,
     ) -> torch.Tensor | ModelOutput:
-        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one."""
+        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one.
+
+        A `streamer` of `generate` has got the prompt from it already.
+        """
         with ExitStack() as at_end:
-            if self.streamer is not None:
-                at_end.callback(self.streamer.end)
-            return self.complete(self.call(given, seeds, **withheld), earlier)
+            for each in (self.streamer, streamer):
+                if each is not None:
+                    at_end.callback(each.end)
+            return self.complete(self.call(given, seeds, streamer=streamer, **withheld), earlier)
 
     def generate_many(
         self,
@@ -245,9 +257,12 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prompt, *seeds_and_queue: Any, **withheld: Any) -> Call:
-        """What a call asks for, or a batch of a queue, checked."""
-        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
+    def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
+        """What a call asks for, or a batch of a queue, checked; with a `streamer` that has the prompt already."""
+        drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
+        options.streamer = self.streamer if streamer is None else streamer
+        withheld["shown"] = streamer is not None
+        return make_call(options, given, drafter, *seeds_and_queue, **withheld)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""

@@ -148,8 +148,9 @@ PLAIN = [
     ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
     ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
     ("a TextStreamer takes one row, and", lambda: call({"streamer": TextStreamer(tokenizer=None)})),
-    ("pass assistant_model= on.*leave", lambda: call_of_1(assistant_model=get("draft"))),
-    ("pass tokenizer= on.*use Spec", lambda: call_of_1(tokenizer=ALL)),
+    ("assistant_model= is of no use beside.*leave", lambda: call_of_1(assistant_model=get("draft"))),
+    ("needs the tokenizer; pass tok", lambda: call_of_1(stop_strings="x")),
+    ("have a streamer each; leave", lambda: call({"streamer": TextStreamer(ALL)}, streamer=TextStreamer(ALL))),
     ("several drafts are chosen by the text; give one", lambda: spread(draft_model=[SuffixDraft(), get("draft")])),
     # Its text
     ("of shape .2, 6, 1. is no batch.*; pass", partial(call, input_ids=IDS[..., None], attention_mask=...)),
