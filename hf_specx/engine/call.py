@@ -45,6 +45,7 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+SWITCHED_OFF = "num_draft_tokens=0, which pairs recommend where nothing was faster; pass 'auto' to draft all the same"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def make_call(
         longest=stopping.max_new_tokens,
     )
     _check_asked(options, prompt, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None and (whole := _why_whole(models, layout)):
@@ -189,8 +190,10 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
-    """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
+def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
+    """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
+    if options.num_draft_tokens == 0:
+        return prompt.processors, SWITCHED_OFF
     processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = []
     for each in processors:
@@ -241,7 +244,8 @@ def _check_together(call: Call) -> None:
     drafting, drafter, ids = call.drafting, call.drafter, call.prompt.input_ids
     number, schedule, threshold = drafting
     told = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
-    require(number is None or (is_int(number) and number >= 1), told)
+    off = call.options.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
+    require(off or number is None or (is_int(number) and number >= 1), told)
     one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
     told = f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
     require(isinstance(threshold, float | int) and 0 <= threshold <= 1, told)

@@ -141,9 +141,9 @@ class Run:
         given: dict[str, Any] = {"alike": call.synced, "processors": self.processors}
         if pace is not None and (call.synced or call.shared):
             given["agree"] = partial(of_first_rank, device=batch.ids.device)
-        number = call.drafting.number or drafter.max_candidates
+        number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
         if number is not None or pace is None:
-            return Schedule(number or FIXED_DRAFT_TOKENS, pace, **given)
+            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, pace, **given)
         return Auto(pace, call.verification, batch, **given)
 
     def _measure(self, step: Callable[[int], object]) -> None:

@@ -55,7 +55,7 @@ class SpeculativeDecoding(NoModel):
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
             later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
-            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it.
+            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it. 0 is plain.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
             are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds

@@ -137,7 +137,7 @@ PLAIN = [
     ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
     ("'num_drafts'; did you mean 'num_draft_tokens'. known: num_draft_tokens, ", partial(strategy, num_drafts=5)),
-    ("num_draft_tokens=0 is below 1; give 1", partial(strategy, num_draft_tokens=0)),
+    ("num_draft_tokens=-1 is below 0; give 1", partial(strategy, num_draft_tokens=-1)),
     ("verification='typical' is unknown; choose", partial(strategy, verification="typical")),
     ("compile='max' is not a bool; use True", partial(strategy, compile="max")),
     ("streamer is an int without put and end; pass a", partial(strategy, streamer=3)),
