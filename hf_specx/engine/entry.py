@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from hf_specx.common.errors import is_int, kind, require, similar
+from hf_specx.common.errors import check_names, is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
 from hf_specx.models.prompts import Prompt
@@ -81,8 +81,8 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
     paged = kwargs.get("cache_implementation") == "paged"
     require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
     for name in sorted(kwargs.keys() - set(options) - _known_arguments(model)):
-        question = similar(name, options)
-        require(not question, f"unknown argument {name!r}; {question.strip()}")
+        if similar(name, options):  # others may be what the model reads
+            check_names("generate", [name], options)
 
 
 def _known_arguments(model: Any) -> set[str]:
@@ -170,10 +170,8 @@ def check_many(
     for name in OF_ONE_REQUEST:
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
-    known = _known_arguments(model) | {"tokenizer"}
-    name = min(kwargs.keys() - known, default="")
-    told = f"unknown argument {name!r}; {similar(name, known)}pass arguments of generate here, and options of the "
-    require(not name, f"{told}strategy to SpeculativeDecoding(...).")
+    told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...)."
+    check_names("generate_many", kwargs, _known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
 
 
@@ -200,6 +198,12 @@ def frame_of_generate(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
     return frame
+
+
+def withheld(frame: FrameType) -> dict[str, Any]:
+    """What `generate`, below the given frame, has kept for itself, and a decoding method needs."""
+    found = frame_of_generate(frame)
+    return {} if found is None else {name: found.f_locals.get(name) for name in ("streamer", "synced_gpus")}
 
 
 def check_call(frame: FrameType, own_streamer: Any) -> None:

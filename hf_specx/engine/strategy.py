@@ -30,7 +30,7 @@ from hf_specx.models.prompts import Prompt, prepare
 from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, check_draft, check_many, frame_of_generate, prepared
+from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -129,10 +129,7 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        frame = frame_of_generate(sys._getframe())
-        given: dict[str, Any] = {} if frame is None else frame.f_locals
-        withheld: dict[str, Any] = {name: given.get(name) for name in ("streamer", "synced_gpus")}
-        return self.decode(*prepared(model, *args, **kwargs), **withheld)
+        return self.decode(*prepared(model, *args, **kwargs), **withheld(sys._getframe()))
 
     @torch.no_grad()
     def decode(
@@ -234,7 +231,8 @@ class SpeculativeDecoding(NoModel):
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        own = vars(model := unwrapped(model))
+        check_entry(model := unwrapped(model))
+        own = vars(model)
         before = {"generate": own["generate"]} if "generate" in own else {}
         own["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
         try:
