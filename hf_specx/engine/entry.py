@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from hf_specx.common.errors import check_names, is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
@@ -47,8 +47,32 @@ def prepared(
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
     """
-    given = {"processors": logits_processor, "criteria": stopping_criteria, "inputs_tensor": inputs_tensor}
+    one_row = len(input_ids) == 1
+    criteria = StoppingCriteriaList(map(of_one_row, stopping_criteria)) if one_row else stopping_criteria
+    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
     return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
+
+
+def of_one_row(criterion: Any) -> Any:
+    """A criterion that depends on the text of its one row alone, in place of lm-eval's; any other as it is."""
+    return OneStop(criterion) if type(criterion).__name__ == "MultiTokenEOSCriteria" else criterion
+
+
+class OneStop(StoppingCriteria):
+    """lm-eval's criterion for a stop sequence: it keeps which rows have it, and one row ends there anyway."""
+
+    stateless = True
+
+    def __init__(self, criterion: Any):
+        self.criterion = criterion
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each of several texts [R, L] that the row may have ends: [R] bool."""
+        found = []
+        for text in input_ids:
+            self.criterion.done_tracker = [False]
+            found.append(self.criterion(text[None], scores, **kwargs))
+        return torch.tensor(found, device=input_ids.device)
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:
