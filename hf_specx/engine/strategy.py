@@ -163,7 +163,7 @@ class SpeculativeDecoding(NoModel):
     ) -> Iterator[Completion]:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
-        Each gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+        Up to rounding each has the tokens of a batch of one under its seed; under "coupled" those of plain `generate`.
 
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.

@@ -50,7 +50,7 @@ def save(
     """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
 
     Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` writes all that `publish` would
-    upload, to be used from there: also the card and the code to use the pair, which holds the path of the folder.
+    upload, to be used from there: also the card, and the code to use the pair, which alone holds the folder's path.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -63,7 +63,7 @@ def save(
         config = _write(pair, new, sources)
         if with_code:
             warn_of_slower(config)
-            card = render(config, str(place), published=True, title=place.name)
+            card = render(config, place.name, published=True)
             (new / "README.md").write_text(card, encoding="utf-8")
             write_code(new, str(place))
         try:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from many import GREEDY, alone, completed, requests
+from many import GREEDY, SAMPLED, alone, completed, requests
 from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
@@ -128,6 +128,22 @@ def test_arguments_that_are_refused(options: dict, told: str):
     with Forwards(target) as forwards, pytest.raises((ValueError, TypeError), match=told):
         strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
     assert not forwards.ids
+
+
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+def test_requests_with_a_temperature_and_a_top_p_of_their_own(verification: str):
+    """In one batch, each with the text that it would have alone; the draft's distribution has them too."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification=verification)
+    warps = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"temperature": 2.0, "top_p": 0.9}] * 2
+    asked = [Request([3, 4, 5], 12, seed=7, **warp) for warp in warps]
+    by = strategy if verification == "block" else None
+    expected = [alone(target, Request([3, 4, 5], 12, seed=7), by, **SAMPLED | warp) for warp in warps]
+    assert len({*map(tuple, expected)}) > 2
+    found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
+    assert [found[index].tokens for index in range(8)] == expected
+    (refused,) = strategy.generate_many(target, [Request([1], 4, temperature=-1.0)], **SAMPLED)
+    assert "temperature" in refused.error
 
 
 def test_an_error_of_the_input_loses_nothing_that_was_taken():
