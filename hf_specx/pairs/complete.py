@@ -69,19 +69,13 @@ def complete(
         RuntimeError: another process failed (without `out`).
     """
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    kinds = (str, list, tuple)
     told = f"texts={brief(texts)} is not a list of strings, or of chats; put a single prompt into a list."
-    require(several and (not isinstance(texts, list) or all(isinstance(text, kinds) for text in texts)), told)
-    count = num_return_sequences
-    require(is_int(count) and count >= 1, f"num_return_sequences={brief(count)} is not an int of 1 or more; give one.")
-    told = f"num_return_sequences={count} greedy texts would be the same; pass do_sample=True."
-    require(count == 1 or setting("do_sample", pair.target, options), told)
+    require(several and (not isinstance(texts, list) or not any(isinstance(text, dict) for text in texts)), told)
     work = Completer(pair, batch_size, seed, options)
-    numbered = Numbered(work, texts, count)
+    prompts = Numbered(work, texts, num_return_sequences)
     if out is not None:
-        made = options | ({"num_return_sequences": count} if count > 1 else {})
-        return _to_file(work, numbered, ResultsFile(out, arguments_of(pair, seed, made)))
-    return _to_list(work, list(numbered))
+        return _to_file(work, prompts, ResultsFile(out, arguments_of(pair, seed, options | prompts.options)))
+    return _to_list(work, list(prompts))
 
 
 def check_prompt(index: int, prompt: Any) -> None:
@@ -95,8 +89,15 @@ class Numbered:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
 
     def __init__(self, work: "Completer", prompts: Iterable[Any], count: int):
+        known = is_int(count) and count >= 1
+        require(known, f"num_return_sequences={brief(count)} is not an int of 1 or more; give one.")
+        told = f"num_return_sequences={count} greedy texts would be the same; pass do_sample=True."
+        require(count == 1 or setting("do_sample", work.pair.target, work.options), told)
+        for index, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
+            check_prompt(index, prompt)
         self.work, self.prompts, self.count = work, prompts, count
         self.total = len(prompts) * count if isinstance(prompts, Sized) else None
+        self.options = {} if count == 1 else {"num_return_sequences": count}  # that the texts depend on
 
     def __iter__(self) -> Iterator[NumberedText]:
         for index, prompt in enumerate(self.prompts):

@@ -73,8 +73,7 @@ def distill(
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
         progress: called with what is being done, how much is, and of how much (0 for news); None shows it on stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
-        **options: any attribute of `hf_specx.training.recipe.TrainingRecipe`, such as `loss`, `temperature`, `phases`.
-            What is not said of generating is as the target's own generation config says.
+        **options: attributes of `training.recipe.TrainingRecipe`; how to generate, else by the target's own config.
 
     Returns:
         A `Distilled`: `pair`, α `before` and `after`, and `measure()`; the draft is as it was if no phase was better.
@@ -86,10 +85,7 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    target, given = unwrapped(target), with_plain_arguments(options)
-    check_target(target, 0)
-    drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    recipe = TrainingRecipe.of(settings_of(target, drawn) | given)
+    recipe = recipe_for(target := unwrapped(target), with_plain_arguments(options))
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
@@ -97,6 +93,13 @@ def distill(
         result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
     result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
+
+
+def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
+    """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
+    check_target(target, 0)
+    drawn = {name: given[name] for name in OF_GENERATION if name in given}
+    return TrainingRecipe.of(settings_of(target, drawn) | given)
 
 
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
