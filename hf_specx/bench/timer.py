@@ -35,6 +35,7 @@ class TimedCall:
     seconds: float
     tokens: int
     report: SpeculationReport | None = None
+    steps: int = 1  # tokens of the longest row
 
 
 @dataclass
@@ -134,7 +135,8 @@ def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], see
     output = contender(inputs, options)
     synchronize(device)
     seconds = time.perf_counter() - started
-    return TimedCall(seconds, sum(map(len, emitted(contender.target, inputs, output, options))), contender.report)
+    lengths = list(map(len, emitted(contender.target, inputs, output, options)))
+    return TimedCall(seconds, sum(lengths), contender.report, max(lengths))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -145,6 +147,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def speedups(rates: Sequence[float], plain_rates: Sequence[float]) -> list[float]:
     """How many times as fast as plain `generate`, turn by turn."""
     return [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
+
+
+def seconds_per_step(report: SpeculationReport) -> float:
+    """Seconds of a call for each target forward, with all that belongs to it."""
+    return report.seconds["total"] / (report.rounds + report.plain_steps)
 
 
 @dataclass
@@ -164,6 +171,16 @@ class Comparison:
         known = {name: self.ours.median_of(name) for name in REPORTED_RATIOS}
         return known | {"measured_speedup": statistics.median(speedups(self.ours.rates, self.plain.rates))}
 
+    @property
+    def plain_step(self) -> float:
+        """Seconds of plain `generate` for each token of the longest row, prompts included."""
+        return statistics.median(run.seconds / max(1, run.steps) for run in self.plain.runs)
+
+    @property
+    def round_seconds(self) -> float:
+        """Seconds of a round of ours."""
+        return statistics.median(map(seconds_per_step, self.ours.reports))
+
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
         numbers = [report.num_draft_tokens for report in self.ours.reports]
@@ -179,7 +196,10 @@ class Comparison:
             f"alpha {alpha:.3f}, {tokens:.2f} tokens a row and round",
         ]
         if expected is not None and limit is not None:
-            lines.append(f"predicted speed-up {expected:.2f} (Theorem 3.8), {limit:.2f} limited by the forwards")
+            lines += [
+                f"{1e3 * self.round_seconds:.1f} ms a round, {1e3 * self.plain_step:.1f} ms a step of plain generate",
+                f"speed-up by the times of forwards alone {limit:.2f}, by Theorem 3.8 {expected:.2f}",
+            ]
         return "\n".join([*lines, f"measured speed-up {measured:.2f}, the median of the turns'"])
 
 

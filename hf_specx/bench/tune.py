@@ -24,6 +24,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
 from .inputs import Inputs, encode
+from .prediction import predict
 from .store import provenance
 from .study import DraftTrial, Study, weightless_draft
 from .timer import Advance, Comparison, compare, time_call
@@ -197,22 +198,30 @@ def measure_draft(
         tokenizer=target.tokenizer,
         draft_tokenizer=draft.tokenizer,
     )
-    contender, reports = Contender("ours", target.model, strategy=strategy), []
+    contender, reports = Contender("ours", target.model, strategy=strategy), list[Any]()
     for run, inputs in enumerate(batches[max(study.batches)][: study.learning]):
         reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
         advance()
     report: Any = reduce(operator.add, reports)
     if report.survival[1]:
         strategy.costs.alpha[report.verification] = report.survival_rate
+    for size in () if chooses else study.batches:
+        strategy.calibrate(target.model, batches[size][0]["input_ids"])
     for size in study.batches:
+        prediction = None
         if not chooses:
-            strategy.calibrate(target.model, batches[size][0]["input_ids"])
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
+            prediction = predict(strategy.costs, reports, size, strategy.num_draft_tokens) if report.rounds else None
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
-        config.measurements.append(_measurement(size, target.model, strategy, found, study.command))
+        measured = _measurement(size, target.model, strategy, found, study.command)
+        if prediction is not None:
+            measured.predicted_speedup = prediction.speedup(found.plain_step)
+            measured.why_not_predicted = prediction.why_not(found)
+        config.measurements.append(measured)
     numbers = {m.num_draft_tokens for m in config.measurements}
+    faster = all(m.measured_speedup > 1 for m in config.measurements)
     known = len(study.batches) > 1 and len(numbers) == 1 and report.verification != "greedy" and not chooses
-    config.num_draft_tokens = numbers.pop() if known else "auto"
+    config.num_draft_tokens = 0 if not config.pays else numbers.pop() if known and faster else "auto"
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
 
@@ -234,4 +243,5 @@ def _measurement(
         hardware=hardware(execution_device(target)),
         versions={name: made[name] for name in VERSIONS},
         command=command,
+        plain_tokens_per_second=found.plain.tokens_per_second,
     )

@@ -69,9 +69,9 @@ class OriginStreamer(BaseStreamer):
         if self.decoder is None:
             self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
             return
-        assert self.strategy.report is not None
-        record = self.strategy.report.history[0][-1]
-        self.console.print(coloured(value.tolist(), [record], self.decoder, last=False), end="", soft_wrap=True)
+        report = self.strategy.report
+        last = [] if report is None else report.history[0][-1:]
+        self.console.print(coloured(value.tolist(), last, self.decoder, last=False), end="", soft_wrap=True)
 
     def end(self) -> None:
         rest = "" if self.decoder is None else self.decoder.rest()
@@ -89,10 +89,10 @@ def round_origins(record: RoundRecord) -> list[str]:
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
     """The text of a row's tokens, each in the style of its origin; `last` says whether it ends here.
 
-    The decoder has read the text before them.
+    The decoder has read the text before them. A text without rounds was decoded plainly.
     """
     text = Text()
-    origins = itertools.chain.from_iterable(map(round_origins, history))
+    origins = itertools.chain(*map(round_origins, history), itertools.repeat("bonus"))
     for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row within its last round
         text.append(written_out(decoder.push(token)), STYLES[origin])
     return text.append(written_out(decoder.rest())) if last else text

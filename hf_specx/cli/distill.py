@@ -145,5 +145,5 @@ def measure_pair(result: "Distilled", console: Output) -> None:
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         console.text(f"the pair is saved without all figures, as timing failed: {first}", "yellow")
-    for m in result.pair.config.measurements:
-        console.text(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate")
+    for line in result.pair.config.speeds():
+        console.text(line)

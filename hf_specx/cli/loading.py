@@ -67,7 +67,7 @@ def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
     where = device_map(loading.device)
-    placed = {"device_map": where} if where else {}
+    placed: dict[str, Any] = {"device_map": where} if where else {}
     return DraftTargetPair.from_pretrained(name, dtype=loading.dtype, **placed, **more, **loading.hub)
 
 
@@ -144,5 +144,5 @@ def card_of(name: str, title: str | None, revision: str | None, **hub: Any) -> s
     config, folder = config_of(name, revision, **hub), Path(name)
     code = get_files(name, revision, [f"{ENTRY}.py"], CODE, **hub).root / CODE / f"{ENTRY}.py"
     if title is None and folder.is_dir():
-        return render(config, str(folder.absolute()), code.is_file(), folder.resolve().name)
+        return render(config, folder.resolve().name, code.is_file())
     return render(config, title or name, code.is_file())

@@ -30,7 +30,7 @@ TUNE_COLUMNS = {  # with what is in them
     "candidates": "γ, the recommended number in each round",
     "tokens a round": "of each row",
     "Theorem 3.8": "times plain, as α, c and γ say",
-    "limit": "times plain, if both took nothing but their forwards",
+    "predicted": "times plain, by what rounds take on this machine",
     "times plain": "as fast as plain generate, as measured in turns",
 }
 HELP_DRAFTS = (
@@ -117,10 +117,11 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
         console.text(f"\n{trial.name}", "bold")
         figures = []
         for m in trial.measurements:
-            ratios = m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup
+            ratios = m.tokens_per_round, m.expected_speedup, m.predicted_speedup, m.measured_speedup
             known = figure(m.alpha), figure(m.cost_coefficient), str(m.num_draft_tokens)
             figures.append((str(m.batch), *known, *map(figure, ratios)))
         console.figures(list(TUNE_COLUMNS), figures)
+        console.text("\n".join(trial.config.speeds() if trial.config else []))
     if measured:
         console.text("\n".join(f"{head}: {said}" for head, said in TUNE_COLUMNS.items()), "dim")
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)

@@ -1,9 +1,16 @@
-"""How bad input is refused: by a ValueError that names the value and the remedy."""
+"""How bad input is refused: by a ValueError that names the value and the remedy, or a TypeError as Python's own."""
 
 import difflib
 import numbers
 from collections.abc import Iterable
 from typing import Any
+
+
+SAME = {  # what transformers calls an argument of ours
+    "assistant_model": "draft_model",
+    "assistant_tokenizer": "draft_tokenizer",
+    "num_assistant_tokens": "num_draft_tokens",
+}
 
 
 def require(ok: bool, message: str) -> None:
@@ -36,6 +43,14 @@ def similar(name: str, known: Iterable[str]) -> str:
     """A question after the name that was meant, if there is one."""
     near = difflib.get_close_matches(name, list(known), 1, 0.75)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def check_names(where: str, given: Iterable[str], known: Iterable[str], more: str = "") -> None:
+    """Raise a TypeError, as Python does, for an argument of `where` that is not known."""
+    known = list(known)
+    name = min(set(given) - set(known), default=None)
+    if name is not None:
+        raise TypeError(f"{where} has no argument {name!r}; {similar(SAME.get(name, name), known)}{more}")
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ class NoModel:
 
         def __getattr__(self, name: str) -> Any:
             told = f"{type(self).__name__} has no attribute {name!r}"
-            if name in ("config", "device", "generation_config", "forward", "eval"):
+            if name in ("config", "device", "generation_config", "can_generate", "forward", "eval"):
                 told += (
                     " and is no model; give the model itself (of a pair its .target), and the strategy (of a pair its "
                     ".strategy) as custom_generate=, as in pipeline(task, model=model)(text, custom_generate=strategy)"

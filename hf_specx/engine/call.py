@@ -1,6 +1,5 @@
 """One call: what was asked for, with the checks and choices that say how it is decoded; none of it changes later."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+SWITCHED_OFF = "num_draft_tokens=0, which pairs recommend where nothing was faster; pass 'auto' to draft all the same"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Call:
         seeds: one for each row; None for the default generator.
         synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
+        shown: whether the streamer has the prompt already.
     """
 
     options: Any
@@ -99,6 +100,7 @@ class Call:
     synced: bool = False
     shared: bool = False
     queue: RequestQueue | None = None
+    shown: bool = False
 
 
 def make_call(
@@ -109,20 +111,18 @@ def make_call(
     queue: RequestQueue | None = None,
     drafting: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
+    shown: bool = False,
 ) -> Call:
     """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         given: what `generate` has prepared.
-        options, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
+        options, drafter, seeds, queue, shown: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
-    synced = shared = False
-    if world_size() > 1:
-        synced = synced_by_default(*models) if synced_gpus is None else synced_gpus
-        shared = shares_rows(*models)
+    synced, shared = _on_ranks(models, synced_gpus)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
     prompt = replace(
@@ -135,7 +135,7 @@ def make_call(
         in_step=synced,
     )
     _check_asked(options, prompt, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(prompt, stopping)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None:
@@ -146,10 +146,17 @@ def make_call(
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
     verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
     verification = verification if given.generation_config.do_sample else "greedy"
-    asked = copy.copy(options), prompt, processors, stopping  # the options may change later
-    call = Call(*asked, drafter, numbers, verification, layout, plain, seeds, synced, shared, queue)
+    decided = numbers, verification, layout, plain, seeds, synced, shared, queue, shown
+    call = Call(options, prompt, processors, stopping, drafter, *decided)
     _check_together(call)
     return call
+
+
+def _on_ranks(models: list[PreTrainedModel], synced_gpus: bool | None) -> tuple[bool, bool]:
+    """`synced` and `shared` of a `Call`."""
+    if world_size() == 1:
+        return False, False
+    return synced_by_default(*models) if synced_gpus is None else synced_gpus, shares_rows(*models)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
@@ -183,8 +190,10 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
-    """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
+def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
+    """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
+    if options.num_draft_tokens == 0:
+        return prompt.processors, SWITCHED_OFF
     processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = []
     for each in processors:
@@ -244,7 +253,8 @@ def _check_together(call: Call) -> None:
     drafting, drafter, ids = call.drafting, call.drafter, call.prompt.input_ids
     number, schedule, threshold = drafting
     told = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
-    require(number is None or (is_int(number) and number >= 1), told)
+    off = call.options.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
+    require(off or number is None or (is_int(number) and number >= 1), told)
     one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
     told = f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
     require(isinstance(threshold, float | int) and 0 <= threshold <= 1, told)

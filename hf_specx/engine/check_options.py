@@ -6,7 +6,7 @@ Commands ask for it before anything else is loaded.
 from collections.abc import Mapping
 from typing import Any
 
-from hf_specx.common.errors import brief, is_int, kind, one_of, require, similar
+from hf_specx.common.errors import brief, check_names, is_int, kind, one_of, require
 
 
 VERIFICATIONS = ("token", "block", "coupled")
@@ -23,7 +23,7 @@ def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> 
     number, given = num_draft_tokens, f"{where}num_draft_tokens={brief(num_draft_tokens)}"
     automatic = number == "auto"
     require(automatic or is_int(number), f"{given} is not a number; give an int of 1 or more, or 'auto'.")
-    require(automatic or number >= 1, f"{given} is below 1; give 1 or more, or 'auto'.")
+    require(automatic or number >= 0, f"{given} is below 0; give 1 or more, 0 to decode plainly, or 'auto'.")
     if verification is not None:
         one_of(f"{where}verification", verification, VERIFICATIONS)
 
@@ -39,8 +39,7 @@ def check_options(
     told = "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
     told += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     require(not misplaced, told)
-    name = min(unknown, default="")
-    require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
+    check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
     for name, known in choices.items():
         one_of(name, options[name], known)

@@ -12,19 +12,16 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from hf_specx.common.errors import is_int, kind, require, similar
+from hf_specx.common.errors import check_names, is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
 from hf_specx.models.prompts import Prompt
 
 
-WITHHELD = {  # what transformers takes from a call and does not pass on to a strategy object, and the remedy
-    "streamer": "use SpeculativeDecoding(streamer=...) or hf_specx.generate(streamer=...)",
+OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, and the remedy
     "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
-    "synced_gpus": "use hf_specx.generate(synced_gpus=...)",
-    "tokenizer": "use SpeculativeDecoding(tokenizer=...) or, for stop strings, hf_specx.generate(tokenizer=...)",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
@@ -43,11 +40,39 @@ def prepared(
     generation_config: GenerationConfig,
     inputs_tensor: torch.Tensor | None = None,
     seeds: Any = None,
+    tokenizer: Any = None,
     **inputs: Any,
 ) -> tuple[Prompt, Any]:
-    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row."""
-    given = {"processors": logits_processor, "criteria": stopping_criteria, "inputs_tensor": inputs_tensor}
+    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row.
+
+    It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
+    """
+    one_row = len(input_ids) == 1
+    criteria = StoppingCriteriaList(map(of_one_row, stopping_criteria)) if one_row else stopping_criteria
+    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
     return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
+
+
+def of_one_row(criterion: Any) -> Any:
+    """A criterion that depends on the text of its one row alone, in place of lm-eval's; any other as it is."""
+    return OneStop(criterion) if type(criterion).__name__ == "MultiTokenEOSCriteria" else criterion
+
+
+class OneStop(StoppingCriteria):
+    """lm-eval's criterion for a stop sequence: it keeps which rows have it, and one row ends there anyway."""
+
+    stateless = True
+
+    def __init__(self, criterion: Any):
+        self.criterion = criterion
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each of several texts [R, L] that the row may have ends: [R] bool."""
+        found = []
+        for text in input_ids:
+            self.criterion.done_tracker = [False]
+            found.append(self.criterion(text[None], scores, **kwargs))
+        return torch.tensor(found, device=input_ids.device)
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:
@@ -80,8 +105,8 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
     paged = kwargs.get("cache_implementation") == "paged"
     require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
     for name in sorted(kwargs.keys() - set(options) - _known_arguments(model)):
-        question = similar(name, options)
-        require(not question, f"unknown argument {name!r}; {question.strip()}")
+        if similar(name, options):  # others may be what the model reads
+            check_names("generate", [name], options)
 
 
 def _known_arguments(model: Any) -> set[str]:
@@ -169,10 +194,8 @@ def check_many(
     for name in OF_ONE_REQUEST:
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
-    known = _known_arguments(model) | {"tokenizer"}
-    name = min(kwargs.keys() - known, default="")
-    told = f"unknown argument {name!r}; {similar(name, known)}pass arguments of generate here, and options of the "
-    require(not name, f"{told}strategy to SpeculativeDecoding(...).")
+    told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...)."
+    check_names("generate_many", kwargs, _known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
 
 
@@ -185,39 +208,56 @@ class AskedSignature:
     def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
         if strategy is None:
             raise AttributeError("__signature__")  # of the class it is that of its constructor
-        check_withheld(sys._getframe(1), strategy.streamer)
+        frame = frame_of_generate(sys._getframe(1))
+        if frame is not None:
+            check_call(frame, strategy.streamer)
         return inspect.signature(prepared)
 
 
-def check_withheld(frame: FrameType | None, own_streamer: Any = None) -> None:
-    """Refuse what transformers drops on its way to a callable, or fails on in puzzling words.
+def frame_of_generate(frame: FrameType | None) -> FrameType | None:
+    """The frame of `GenerationMixin.generate` below the given one, whatever wraps the call; None if there is none.
 
-    It cannot prepare tensors without values. Of stop strings it drops the tokenizer, and would say next that this is
-    missing. All is read from the frame of `GenerationMixin.generate`, which is below the given one, whatever wraps the
-    call. A streamer, or that of the strategy, is ended, so that nobody waits for it.
+    transformers keeps from a callable what it has taken for itself: streamer, synced_gpus, tokenizer.
     """
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
-    if frame is None:
-        return
+    return frame
+
+
+def withheld(frame: FrameType) -> dict[str, Any]:
+    """What `generate`, below the given frame, has kept for itself, and a decoding method needs."""
+    found = frame_of_generate(frame)
+    return {} if found is None else {name: found.f_locals.get(name) for name in ("streamer", "synced_gpus")}
+
+
+def check_call(frame: FrameType, own_streamer: Any) -> None:
+    """Refuse what `generate` drops, or fails on in puzzling words; and have it pass its tokenizer on.
+
+    It cannot prepare tensors without values. A streamer, or that of the strategy, is ended after an error, so that
+    nobody waits for it.
+    """
     given, around = frame.f_locals, frame.f_back
     kwargs: dict[str, Any] = given.get("kwargs", {})
-    check_values({"inputs": given.get("inputs")} | kwargs)
-    named = kwargs | {"generation_config": given.get("generation_config")}
-    strings = setting("stop_strings", given.get("self"), named)
-    told = f"stop_strings={strings!r} do not work with a strategy object, since transformers drops the tokenizer; use "
-    told += "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
-    told += "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them."
-    require(strings is None, told)
     outer = around.f_locals.get("kwargs") if around is not None else None  # generate pops it from its own
     outer = outer if isinstance(outer, dict) else {}
-    for name, remedy in WITHHELD.items():
-        value = outer.get(name) if "tokenizer" in name else given.get(name)
-        if value is not None and value is not False:
-            for streamer in (given.get("streamer"), own_streamer):
-                if streamer is not None:
-                    streamer.end()
-            raise ValueError(f"transformers does not pass {name}= on to a strategy object; {remedy}.")
+    streamers = [each for each in (given.get("streamer"), own_streamer) if each is not None]
+    try:
+        check_values({"inputs": given.get("inputs")} | kwargs)
+        for name, remedy in OF_DRAFTS.items():
+            value = outer.get(name) if "tokenizer" in name else given.get(name)
+            require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
+        told = "the strategy and the call have a streamer each; leave one of them out."
+        require(len(streamers) < 2, told)
+        named = kwargs | {"generation_config": given["generation_config"]}
+        strings = setting("stop_strings", given["self"], named)
+        told = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
+        require(strings is None or outer.get("tokenizer") is not None, told)
+    except ValueError:
+        for streamer in streamers:
+            streamer.end()
+        raise
+    if outer.get("tokenizer") is not None:
+        kwargs.setdefault("tokenizer", outer["tokenizer"])  # where it looks for arguments of `prepared`
 
 
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:

@@ -56,10 +56,11 @@ class Stream:
 
     A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
     and gets what `generate` gives it. `by` "token" it gets one at a time, by "run" all that a round has emitted.
+    `shown` says whether it has the prompts already.
     """
 
-    def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping):
-        self.stopping, self.by = stopping, by
+    def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping, shown: bool = False):
+        self.stopping, self.by, self.shown = stopping, by, shown
         self.streamer: Any = streamer
         self.tags_rows = hasattr(streamer, "put_row")
         self.given: list[int] = []  # how many emitted tokens of each row were handed over
@@ -69,6 +70,8 @@ class Stream:
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
         self.given, self.waiting = [0] * len(batch.counts), [[] for _ in batch.counts]
+        if self.shown:
+            return
         if not self.tags_rows:
             self.streamer.put(batch.prefix(0).cpu())
         for row in range(len(batch.counts)) if self.tags_rows else ():

@@ -22,7 +22,8 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
     alone = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
-    stream = None if options.streamer is None else Stream(options.streamer, options.stream_by, call.stopping)
+    streamed = options.streamer, options.stream_by, call.stopping, call.shown
+    stream = None if options.streamer is None else Stream(*streamed)
     watch = _Watch(call.stopping, stream, ids)
     if stream is not None:
         stream.prompt(make_batch(prompt))

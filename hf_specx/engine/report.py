@@ -286,8 +286,8 @@ class SpeculationReport:
             lines.append(f"accepted by source: {told}")
         if self._costs:
             lines.append(
-                f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "
-                f"(Theorem 3.8), {self.forward_limited_speedup:.2f} limited by the forwards"
+                f"draft step / target step {self.cost_coefficient:.2f}; speed-up if rounds took no more than their "
+                f"forwards {self.forward_limited_speedup:.2f}, by Theorem 3.8 {self.expected_speedup:.2f}"
             )
         if "total" in self.seconds:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")

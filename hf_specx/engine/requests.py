@@ -41,6 +41,7 @@ class Request:
         stop_strings: its own; None are those of the call. They need a tokenizer.
         logits_processor: its own, after those of the call; grammars of known libraries among them. One of yours that
             keeps state serves one request, which is decoded in a batch of its own; others set `stateless = True`.
+        temperature, top_p: its own, where the call samples; None are those of the call.
     """
 
     input_ids: Sequence[int] | torch.Tensor
@@ -48,6 +49,8 @@ class Request:
     seed: int | None = None
     stop_strings: str | list[str] | None = None
     logits_processor: Sequence[LogitsProcessor] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ class Preparing:
         _check(request, ids)
         unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         ids = ids.to(self.device, torch.int64)
-        own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}
+        warps = {"temperature": request.temperature, "top_p": request.top_p}
+        own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings} | warps
         options = self.options | {name: value for name, value in own.items() if value is not None}
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
@@ -138,7 +142,7 @@ class Preparing:
         processors, alone = self._with_masks(given)
         if seed is None:
             seed = int(torch.randint(MAX_SEED - 1, ())) if given.generation_config.do_sample else 0
-        alike = request.logits_processor is None
+        alike = not any(x is not None for x in (request.logits_processor, *warps.values()))
         entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
         frequencies_that_change(self.model, entry.longest)
         check_positions(self.model, len(start), entry.limit)

@@ -79,7 +79,7 @@ class Run:
         )
         config, streamer = prompt.generation_config, options.streamer
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
-        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping)
+        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping, call.shown)
         self.listeners: list[Listener] = [self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
@@ -141,9 +141,9 @@ class Run:
         given: dict[str, Any] = {"alike": call.synced, "processors": self.processors}
         if pace is not None and (call.synced or call.shared):
             given["agree"] = partial(of_first_rank, device=batch.ids.device)
-        number = call.drafting.number or drafter.max_candidates
+        number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
         if number is not None or pace is None:
-            return Schedule(number or FIXED_DRAFT_TOKENS, pace, **given)
+            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, pace, **given)
         return Auto(pace, call.verification, batch, **given)
 
     def _measure(self, step: Callable[[int], object]) -> None:

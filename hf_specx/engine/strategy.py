@@ -1,5 +1,6 @@
 """The strategy that users give to `generate`: its options, and what it remembers from call to call."""
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from hf_specx.models.prompts import Prompt, prepare
 from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode, rounds
-from .entry import AskedSignature, check_draft, check_many, check_withheld, prepared
+from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
@@ -54,7 +55,7 @@ class SpeculativeDecoding(NoModel):
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
             later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
-            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it.
+            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it. 0 is plain.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
             are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds
@@ -128,18 +129,26 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        check_withheld(sys._getframe(), self.streamer)
-        return self.decode(*prepared(model, *args, **kwargs))
+        return self.decode(*prepared(model, *args, **kwargs), **withheld(sys._getframe()))
 
     @torch.no_grad()
     def decode(
-        self, given: Prompt, seeds: Any = None, earlier: SpeculationReport | None = None, **withheld: Any
+        self,
+        given: Prompt,
+        seeds: Any = None,
+        earlier: SpeculationReport | None = None,
+        streamer: BaseStreamer | None = None,
+        **withheld: Any,
     ) -> torch.Tensor | ModelOutput:
-        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one."""
+        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one.
+
+        A `streamer` of `generate` has got the prompt from it already.
+        """
         with ExitStack() as at_end:
-            if self.streamer is not None:
-                at_end.callback(self.streamer.end)
-            return self.complete(self.call(given, seeds, **withheld), earlier)
+            for each in (self.streamer, streamer):
+                if each is not None:
+                    at_end.callback(each.end)
+            return self.complete(self.call(given, seeds, streamer=streamer, **withheld), earlier)
 
     def generate_many(
         self,
@@ -154,7 +163,7 @@ class SpeculativeDecoding(NoModel):
     ) -> Iterator[Completion]:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
-        Each gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+        Up to rounding each has the tokens of a batch of one under its seed; under "coupled" those of plain `generate`.
 
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.
@@ -222,7 +231,8 @@ class SpeculativeDecoding(NoModel):
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        own = vars(model := unwrapped(model))
+        check_entry(model := unwrapped(model))
+        own = vars(model)
         before = {"generate": own["generate"]} if "generate" in own else {}
         own["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
         try:
@@ -245,9 +255,12 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prompt, *seeds_and_queue: Any, **withheld: Any) -> Call:
-        """What a call asks for, or a batch of a queue, checked."""
-        return make_call(self, given, self._drafter(given.model), *seeds_and_queue, **withheld)
+    def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
+        """What a call asks for, or a batch of a queue, checked; with a `streamer` that has the prompt already."""
+        drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
+        options.streamer = self.streamer if streamer is None else streamer
+        withheld["shown"] = streamer is not None
+        return make_call(options, given, drafter, *seeds_and_queue, **withheld)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""

@@ -39,8 +39,9 @@ SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
 NO_ID = "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, "
 NO_ID += "or save the pair with it inside"
+SLOWER = "nothing was faster than plain generate, so the pair decodes plainly"
 NO_TABLE = "with a row that is not {'target': {tokens: seconds}, 'draft': seconds} for 1 and at least one more number"
-NO_NUMBER = f"neither 'auto' nor an int from 1 to {MAX_RECOMMENDED}; give one of these"
+NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 COUNTED = FieldRule(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")
 MEASURED = FieldRule(is_positive, f"which nothing measures; {MEASURE}")
 
@@ -59,7 +60,9 @@ CommitOrBranch = Annotated[
 Subfolder = Annotated[str, FieldRule(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
 AutoClass = Annotated[str | None, FieldRule(AUTO_CLASS.fullmatch, f"no Auto class of transformers; {ANEW}")]
 ExitLayer = Annotated[int, FieldRule(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
-NumDraftTokens = Annotated[str | int, FieldRule(lambda n: n == "auto" or (is_int(n) and COUNTED.fits(n)), NO_NUMBER)]
+NumDraftTokens = Annotated[
+    str | int, FieldRule(lambda n: n == "auto" or (is_int(n) and 0 <= n <= MAX_RECOMMENDED), NO_NUMBER)
+]
 Verification = Annotated[
     str | None, FieldRule(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
 ]
@@ -142,6 +145,9 @@ class Measurement:
     hardware: str  # the processor, see `devices.hardware`
     versions: dict[str, str]  # {"torch": "2.13.0", ...}
     command: str  # that made these numbers
+    plain_tokens_per_second: MaybeFigure = None  # of plain `generate`, over all rows
+    predicted_speedup: MaybeFigure = None  # by what rounds take on this machine, before it was measured
+    why_not_predicted: str = ""  # why the measured one is another, where they part by more than a tenth
 
 
 @dataclass
@@ -162,7 +168,7 @@ class PairConfig:
     target: ModelSource  # where the models are, and facts from their files
     draft: ModelSource  # nothing is known of one without a model
     tokenizers: TokenizerFacts | None = None  # how they were compared; None is "not checked"
-    num_draft_tokens: NumDraftTokens = "auto"  # recommended options of `SpeculativeDecoding`
+    num_draft_tokens: NumDraftTokens = "auto"  # recommended options of `SpeculativeDecoding`; 0 decodes plainly
     verification: Verification = None
     layout: LayoutName = "auto"
     costs: SavedCosts | None = None  # the times by which "auto" chooses the number of candidates
@@ -210,6 +216,20 @@ class PairConfig:
             self.early_exit = EarlyExitOptions(draft.exit_layer, draft.head is not None)
         if draft is not None:
             self.draft = ModelSource()
+
+    @property
+    def pays(self) -> bool:
+        """Whether it was faster than plain `generate` at some batch size, as far as is known."""
+        return not self.measurements or any(m.measured_speedup > 1 for m in self.measurements)
+
+    def speeds(self) -> list[str]:
+        """Lines that say how fast it was at each batch size, and whether that is worth it."""
+        lines = []
+        for m in self.measurements:
+            plain = "" if m.plain_tokens_per_second is None else f" ({m.plain_tokens_per_second:.1f} tokens/s)"
+            why = f"; {m.why_not_predicted}" if m.why_not_predicted else ""
+            lines.append(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate{plain}{why}")
+        return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' drafts all the same"]
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""

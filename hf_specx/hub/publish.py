@@ -3,6 +3,7 @@
 import copy
 import functools
 import tempfile
+import warnings
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +27,7 @@ from .fetch import fingerprint
 from .flatten import SOURCE, published_code
 from .folders import INSIDE, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
+from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
 
 
 CODE = "custom_generate"
@@ -49,7 +50,7 @@ def save(
     """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
 
     Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` writes all that `publish` would
-    upload, to be used from there: also the card and the code to use the pair, which holds the path of the folder.
+    upload, to be used from there: also the card, and the code to use the pair, which alone holds the folder's path.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -61,7 +62,8 @@ def save(
         new.mkdir()
         config = _write(pair, new, sources)
         if with_code:
-            card = render(config, str(place), published=True, title=place.name)
+            warn_of_slower(config)
+            card = render(config, place.name, published=True)
             (new / "README.md").write_text(card, encoding="utf-8")
             write_code(new, str(place))
         try:
@@ -188,6 +190,7 @@ def publish(
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
+    warn_of_slower(pair.config)
     api = HfApi(token=token)
     try:
         with tempfile.TemporaryDirectory() as work:
@@ -201,6 +204,13 @@ def publish(
             raise
         told = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
         raise ConnectionError(told) from error
+
+
+def warn_of_slower(config: PairConfig) -> None:
+    """Warn if a pair that is published does not pay."""
+    if not config.pays:
+        told = f"when this pair was measured {SLOWER}; tune it with another draft, or where it will run."
+        warnings.warn(told, UserWarning, stacklevel=3)
 
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:

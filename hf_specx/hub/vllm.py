@@ -48,8 +48,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         config: of the pair. A ValueError says why vLLM cannot load it, or refuses it.
         name: a local folder, else the id of its repository; "embedded" is the pair in the package.
         revision: of that repository; models by reference have theirs in the config.
-        num_draft_tokens: None takes the config's; if that is "auto", the number of its fastest measurement in
-            transformers, or `FIXED_DRAFT_TOKENS` if nothing was measured.
+        num_draft_tokens: None takes the config's; if that is "auto" or 0, the number of its fastest measurement
+            in transformers, or `FIXED_DRAFT_TOKENS` if nothing was measured.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
     require(config.weightless_draft() is None, told)
@@ -67,7 +67,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     told += "which a draft inside does not have: save the pair with draft='reference'."
     require(not mapped or own or config.draft.name is not None, told)
     best = max(config.measurements, key=lambda m: m.measured_speedup, default=None)
-    if number == "auto":
+    if number in ("auto", 0):
         number = FIXED_DRAFT_TOKENS if best is None else best.num_draft_tokens
     method = "block" if config.verification in (None, "block") else "standard"
     judged = {"draft_sample_method": "probabilistic", "rejection_sample_method": method}

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_many
+from hf_specx.engine.entry import check_many, setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
@@ -32,14 +32,15 @@ LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
 
 def complete(
     pair: Any,
-    texts: Iterable[str],
+    texts: Iterable[str | Sequence[dict[str, Any]]],
     *,
     batch_size: int = 8,
     seed: int = 0,
     out: str | Path | None = None,
+    num_return_sequences: int = 1,
     **options: Any,
 ) -> Any:
-    """Complete texts; a row that ends makes place for the next one.
+    """Complete texts, or answer chats; a row that ends makes place for the next one.
 
     A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
     `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
@@ -47,13 +48,16 @@ def complete(
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
-        texts: prompts; the same on every process, and when a file is gone on with (then also more of them).
+        texts: prompts; the same on every process, and when a file is gone on with (then also more of them). One may be
+            a list of messages {"role", "content"}, for the tokenizer's chat template.
         batch_size: rows of a batch, 8 unless given.
         seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given, and not by the global generator.
         out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"} that an interrupted call goes on
             with; in the order of the prompts once it is complete. `out` + ".arguments" says what it was made with.
-        **options: of `generate` and `SpeculativeDecoding`; a processor or criterion of yours needs `stateless = True`,
-            and with `out` an attribute `fingerprint` where its own attributes do not say what it does.
+        num_return_sequences: texts for each prompt, one after another as in `generate`; each counts as a prompt here.
+        **options: of `generate` and `SpeculativeDecoding`, else as the target's generation config says; a processor or
+            criterion of yours needs `stateless = True`, and with `out` an attribute `fingerprint` where its own
+            attributes do not say what it does.
 
     Returns:
         Without `out`, what was generated for each text, without special tokens, on every process; else the file.
@@ -65,18 +69,52 @@ def complete(
         RuntimeError: another process failed (without `out`).
     """
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
-    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
+    told = f"texts={brief(texts)} is not a list of strings, or of chats; put a single prompt into a list."
+    require(several and (not isinstance(texts, list) or not any(isinstance(text, dict) for text in texts)), told)
     work = Completer(pair, batch_size, seed, options)
+    prompts = Numbered(work, texts, num_return_sequences)
     if out is not None:
-        return _to_file(work, texts, ResultsFile(out, arguments_of(pair, seed, options)))
-    return _to_list(work, list(_numbered(texts)))
+        return _to_file(work, prompts, ResultsFile(out, arguments_of(pair, seed, options | prompts.options)))
+    return _to_list(work, list(prompts))
 
 
-def _numbered(texts: Iterable[str]) -> Iterator[NumberedText]:
-    for index, text in enumerate(texts):
-        require(isinstance(text, str), f"prompt {index} is of type {type(text).__name__}; give strings.")
-        yield NumberedText(index, text)
+def check_prompt(index: int, prompt: Any) -> None:
+    """Raise a ValueError for what is neither a text nor a list of messages."""
+    chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(message, dict) for message in prompt)
+    told = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
+    require(isinstance(prompt, str) or bool(chat), told)
+
+
+class Numbered:
+    """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
+
+    def __init__(self, work: "Completer", prompts: Iterable[Any], count: int):
+        known = is_int(count) and count >= 1
+        require(known, f"num_return_sequences={brief(count)} is not an int of 1 or more; give one.")
+        told = f"num_return_sequences={count} greedy texts would be the same; pass do_sample=True."
+        require(count == 1 or setting("do_sample", work.pair.target, work.options), told)
+        for index, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
+            check_prompt(index, prompt)
+        self.work, self.prompts, self.count = work, prompts, count
+        self.total = len(prompts) * count if isinstance(prompts, Sized) else None
+        self.options = {} if count == 1 else {"num_return_sequences": count}  # that the texts depend on
+
+    def __iter__(self) -> Iterator[NumberedText]:
+        for index, prompt in enumerate(self.prompts):
+            check_prompt(index, prompt)
+            text = prompt if isinstance(prompt, str) else chat_text(self.work.pair.tokenizer, prompt)
+            for copy in range(self.count):
+                yield NumberedText(index * self.count + copy, text)
+
+
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
+    """A chat as the model reads it, up to where its answer begins."""
+    told = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
+    require(bool(getattr(tokenizer, "chat_template", None)), told)
+    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    begins, first = tokenizer("")["input_ids"][:1], tokenizer.bos_token
+    twice = first is not None and begins == [tokenizer.bos_token_id]  # by the template, and by the tokenizer
+    return text.removeprefix(first) if twice else text
 
 
 def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
@@ -97,11 +135,10 @@ def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
     return [text for _, text in sorted(gathered(own_part))]
 
 
-def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> Path:
+def _to_file(work: "Completer", prompts: Numbered, results: ResultsFile) -> Path:
     refused = 0
-    left: Iterable[NumberedText] = _numbered(texts)
-    total = len(texts) if isinstance(texts, Sized) else None
-    with results, Progress(total, results.count) as progress:
+    left: Iterable[NumberedText] = prompts
+    with results, Progress(prompts.total, results.count) as progress:
         while True:
             elsewhere: list[NumberedText] = []  # other processes are at them
             for done in work(results.claimed(left, elsewhere), progress):

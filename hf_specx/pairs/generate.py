@@ -42,7 +42,9 @@ KNOWN_EXITS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and 
 OWN_LAYERS = MtpDraft()  # likewise, and so that a target's layers are read once
 
 
-def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+def generate(
+    inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel | None = None, **kwargs: Any
+) -> Any:
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
     The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
@@ -51,13 +53,16 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
 
     Args:
         *more: further positional arguments of the model's own `generate`.
-        model: the target.
+        model: the target, by name.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
             `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
             `use_mtp=True` means `MtpDraft()`; else `prompt_lookup_num_tokens` means a `SuffixDraft`, see
             `lookup_draft`; else it is looked for as `find_draft` says, and the options that its pair recommends are
             used. With `custom_generate`, that is called instead.
     """
+    if model is None or hasattr(inputs, "can_generate"):
+        told = "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
+        raise TypeError(f"{told}custom_generate= in a call of model.generate give SpeculativeDecoding(draft)")
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))

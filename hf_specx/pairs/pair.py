@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.engine.entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
@@ -99,6 +100,20 @@ class DraftTargetPair(NoModel):
         """Texts to try the pair with; [] if its config has none."""
         return self.config.prompts
 
+    @property
+    def device(self) -> torch.device:
+        """Where the target's inputs go."""
+        return execution_device(self.target)
+
+    def to(self, device: torch.device | str) -> "DraftTargetPair":
+        """Move both models, and start with what was measured on that hardware, if anything was; returns the pair."""
+        for part in (*self.models, *self.drafts):
+            module = getattr(part, "head", None) if isinstance(part, EarlyExitDraft) else part
+            if isinstance(module, torch.nn.Module):
+                module.to(device)
+        self.strategy = self._strategy()
+        return self
+
     def _strategy(self) -> SpeculativeDecoding:
         """A strategy with the options that the config recommends."""
         options, costs = recommended(self.config, self.target)
@@ -106,13 +121,27 @@ class DraftTargetPair(NoModel):
         return SpeculativeDecoding(self.draft, **options)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "DraftTargetPair":
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        device_map: Any = None,
+        dtype: torch.dtype | str | None = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        target: PreTrainedModel | str | Path | None = None,
+        draft: PreTrainedModel | str | Path | None = None,
+        draft_device_map: Any = None,
+        **kwargs: Any,
+    ) -> "DraftTargetPair":
         """Load a pair: `from_pretrained("org/pair", device_map="auto", dtype="auto", revision=..., token=...)`.
 
         Args:
             name_or_path: a local folder, else an id on the Hub or "embedded".
-            **kwargs: see `load_pair`, which also tells the errors.
+            device_map, ..., **kwargs: see `load_pair`, which also tells the errors.
         """
+        kwargs |= {"device_map": device_map, "dtype": dtype, "revision": revision, "target": target, "draft": draft}
+        kwargs |= {"trust_remote_code": trust_remote_code, "draft_device_map": draft_device_map}
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
         parts, sources = load_pair(name_or_path, **kwargs)
@@ -153,17 +182,28 @@ class DraftTargetPair(NoModel):
         """
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        target: str = "inside",
+        draft: str = "inside",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Draft-target pair",
+    ) -> str:
         """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
 
         Args:
             repo_id: "owner/name".
-            **kwargs: of `hub.publish.publish`.
+            target, ..., commit_message: see `hub.publish.publish`, which also tells the errors.
 
         Returns:
             The last commit.
         """
-        return publish(self, repo_id, **kwargs)
+        where = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
+        return publish(self, repo_id, target=target, draft=draft, **where)  # type: ignore[arg-type]
 
     def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any:
         """The target's `generate` with speculative sampling.

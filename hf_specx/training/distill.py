@@ -17,6 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_specx.bench.inputs import settings_of
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
@@ -38,6 +39,7 @@ from .texts import Phases, Writer, fingerprint_of
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
+OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
 
@@ -71,7 +73,7 @@ def distill(
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
         progress: called with what is being done, how much is, and of how much (0 for news); None shows it on stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
-        **options: any attribute of `hf_specx.training.recipe.TrainingRecipe`, such as `loss`, `temperature`, `phases`.
+        **options: attributes of `training.recipe.TrainingRecipe`; how to generate, else by the target's own config.
 
     Returns:
         A `Distilled`: `pair`, α `before` and `after`, and `measure()`; the draft is as it was if no phase was better.
@@ -83,7 +85,7 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe, target = TrainingRecipe.of(with_plain_arguments(options)), unwrapped(target)
+    recipe = recipe_for(target := unwrapped(target), with_plain_arguments(options))
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
@@ -93,9 +95,15 @@ def distill(
     return result
 
 
+def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
+    """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
+    check_target(target, 0)
+    drawn = {name: given[name] for name in OF_GENERATION if name in given}
+    return TrainingRecipe.of(settings_of(target, drawn) | given)
+
+
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
     """What is trained, by what the user has named; a ValueError for what cannot be."""
-    check_target(target, 0)
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
     draft = unwrapped(draft)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.common.errors import brief, is_int, require, similar
+from hf_specx.common.errors import brief, check_names, is_int, require
 
 
 LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
@@ -79,9 +79,7 @@ class TrainingRecipe:
     def of(cls, options: dict[str, Any]) -> "TrainingRecipe":
         """A recipe with these options and the defaults of the others."""
         names = [each.name for each in fields(cls)]
-        for name in options:
-            told = f"{name}= is no option of distill; {similar(name, names)}options: {', '.join(names)}."
-            require(name in names, told)
+        check_names("distill", options, names, f"options: {', '.join(names)}.")
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -1,18 +1,23 @@
 """Trying drafts: what is measured and recommended, and what the config says of it."""
 
 import shutil
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from tiny import Forwards
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from tune_cases import DEAR, FREE, QUICK, save, tiny_t5
+from tune_cases import DEAR, FREE, QUICK, saved, tiny_t5
 
-from hf_specx import DraftTargetPair
+from hf_specx import Costs, DraftTargetPair, SpeculationReport
 from hf_specx.bench import tune
+from hf_specx.bench.prediction import predict
 from hf_specx.bench.study import Study
+from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
-from hf_specx.hub.pair_config import PairConfig
+from hf_specx.hub.pair_config import SLOWER, PairConfig
+from hf_specx.hub.publish import save
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -61,6 +66,51 @@ def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, 
     assert trial.config.costs.alpha == pytest.approx({known: 1}, abs=1e-4)
 
 
+@pytest.mark.parametrize(("speeds", "recommended"), [((0.9, 1.0), 0), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)])
+def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
+    folders, costs, monkeypatch, tmp_path, speeds, recommended
+):
+    """Wherever its draft is used; not if a call says how many candidates it wants."""
+    found, measured = iter(speeds), tune._measurement
+    monkeypatch.setattr(tune, "_measurement", lambda *args: replace(measured(*args), measured_speedup=next(found)))
+    (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
+    config = trial.config
+    assert config.num_draft_tokens == recommended
+    assert (config.speeds()[-1] == f"{SLOWER}; num_draft_tokens='auto' drafts all the same") == (recommended == 0)
+    trial.pair.save_pretrained(tmp_path / "pair")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    inputs = pair.tokenizer(TEXTS[0], return_tensors="pt") | {"do_sample": False, "max_new_tokens": 9}
+    expected = pair.target.generate(**inputs)
+    with Forwards(pair.draft) as drafted, warnings.catch_warnings(record=True) as told:
+        assert torch.equal(pair.generate(**inputs), expected)
+        pair.complete(TEXTS, do_sample=True, max_new_tokens=9)
+    assert bool(drafted.ids) == (recommended != 0)
+    assert any("nothing was faster" in str(warning.message) for warning in told) == (recommended == 0)
+    if recommended == 0:
+        with pytest.warns(UserWarning, match=SLOWER):
+            save(pair, tmp_path / "published", with_code=True)
+        with Forwards(pair.draft) as drafted:
+            assert torch.equal(pair.generate(**inputs, num_draft_tokens=3), expected)
+        assert drafted.ids
+
+
+def test_a_prediction_goes_by_the_rounds_of_this_machine():
+    """Rounds take three times their forwards: what is predicted is less, and what is otherwise is told."""
+    costs = Costs({1: {"target": {1: 1.0, 9: 1.8}, "draft": 0.1}}, {"block": 0.5})
+    report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
+    report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
+    report.seconds = {"total": 39.6}
+    found = predict(costs, [report], 1, 1)
+    assert found == pytest.approx((1.5, 3.6))  # a round of one candidate, whose forwards take 1.2
+    assert found.speedup(2.4) == pytest.approx(1.0)
+    plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)])
+    assert found.why_not(Comparison(plain, same)) == ""
+    slower = replace(report, gained=15, seconds={"total": 79.2})
+    slower.drafted_per_row, slower.rounds_per_row = [10], [10]
+    told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)])))
+    assert told == "predicted 1.00, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
+
+
 def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch):
     seeds, texts, seed, encode = [], [], torch.manual_seed, tune.encode
     monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.append(number) or seed(number))
@@ -107,7 +157,7 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path)
 
 
 def test_encoder_decoders(tmp_path, costs):
-    target, draft = (save(tmp_path / name, tiny_t5(), tiny_tokenizer()) for name in "td")
+    target, draft = (saved(tmp_path / name, tiny_t5(), tiny_tokenizer()) for name in "td")
     (trial,) = tune.tune(target, [draft], QUICK)
     assert trial.error is None
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)

@@ -19,7 +19,7 @@ def tiny_t5() -> PreTrainedModel:
     return model
 
 
-def save(folder, model, tokenizer=None):
+def saved(folder, model, tokenizer=None):
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

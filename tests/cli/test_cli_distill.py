@@ -55,6 +55,6 @@ def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):
     def full(*given):
         raise torch.OutOfMemoryError("out of memory\nand more")
 
-    config = SimpleNamespace(measurements=[])
+    config = SimpleNamespace(speeds=list)
     cli_distill.measure_pair(SimpleNamespace(measure=full, pair=SimpleNamespace(config=config)), Output())
     assert "saved without all figures, as timing failed: out of memory\n" in capsys.readouterr().out

@@ -29,7 +29,7 @@ def config(folder) -> PairConfig:
 
 
 def test_card_of_a_folder(folder, config, tmp_path):
-    here = render(config, folder, title="my-pair")
+    here = render(config, "my-pair")
     assert output("card", folder) == here
     assert output("card", folder, "--title", "org/name") == render(config, "org/name")
     assert output("card", folder, "--out", tmp_path / "card.md") == ""

@@ -37,6 +37,12 @@ def test_origins_of_a_round(record, origins):
     assert coloured.round_origins(record) == origins
 
 
+def test_a_text_that_was_decoded_plainly_has_no_rounds():
+    tokenizer = tiny_tokenizer()
+    decoder = coloured.TokenDecoder(tokenizer, [])
+    assert coloured.coloured(tokenizer("the cat")["input_ids"], [], decoder).plain == "the cat"
+
+
 @pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
 def test_characters_split_across_tokens(text):
     tokenizer = tiny_tokenizer()

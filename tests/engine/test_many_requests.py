@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from many import GREEDY, alone, completed, requests
+from many import GREEDY, SAMPLED, alone, completed, requests
 from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
@@ -112,8 +112,8 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
-        ({"foo": 2}, "unknown argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
-        ({"max_new_token": 2}, "unknown argument 'max_new_token'; did you mean 'max_new_tokens'"),
+        ({"foo": 2}, "no argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
+        ({"max_new_token": 2}, "no argument 'max_new_token'; did you mean 'max_new_tokens'"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
         ({"requests": 7}, "requests is an int; give a list of prompts, each a list of token ids"),
         ({"requests": "a text"}, "requests is a str; give"),
@@ -126,9 +126,25 @@ def test_arguments_that_are_refused(options: dict, told: str):
     """Before anything is iterated over."""
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.2))
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
+    with Forwards(target) as forwards, pytest.raises((ValueError, TypeError), match=told):
         strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
     assert not forwards.ids
+
+
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+def test_requests_with_a_temperature_and_a_top_p_of_their_own(verification: str):
+    """In one batch, each with the text that it would have alone; the draft's distribution has them too."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification=verification)
+    warps = [{}, {"temperature": 0.3}, {"top_p": 0.4}, {"temperature": 2.0, "top_p": 0.9}] * 2
+    asked = [Request([3, 4, 5], 12, seed=7, **warp) for warp in warps]
+    by = strategy if verification == "block" else None
+    expected = [alone(target, Request([3, 4, 5], 12, seed=7), by, **SAMPLED | warp) for warp in warps]
+    assert len({*map(tuple, expected)}) > 2
+    found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
+    assert [found[index].tokens for index in range(8)] == expected
+    (refused,) = strategy.generate_many(target, [Request([1], 4, temperature=-1.0)], **SAMPLED)
+    assert "temperature" in refused.error
 
 
 def test_an_error_of_the_input_loses_nothing_that_was_taken():

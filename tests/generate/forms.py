@@ -1,4 +1,4 @@
-"""The four ways to call hf_specx, around the same two models."""
+"""The ways to call hf_specx, around the same two models."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,19 +8,20 @@ import torch
 from tiny import Forwards, near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specx import DraftTargetPair, generate
+from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.publish import write_code
 
 
 FORMS = ("function", "folder", "override", "pair")
+ALL_FORMS = (*FORMS, "strategy", "attached")  # the last two take no options of ours in the call
 SAMPLED = {"do_sample": True, "top_k": 20, "max_new_tokens": 14}
 GREEDY = {"do_sample": False, "max_new_tokens": 14}
 OURS = {"verification": "coupled", "num_draft_tokens": 3}
 
 
 def make_world(folder: Path) -> SimpleNamespace:
-    """A target, a draft and their tokenizer, with the four ways to call them in `call`: {form: function}."""
+    """A target, a draft and their tokenizer, with the ways to call them in `call`: {form: function}."""
     tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
     tokenizer.bos_token = tokenizer.eos_token
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -34,11 +35,22 @@ def make_world(folder: Path) -> SimpleNamespace:
         loaded = {"custom_generate": str(folder), "trust_remote_code": True}
         return target.generate(*args, assistant_model=draft, **loaded, **kwargs)
 
+    def by_strategy(*args: Any, verification: Any = None, num_draft_tokens: Any = "auto", **kwargs: Any) -> Any:
+        strategy = SpeculativeDecoding(draft, verification=verification, num_draft_tokens=num_draft_tokens)
+        return target.generate(*args, **kwargs, custom_generate=strategy)
+
+    def attached(*args: Any, verification: Any = None, num_draft_tokens: Any = "auto", **kwargs: Any) -> Any:
+        strategy = SpeculativeDecoding(draft, verification=verification, num_draft_tokens=num_draft_tokens)
+        with strategy.attached(target):
+            return target.generate(*args, **kwargs)
+
     call = {
         "function": lambda *args, **kwargs: generate(*args, model=target, draft_model=draft, **kwargs),
         "folder": by_folder,
         "override": lambda *args, **kwargs: own.generate(*args, assistant_model=draft, **kwargs),
         "pair": pair.generate,
+        "strategy": by_strategy,
+        "attached": attached,
     }
     return SimpleNamespace(
         target=target, draft=draft, tokenizer=tokenizer, folder=folder, own=own, pair=pair, call=call

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
+from transformers import StoppingCriteria
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftTargetPair, SpeculativeDecoding
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0}
@@ -60,3 +61,52 @@ def test_a_model_that_trains_without_dropout(model_type: str):
         target(ids, labels=ids).loss.backward()
         optimizer.step()
         assert not torch.equal(text(target), expected)
+
+
+class MultiTokenEOSCriteria(StoppingCriteria):
+    """As lm-eval has it, with tokens in place of texts: the batch ends once all rows have had the sequence."""
+
+    def __init__(self, sequence: list[int], width: int, rows: int):
+        self.sequence, self.width, self.done_tracker = sequence, width, [False] * rows
+
+    def __call__(self, input_ids, scores, **kwargs):
+        for row, text in enumerate(input_ids[:, self.width :].tolist()):
+            self.done_tracker[row] |= text[-len(self.sequence) :] == self.sequence
+        return False not in self.done_tracker
+
+
+def test_stop_sequences_of_lm_eval():
+    """One row is speculated; of several, which end together, transformers decodes."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
+    sequence = text(target)[0, 17:19].tolist()
+    for rows in (1, 3):
+        call = prompts(rows) | SAMPLED
+
+        def run(rows: int = rows, call: dict = call) -> torch.Tensor:
+            torch.manual_seed(0)
+            return target.generate(**call, stopping_criteria=[MultiTokenEOSCriteria(sequence, 11, rows)])
+
+        expected = run()
+        with strategy.attached(target), Forwards(target) as forwards:
+            assert torch.equal(run(), expected)
+        assert (len(forwards.ids) < expected.shape[1] - 11) == (rows == 1)
+        assert strategy.report.layout == ("ragged" if rows == 1 else "plain")
+
+
+@pytest.mark.slow
+def test_lm_eval_gets_the_same_texts():
+    """Requests by hand, as its tasks make them."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    pair = DraftTargetPair.embedded()
+    model = huggingface.HFLM(pretrained=pair.target, tokenizer=pair.tokenizer, batch_size=1)
+    asked = [("def read(", {"until": ["\n\n", "return"], "max_gen_toks": 40}), ("import os", {"until": ["\n"]})]
+    requests = [instance("generate_until", {}, arguments, index) for index, arguments in enumerate(asked)]
+    expected = model.generate_until(requests, disable_tqdm=True)
+    strategy = SpeculativeDecoding(pair.draft, num_draft_tokens=4)
+    with Forwards(pair.target) as plain:
+        model.generate_until(requests, disable_tqdm=True)
+    with strategy.attached(pair.target), Forwards(pair.target) as forwards:
+        assert model.generate_until(requests, disable_tqdm=True) == expected
+    assert len(forwards.ids) < 0.8 * len(plain.ids)

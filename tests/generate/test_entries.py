@@ -10,7 +10,7 @@ import pytest
 import torch
 from all_pairs import once
 from criteria import RowAndPrefix, RowSumIs
-from forms import FORMS, GREEDY, SAMPLED, equal
+from forms import ALL_FORMS, FORMS, GREEDY, SAMPLED, equal
 from tiny import prompts
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
@@ -65,7 +65,7 @@ def test_positional_arguments(world: SimpleNamespace, form: str):
     equal(world, form, IDS, config, LogitsProcessorList([RowAndPrefix()]), attention_mask=MASK)
 
 
-@pytest.mark.parametrize(("where", "form"), once(["argument", "config", "the model's own", "criterion"], FORMS))
+@pytest.mark.parametrize(("where", "form"), once(["argument", "config", "the model's own", "criterion"], ALL_FORMS))
 def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch: pytest.MonkeyPatch):
     text = world.target.generate(**prompts(3), **GREEDY)[:, 11:]
     strings = [world.tokenizer.decode(row[place]) for row, place in zip(text, (6, 4, 5), strict=True)]
@@ -90,7 +90,7 @@ def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch
         equal(world, form, **arguments, stock={"tokenizer": world.tokenizer})
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_token_healing(world: SimpleNamespace, form: str):
     """In one of the rows the healed prompt is shorter than the given one."""
     inputs = world.tokenizer(["import os\nprint(os.pat", "for i in ran "], return_tensors="pt", padding=True)
@@ -101,7 +101,7 @@ def test_token_healing(world: SimpleNamespace, form: str):
     assert isinstance(world.own.generate, Callable)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
     """Were there other ranks, they would be asked whether they are finished; alone it says nothing."""
     equal(world, form, **GREEDY, stock={"synced_gpus": False}, synced_gpus=True)
@@ -134,21 +134,3 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
     assert torch.equal(world.own.generate(IDS[:2], attention_mask=MASK[:2], **GREEDY, **same), expected)
     with pytest.raises(ValueError, match="draft"):
         world.own.generate(**prompts(2), **GREEDY)
-
-
-@pytest.mark.parametrize("where", ["argument", "config", "the model's own"])
-def test_stop_strings_with_a_strategy_object(world, where: str, monkeypatch: pytest.MonkeyPatch):
-    """transformers drops the tokenizer, and would say that it is missing; what we advise works."""
-    settings, strategy = {**GREEDY, **prompts(3)}, SpeculativeDecoding(world.draft, num_draft_tokens=3)
-    expected = world.target.generate(**settings, stop_strings=["a"], tokenizer=world.tokenizer)
-    criteria = StoppingCriteriaList([StopStringCriteria(world.tokenizer, ["a"])])
-    assert torch.equal(
-        world.target.generate(**settings, stopping_criteria=criteria, custom_generate=strategy), expected
-    )
-    given = {"stop_strings": ["a"]} if where == "argument" else {}
-    if where == "config":
-        given = {"generation_config": GenerationConfig(stop_strings=["a"])}
-    elif where == "the model's own":
-        monkeypatch.setattr(world.target.generation_config, "stop_strings", ["a"])
-    with pytest.raises(ValueError, match="do not work with a strategy object, since transformers drops the tokenizer"):
-        world.target.generate(**settings, **given, tokenizer=world.tokenizer, custom_generate=strategy)

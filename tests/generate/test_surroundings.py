@@ -19,6 +19,7 @@ from hf_specx import SpeculativeDecoding
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 MODES = {"greedy": GREEDY, "sampled": {"do_sample": True, "top_k": 0, "max_new_tokens": 20}}
+MODES |= {"a stop string": GREEDY | {"stop_sequence": "an"}}
 TEXTS = ["def read(self):", "import", "class Reader(Base):\n    def", "for line in"]
 MODELS = ("llama", "bart", "bamba")
 

@@ -190,9 +190,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_examples_of_a_repository_run_as_they_stand(folder: Path):
-    """By name, bound, loaded once and with the package: four times the tokens of plain sampling."""
-    scope, made = run_examples((folder / "README.md").read_text())
+def test_the_examples_of_a_repository_run_as_they_stand(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """By name, bound, loaded once and with the package: four times the tokens of plain sampling; beside the folder."""
+    card = (folder / "README.md").read_text()
+    assert str(folder.parent) not in card
+    monkeypatch.chdir(folder.parent)
+    scope, made = run_examples(card)
     assert len(made) == 4
     torch.manual_seed(0)
     plain = scope["pair"].target.generate(**scope["inputs"], max_new_tokens=24, do_sample=True)

@@ -160,7 +160,7 @@ def test_an_error_in_the_options_is_no_fault_of_the_prompts(
     pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
 ):
     for out in (tmp_path / "done.jsonl", None):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             pair.complete(TEXTS, out=out, **SAMPLED | options)
     assert not [*tmp_path.iterdir()]
 

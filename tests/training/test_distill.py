@@ -18,6 +18,7 @@ import hf_specx
 from hf_specx import DraftTargetPair, distill
 from hf_specx.hub.cards import render
 from hf_specx.training.losses import LOSSES
+from hf_specx.training.recipe import TrainingRecipe
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -63,6 +64,19 @@ def test_reported_alpha_is_that_of_generating():
     list(strategy.generate_many(result.pair.target, requests, **options))
     assert strategy.report.alpha == pytest.approx(result.after.value, abs=0.03)
     assert strategy.report.alpha > result.before.high
+
+
+def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyPatch):
+    seen: list[TrainingRecipe] = []
+    monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
+    target, draft = models()
+    own = target.generation_config
+    for options in ({}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
+        own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
+        with pytest.raises(ZeroDivisionError):
+            distill(target, draft, some_prompts(), **options)
+    found = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
+    assert found == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
 
 
 def test_it_stops_when_alpha_no_longer_rises():

@@ -39,13 +39,13 @@ WRONG = {
     "training=3 is neither a TrainingArguments nor a dict": {"training": 3},
     "'max_steps'.*is set by distill": {"training": TrainingArguments(max_steps=5)},
     "'fsdp'.*the draft is whole on each device": {"training": {"fsdp": "full_shard"}},
-    "phasez= is no option of distill; did you mean 'phases'": {"phasez": 3},
+    "no argument 'phasez'; did you mean 'phases'": {"phasez": 3},
 }
 
 
 @pytest.mark.parametrize("told", WRONG)
 def test_what_cannot_be_trained_is_refused(told: str):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((ValueError, TypeError), match=told):
         TrainingRecipe.of(with_plain_arguments(WRONG[told]))
 
 

@@ -11,6 +11,7 @@ from hf_specx.training.result import Distilled
 
 
 QUICK = {"loss": "jsd", "max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
+QUICK |= {"do_sample": True, "top_k": 0}
 
 
 def silent(*progress: object) -> None:
