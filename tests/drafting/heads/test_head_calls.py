@@ -41,7 +41,8 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
     head, draft, target = made(kind, tmp_path)
-    strategy, asked, cut = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12), CUT.get(kind, 0.0)
+    strategy, asked = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12)
+    cut = 0.0 if alike else CUT.get(kind, 0.0)
     if alike:
         asked = [Request([*range(1, 10), *request.input_ids]) for request in asked]
     watch, options = watched(strategy, head, target, cut=cut), ENDS | {"assistant_confidence_threshold": cut}
