@@ -13,6 +13,21 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 
 Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
+MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
+
+
+def settings_of(
+    target: PreTrainedModel, given: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
+) -> dict[str, Any]:
+    """How a target generates: as `given`, else as its own generation config says, else as transformers does.
+
+    Returns:
+        `given` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k.
+    """
+    config, _ = target._prepare_generation_config(None, **given)  # type: ignore[operator]
+    found = {"do_sample": bool(config.do_sample), "max_new_tokens": config.max_new_tokens or max_new_tokens}
+    names = ("temperature", "top_p", "top_k") if config.do_sample else ()
+    return found | {name: getattr(config, name) for name in names} | given
 
 
 def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens: int, seed: int = 0) -> Inputs:
@@ -30,7 +45,7 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         ids = torch.randint(1, pair.target.config.vocab_size, (batch, length), generator=generator)
     else:
         texts = [tokens for text in pair.prompts if (tokens := pair.tokenizer(text)["input_ids"])]
-        require(bool(texts), "the pair has no prompts of its own; give some with --file.")
+        require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
         rows = []
         for first in range(batch):
             rotated = itertools.islice(itertools.cycle(texts), first, None)

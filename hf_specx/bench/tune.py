@@ -23,11 +23,11 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, encode
+from .drafts import EXIT, SEVERAL_EXITS, SUFFIX
+from .inputs import Inputs, encode, settings_of
 from .store import provenance
 from .study import DraftTrial, Study, weightless_draft
 from .timer import Advance, Comparison, compare, time_call
-from .ways import EXIT, SEVERAL_EXITS, SUFFIX
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
@@ -76,7 +76,7 @@ def tune(
     Args:
         target: an id on the Hub or a folder.
         drafts: the same, or "suffix" or "exit:4" for a draft without weights; see `drafts_to_try`.
-        study: how they are tried.
+        study: how they are tried; where its options say nothing, as the target's own generation config says.
         revision, draft_revisions: commit, branch or tag on the Hub, of the target and of each draft that is a model.
         advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
 
@@ -93,6 +93,7 @@ def tune(
     require(len(draft_revisions) in (0, len(models)), told)
     revisions = dict(itertools.zip_longest(models, draft_revisions))
     loaded = load(target, revision, study, study.device_map)
+    study = replace(study, options=settings_of(loaded.model, study.options))
     batches = encode_batches(target, loaded, study)
     trials: list[DraftTrial] = []
     for name in drafts:
