@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_specx.common.errors import require
 
@@ -23,14 +23,7 @@ class NamedDraft(NamedTuple):
     """What the name of a draft says; one of the first two is given, or neither for a word of `ELSEWHERE`."""
 
     layers: int | None = None  # of the target, its first ones
-    model: str | None = None  # id or folder of a model or head
-    revision: str | None = None  # of it on the Hub
-    is_head: bool = False  # whether it was called a head
-
-    @property
-    def weightless(self) -> bool:
-        """Whether it needs no weights of its own."""
-        return self.model is None
+    model: str | None = None  # id, perhaps with a revision, or folder of a model or head
 
 
 def read_draft(name: str, word: str = "") -> NamedDraft:
@@ -47,10 +40,16 @@ def read_draft(name: str, word: str = "") -> NamedDraft:
         known = re.fullmatch("[1-9][0-9]*", number) is not None
         require(known, f"the draft {name} names no number of layers; give one of 1 or more, like {kind}:4.")
         return NamedDraft(layers=int(number))
-    model, revision = split_revision(name.removeprefix(OF_HEADS))
+    model = name.removeprefix(OF_HEADS)
     told = f"the draft {name!r} means nothing; give one of: {HELP_DRAFT}"
-    require(bool(model) and (":" not in model or Path(model).is_dir()), told)
-    return NamedDraft(model=model, revision=revision, is_head=name.startswith(OF_HEADS))
+    require(bool(model) and (":" not in model or "/" in model or Path(model).is_dir()), told)
+    return NamedDraft(model=model)
+
+
+def check_head(name: str, model: Any) -> None:
+    """Whether a loaded draft is a head, where its name says so."""
+    told = f"{name} names a model and no head; leave out {OF_HEADS}"
+    require(not name.startswith(OF_HEADS) or not model.can_generate(), told)
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.bench.drafts import HEAD, HELP_DRAFT, LAYERS, NamedDraft, read_draft, split_revision
+from hf_specx.bench.drafts import HEAD, HELP_DRAFT, LAYERS, check_head, read_draft
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe
@@ -62,7 +62,7 @@ def distill(
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
     with going_on_with(folder):
-        result = train(target, named, loading, prompts, source.chat, options | held_out | {"folder": folder})
+        result = train(target, draft, loading, prompts, source.chat, options | held_out | {"folder": folder})
         if result is None:
             return
         say(str(result))
@@ -87,7 +87,7 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, draft: NamedDraft, loading: Loading, prompts: Prompts, chat: bool, options: dict[str, Any]
+    target: str, named: str, loading: Loading, prompts: Prompts, chat: bool, options: dict[str, Any]
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():
@@ -97,13 +97,13 @@ def train(
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
 
-        from .loading import PromptTexts, check_draft, in_words, study_of
-    study, own = study_of(loading), None
-    check_draft(draft, loading)
+        from .loading import PromptTexts, in_words, study_of
+    study, draft, own = study_of(loading), read_draft(named, HEAD), None
     with waiting_for(f"loading {target}"):
-        loaded = load(*split_revision(target), study, study.device_map)
+        loaded = load(target, study, study.device_map)
         if draft.model is not None:
-            own = load(draft.model, draft.revision, study, {"": last_device(loaded.model)}, loaded)
+            own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
+            check_head(named, own.model)
     drawn = {name: options[name] for name in ("do_sample", "max_new_tokens", *DRAWN) if name in options}
     settings = settings_of(loaded.model, drawn)
     start = draft.model or (HEAD if draft.layers is None else f"{LAYERS}{draft.layers}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specx.bench.drafts import EXIT, SUFFIX, NamedDraft, read_draft, split_revision
+from hf_specx.bench.drafts import SUFFIX, check_head, read_draft, split_revision
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
 from hf_specx.bench.tune import find_files, tune
 from hf_specx.common.errors import require
@@ -18,7 +18,6 @@ from hf_specx.hub.fetch import get_files, get_pair, get_tokenizer
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.hub.load_model import holds_head
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
@@ -49,19 +48,18 @@ def study_of(loading: Loading, **how: Any) -> Study:
 
 def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
     """The pair that a command names, or one of the target and the draft that it names."""
-    name, revision = split_revision(named.first)
-    draft = None if named.draft is None else read_draft(named.draft)
+    name, draft, study = named.first, named.draft, study_of(named)
     with waiting_for(f"loading {named.name}"):
-        if draft is not None:
-            check_draft(draft, named)
-        if is_known(name) or (find_files(name, revision, study_of(named)).root / CONFIG_NAME).is_file():
-            pair = load_given_pair(named.first, named, draft)
+        model = None if draft is None else read_draft(draft).model
+        if model is not None:
+            find_files(model, study)  # raises where there is none
+        if is_known(split_revision(name)[0]) or (find_files(name, study).root / CONFIG_NAME).is_file():
+            pair = load_given_pair(name, named, draft)
         else:
-            told = f"{named.first} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
+            told = f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
             require(draft is not None, told + f"--draft {SUFFIX}, which needs no second model.")
-            assert draft is not None
-            (trial,) = tune(name, [draft_name(draft)], study_of(named), revision, revisions_of([draft]))
-            require(trial.error is None, f"{named.draft} is no draft for {named.first}: {trial.error}")
+            (trial,) = tune(name, [str(draft)], study)
+            require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
@@ -69,28 +67,30 @@ def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
     return pair
 
 
-def load_given_pair(named: str, loading: Loading, draft: NamedDraft | None = None) -> DraftTargetPair:
+def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-    how: dict[str, Any] = {"dtype": loading.dtype, "device_map": device_map(loading.device_map)}
-    how |= {"revision": revision, "trust_remote_code": loading.trust_remote_code}
-    if draft is not None:
-        told = f"{draft.model}@{draft.revision}: with a pair the draft is read from its main branch; leave the @ out."
-        require(draft.revision is None, told)
-        how["draft"] = draft.model
+    model = None if draft is None else read_draft(draft).model
+    told = f"{model}: with a pair a draft is read from its main branch; leave the @ and what follows out."
+    require(model is None or split_revision(model)[1] is None, told)
+    how: dict[str, Any] = {"device_map": device_map(loading.device_map), "revision": revision, "draft": model}
+    how |= {"trust_remote_code": loading.trust_remote_code, "dtype": loading.dtype}
     pair = DraftTargetPair.from_pretrained(name, **{option: value for option, value in how.items() if value})
-    return pair if draft is None or draft.model is not None else with_draft(pair, draft)
+    if draft is not None and model is None:
+        return with_draft(pair, draft)
+    check_head(draft or "", pair.draft)
+    return pair
 
 
-def with_draft(pair: DraftTargetPair, draft: NamedDraft) -> DraftTargetPair:
+def with_draft(pair: DraftTargetPair, draft: str) -> DraftTargetPair:
     """The pair with a draft without weights in place of its own.
 
     What was measured with its own draft, and recommended for it, does not hold then.
     """
-    config, weightless = copy.deepcopy(pair.config), weightless_draft(draft_name(draft))
+    config, weightless = copy.deepcopy(pair.config), weightless_draft(draft)
     assert weightless is not None
     config.forget()
     config.set_draft(weightless)
@@ -99,27 +99,9 @@ def with_draft(pair: DraftTargetPair, draft: NamedDraft) -> DraftTargetPair:
     return made
 
 
-def draft_name(draft: NamedDraft) -> str:
-    """A draft by the name that it has in Python."""
-    return draft.model or (SUFFIX if draft.layers is None else f"{EXIT}{draft.layers}")
-
-
-def revisions_of(drafts: list[NamedDraft]) -> list[str | None]:
-    """The revision of each draft that has weights."""
-    return [draft.revision for draft in drafts if draft.model is not None]
-
-
-def check_draft(draft: NamedDraft, loading: Loading) -> None:
-    """Whether there is such a draft, and what was called a head is one."""
-    if draft.model is not None:
-        files = find_files(draft.model, draft.revision, study_of(loading))
-        told = f"head:{draft.model} names a model and no head; leave out head: to draft with it."
-        require(not draft.is_head or holds_head(files, ""), told)
-
-
-def tokenizer_of(name: str, revision: str | None, loading: Loading) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target that is not loaded yet; None if it has none."""
-    return get_tokenizer(find_files(name, revision, study_of(loading)), "", None, loading.trust_remote_code)
+    return get_tokenizer(find_files(name, study_of(loading)), "", None, loading.trust_remote_code)
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:

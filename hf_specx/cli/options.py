@@ -78,7 +78,8 @@ class Named(Loading):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        told = f"--draft {self.draft} needs a target: name one, or a pair to take it from, like {EMBEDDED}."
+        told = f"--draft {self.draft} needs a target; name one, as in specx bench TARGET --draft {self.draft} or "
+        told += f"specx generate PROMPT --target TARGET --draft {self.draft}."
         require(self.pair is not None or self.draft is None, told)
         if self.draft is None:
             check_name(self.first)

@@ -55,7 +55,7 @@ def check_known(name: str, repo_id: str | None = None) -> None:
     check_name(name)
     first, revision = split_revision(name)
     for value in (repo_id, revision) if is_known(first) else ():
-        told = f"{value} is for pairs of your own, and {first!r} is a well-known one; leave it out."
+        told = f"{first!r} is a well-known pair, of which there is one card and one version; leave {value} out."
         require(value is None, told)
 
 

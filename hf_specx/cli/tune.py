@@ -9,13 +9,13 @@ import typer
 from rich.text import Text
 
 from hf_specx.bench.checks import check_runs
-from hf_specx.bench.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft, split_revision
+from hf_specx.bench.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 
 from .console import Output, error_line, figure, imports, say, steps
 from .options import HELP_TARGET, AsJson, Batches, Loading, Overwrite, Prompted, Sampling, command, typed
-from .prompts import FilePrompts, Prompts, read_prompts
+from .prompts import read_prompts
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
@@ -55,28 +55,26 @@ def tune(
     With a target alone: which of its layers drafts best, or whether its text repeats enough to do without any.
     Prompts come from --prompts or standard input. Models from the Hub are saved by id and commit, others with weights.
     """
-    named = [read_draft(name, SEVERAL_EXITS) for name in drafts or ()]
+    for name in drafts or ():
+        read_draft(name, SEVERAL_EXITS)
     check_runs(sizes := batch_size or [1, 8])
     require(out is not None or not overwrite, "--overwrite is for saving; name a folder with --out.")
     if out is not None:
         check_folder(out, overwrite)
     told = "--out saves the best draft, which --repeats 0 cannot tell; give one draft, or measure."
-    require(out is None or repeats > 0 or (len(named) == 1 and drafts != [SEVERAL_EXITS]), told)
+    require(out is None or repeats > 0 or (len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]), told)
     prompts = read_prompts(source, "with --prompts FILE, on standard input, or use --repeats 0") if repeats else []
     with imports():
         from hf_specx.bench import tune as tuning
 
-        from .loading import check_draft, draft_name, in_words, revisions_of, save_best, study_of
-    for draft in (draft for draft in named if draft.is_head):
-        check_draft(draft, loading)
-    name, revision = split_revision(target)
-    texts = texts_of_target(target, prompts, source.chat, loading)
+        from .loading import PromptTexts, in_words, save_best, study_of, tokenizer_of
+    tokenizer = tokenizer_of(target, loading) if source.chat else None
+    texts = list(PromptTexts(prompts, tokenizer, source.chat, target))
     how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "options": sampling.given}
     study = study_of(loading, command=typed(), **how)
-    wanted = [x if x == SEVERAL_EXITS else draft_name(draft) for x, draft in zip(drafts or (), named, strict=True)]
-    names = tuning.drafts_to_try(name, wanted, study, revision)
+    names = tuning.drafts_to_try(target, drafts or [], study)
     with steps("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as bar:
-        found = tuning.tune(name, names, study, revision, revisions_of(named), bar.update)
+        found = tuning.tune(target, names, study, bar.update)
     if found[0].pair is not None and texts:
         settings = tuning.settings_of(found[0].pair.target, sampling.given)
         say(f"target {target}, drafts {', '.join(names)}: {in_words(settings)}", "dim")
@@ -86,14 +84,6 @@ def tune(
     require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
     if out is not None:
         say(save_best(found[0], out, overwrite))
-
-
-def texts_of_target(target: str, prompts: Prompts | FilePrompts, chat: bool, loading: Loading) -> list[str]:
-    """Prompts as texts, by the chat template of a target that is not loaded yet."""
-    from .loading import PromptTexts, tokenizer_of
-
-    tokenizer = tokenizer_of(*split_revision(target), loading) if chat else None
-    return list(PromptTexts(prompts, tokenizer, chat, target))
 
 
 def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> None:

@@ -10,11 +10,10 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench import tune
 from hf_specx.bench.study import DraftTrial
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
-from hf_specx.cli.options import Loading
-from hf_specx.cli.prompts import FilePrompts
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
 
 
@@ -67,8 +66,8 @@ def test_the_headline_is_the_median_and_a_slow_draft_is_called_slow(capsys, spee
 def test_options_reach_the_study(folders, monkeypatch):
     seen = []
 
-    def tune(target, drafts, study, revision, draft_revisions, advance):
-        seen.append((target, drafts, study, revision, draft_revisions))
+    def tune(target, drafts, study, advance):
+        seen.append((target, drafts, study))
         return [DraftTrial("d", error="no")]
 
     monkeypatch.setattr("hf_specx.bench.tune.tune", tune)
@@ -76,19 +75,18 @@ def test_options_reach_the_study(folders, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options.split()])
     specx("T@v1", "D@v2", "suffix", "layers:2", "E@v3", *options.split())
     specx("T", "D")
-    target, drafts, study, *revisions = seen[0]
-    assert (target, drafts) == ("T", ["D", "suffix", "exit:2", "E"])
-    assert revisions == ["v1", ["v2", "v3"]]
+    target, drafts, study = seen[0]
+    assert (target, drafts) == ("T@v1", ["D@v2", "suffix", "layers:2", "E@v3"])
     assert (study.prompts, study.batches, study.repeats) == (list(TEXTS), [3], 4)
     assert (study.options, study.dtype) == ({"do_sample": False}, "float32")
     assert study.trust_remote_code is True
     assert study.command == f"specx tune T {options}"
-    target, drafts, study, *revisions = seen[1]
-    assert (revisions, study.batches, study.options, study.dtype) == ([None, [None]], [1, 8], {}, "auto")
+    target, drafts, study = seen[1]
+    assert (study.batches, study.options, study.dtype) == ([1, 8], {}, "auto")
     assert study.trust_remote_code is False
 
 
-def test_chats(folders, texts, tmp_path):
+def test_chats(folders, texts, tmp_path, monkeypatch):
     """Messages and texts, by the target's template."""
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     chatty = tmp_path / "chatty"
@@ -96,10 +94,10 @@ def test_chats(folders, texts, tmp_path):
     (chatty / "chat_template.jinja").write_text(template)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"the cat"\n{"messages": [{"role": "user", "content": "a dog"}]}\n')
-    found = cli_tune.texts_of_target(str(chatty), FilePrompts(prompts), True, Loading())
-    assert found == ["<the cat>", "<a dog>"]
+    seen, encode = [], tune.encode_batches
+    monkeypatch.setattr(tune, "encode_batches", lambda *args: seen.append(args[2].prompts) or encode(*args))
     result = specx(str(chatty), "suffix", "--prompts", str(prompts), "--chat", *QUICK)
-    assert result.exit_code == 0, result.stderr
+    assert (result.exit_code, seen) == (0, [["<the cat>", "<a dog>"]])
     result = specx(folders["target"], "suffix", "--prompts", texts, "--chat", *QUICK)
     assert (result.exit_code, "has no chat template; leave --chat out" in result.stderr) == (2, True)
 
