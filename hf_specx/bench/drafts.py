@@ -38,7 +38,7 @@ def read_draft(name: str, word: str = "") -> NamedDraft:
     if name.startswith((EXIT, LAYERS)):
         kind, _, number = name.partition(":")
         known = re.fullmatch("[1-9][0-9]*", number) is not None
-        require(known, f"the draft {name} names no number of layers; give one of 1 or more, like {kind}:4.")
+        require(known, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
         return NamedDraft(layers=int(number))
     model = name.removeprefix(OF_HEADS)
     told = f"the draft {name!r} means nothing; give one of: {HELP_DRAFT}"

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,12 +80,13 @@ def generate(
         typer.echo(json.dumps(session.facts | found))
 
 
-def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, int | str]:
-    number: str | int = "auto" if num_draft_tokens is None else num_draft_tokens
-    if isinstance(number, str) and number.removeprefix("-").isdecimal():
+def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
+    """The options of the strategy that were typed."""
+    number: Any = num_draft_tokens
+    if number is not None and number.removeprefix("-").isdecimal():
         number = int(number)
-    check_choices(number, verification)
-    given = {"num_draft_tokens": None if num_draft_tokens is None else number, "verification": verification}
+    check_choices("auto" if number is None else number, verification)
+    given = {"num_draft_tokens": number, "verification": verification}
     return {option: value for option, value in given.items() if value is not None}
 
 
