@@ -11,7 +11,7 @@ SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
 SEVERAL_EXITS, HEAD = "exits", "eagle3"  # words of one command
 HELP_DRAFT = (
     "suffix (what followed the same tokens before), exit:4 or layers:4 (the target's first 4 layers), "
-    "head:NAME, or the id or folder of a model or head."
+    "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
 )
 ELSEWHERE = {  # words of one command, with what to type in the others
     SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
@@ -20,7 +20,7 @@ ELSEWHERE = {  # words of one command, with what to type in the others
 
 
 class NamedDraft(NamedTuple):
-    """What the name of a draft says; one of the first two is given, or neither for a word of `ELSEWHERE`."""
+    """What the name of a draft says: one of the two, or neither for "suffix" and the words of `ELSEWHERE`."""
 
     layers: int | None = None  # of the target, its first ones
     model: str | None = None  # id, perhaps with a revision, or folder of a model or head
