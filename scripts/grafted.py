@@ -135,12 +135,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--contender", nargs="+", default=["plain", "stock-5", "block-5", "block-auto"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file of results, as of specx bench")
     asked = parser.parse_args()
     store, device = Store(asked.out, "schema", {}), "cuda" if torch.cuda.is_available() else "cpu"
-    sizes: dict[str, Any] = {"new_tokens": asked.new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
+    sizes: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
     for name in asked.pairs:
         made = graft(RECIPES[name], getattr(torch, asked.dtype), device)
         for batch in asked.batch:

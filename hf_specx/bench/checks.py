@@ -17,7 +17,10 @@ def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     """Whether tokens can be drawn in this way; greedy decoding has none of these."""
     possible = 0 < temperature < math.inf
-    require(possible, f"temperature={temperature} is not above 0; give a positive number, or decode greedily.")
+    require(
+        possible,
+        f"temperature={temperature} is not above 0; give a positive number, or do_sample=False, which is greedy.",
+    )
     told = f"top_p={top_p} is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
     require(0 < top_p <= 1, told)
     require(top_k >= 0, f"top_k={top_k} is negative; give 0, which keeps all tokens, or more.")

@@ -45,7 +45,7 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         ids = torch.randint(1, pair.target.config.vocab_size, (batch, length), generator=generator)
     else:
         texts = [tokens for text in pair.prompts if (tokens := pair.tokenizer(text)["input_ids"])]
-        require(bool(texts), "the pair has no prompts of its own; give some with --file.")
+        require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
         rows = []
         for first in range(batch):
             rotated = itertools.islice(itertools.cycle(texts), first, None)

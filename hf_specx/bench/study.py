@@ -12,7 +12,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import check_runs
 from .compatibility import Finding
-from .ways import SUFFIX, exit_layer_of
+from .drafts import read_draft
 
 
 BATCHES = (1, 8)
@@ -25,7 +25,7 @@ class Study:
 
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
-    options: dict[str, Any] = field(default_factory=lambda: {"max_new_tokens": 128, "do_sample": True, "top_k": 0})
+    options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
     verification: str | None = None  # of `SpeculativeDecoding`
     repeats: int = 3  # timed runs of plain and of ours at each batch size, each on the next prompts
     seed: int = 0
@@ -81,8 +81,8 @@ class DraftTrial:
 
 
 def weightless_draft(name: str) -> WeightlessDraft | None:
-    """`SuffixDraft()` for "suffix", `EarlyExitDraft(4)` for "exit:4"; None for a name that is none of these."""
-    if name == SUFFIX:
-        return SuffixDraft()
-    layer = exit_layer_of(name)
-    return None if layer is None else EarlyExitDraft(layer)
+    """`SuffixDraft()` for "suffix", `EarlyExitDraft(4)` for "exit:4"; None for the name of a model."""
+    draft = read_draft(name)
+    if draft.model is not None:
+        return None
+    return SuffixDraft() if draft.layers is None else EarlyExitDraft(draft.layers)

@@ -193,7 +193,7 @@ class Comparison:
             f"medians of {len(self.ours.runs)} runs each, in turns; tokens up to and including each row's end token",
             f"plain generate {self.plain}",
             f"speculative    {self.ours}",
-            f"alpha {alpha:.3f}, {tokens:.2f} tokens a row and round",
+            f"alpha {f'{alpha:.3f}' if alpha else '-'}, {tokens:.2f} tokens a row and round",
         ]
         if expected is not None and limit is not None:
             lines += [

@@ -23,12 +23,12 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, encode
+from .drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
+from .inputs import Inputs, encode, settings_of
 from .prediction import predict
 from .store import provenance
 from .study import DraftTrial, Study, weightless_draft
 from .timer import Advance, Comparison, compare, time_call
-from .ways import EXIT, SEVERAL_EXITS, SUFFIX
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
@@ -43,14 +43,14 @@ class Loaded(NamedTuple):
     facts: ModelSource = ModelSource()
 
 
-def drafts_to_try(target: str, drafts: Sequence[str], study: Study, revision: str | None = None) -> list[str]:
+def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]:
     """The drafts of `tune` by name: "exits" stands for an "exit:4" of each number of layers that is worth trying.
 
     Without drafts they are all that need no other model. Of the target at most the config is read.
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    config = load_config(find_files(target, revision, study), "", study.trust_remote_code)
+    config = load_config(find_files(target, study), "", study.trust_remote_code)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -64,21 +64,13 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
     return sorted({number for share in TRIED_SHARES if 1 <= (number := round(share * layers)) < layers})
 
 
-def tune(
-    target: str,
-    drafts: Sequence[str],
-    study: Study,
-    revision: str | None = None,
-    draft_revisions: Sequence[str | None] = (),
-    advance: Advance = lambda: None,
-) -> list[DraftTrial]:
+def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
     """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
     Args:
-        target: an id on the Hub or a folder.
-        drafts: the same, or "suffix" or "exit:4" for a draft without weights; see `drafts_to_try`.
-        study: how they are tried.
-        revision, draft_revisions: commit, branch or tag on the Hub, of the target and of each draft that is a model.
+        target: an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, or a folder.
+        drafts: as `read_draft` reads them; see `drafts_to_try`.
+        study: how they are tried; where its options say nothing, as the target's own generation config says.
         advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
 
     Returns:
@@ -89,15 +81,12 @@ def tune(
     """
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
-    models = [name for name in drafts if weightless_draft(name) is None]
-    told = f"{len(draft_revisions)} revisions were given for {len(models)} drafts; give one for each, in their order."
-    require(len(draft_revisions) in (0, len(models)), told)
-    revisions = dict(itertools.zip_longest(models, draft_revisions))
-    loaded = load(target, revision, study, study.device_map)
+    loaded = load(target, study, study.device_map)
+    study = replace(study, options=settings_of(loaded.model, study.options))
     batches = encode_batches(target, loaded, study)
     trials: list[DraftTrial] = []
     for name in drafts:
-        trials.append(try_draft(loaded, name, revisions.get(name), batches, study, advance))
+        trials.append(try_draft(loaded, name, batches, study, advance))
         trials.sort(key=lambda trial: (trial.error is not None, -trial.speedup))
         for other in trials[1:]:
             other.pair = None  # its weights are no longer needed
@@ -105,15 +94,16 @@ def tune(
     return trials
 
 
-def find_files(name: str, revision: str | None, study: Study) -> Files:
+def find_files(name: str, study: Study) -> Files:
     """All files of a model but its weights."""
+    name, revision = split_revision(name)
     check_place(name, revision)
     return get_files(name, revision, SMALL_FILES, **study.hub)
 
 
-def load(name: str, revision: str | None, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
+def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    trust, files = study.trust_remote_code, find_files(name, revision, study)
+    trust, files = study.trust_remote_code, find_files(name, study)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     of_target = None if target is None else target.model
     model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
@@ -144,7 +134,6 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
 def try_draft(
     target: Loaded,
     name: str,
-    revision: str | None,
     batches: dict[int, list[Inputs]],
     study: Study,
     advance: Advance,
@@ -154,7 +143,8 @@ def try_draft(
     try:
         draft = Loaded(weightless_draft(name))
         if draft.model is None:
-            draft = load(name, revision, study, {"": last_device(target.model)}, target)
+            draft = load(read_draft(name).model or name, study, {"": last_device(target.model)}, target)
+            check_head(name, draft.model)
         if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
             trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
         else:

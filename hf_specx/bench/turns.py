@@ -53,7 +53,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
         under "unavailable" why there are none.
     """
     names, (draft, early_exit) = cell.contenders or usual_contenders(pair), draft_parts(pair)
-    inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.new_tokens, cell.seed)
+    inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)
     both: Any = pair.tokenizer, pair.draft_tokenizer
     tokenizers = None if draft is None or same_tokens(*both) else both
 

@@ -31,7 +31,6 @@ KINDS = {
 }
 AFTER_KINDS = "stock:2, exit:2: the target's first 2 layers draft; -5: 5 candidates in each round; -auto: as it goes"
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
-SUFFIX, EXIT, SEVERAL_EXITS = "suffix", "exit:", "exits"  # drafts; the last stands for several numbers of layers
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
 SHAPES = {f"{kind}-{number}{end}" for kind in OURS_WITH for number in ("5", "auto") for end in ("", "-compiled")}
 SHAPES |= {"plain", "plain-compiled", "stock", "stock-5", "stock:5", "stock:5-5", "lookup-5"}  # names, any number as 5
@@ -45,25 +44,25 @@ class Cell:
     contenders: tuple[str, ...] = ()  # as `way` reads them; () stands for `turns.usual_contenders`
     batch: int = 1
     prompt_tokens: int = 64  # of each row
-    new_tokens: int = 64
-    temperature: float = 1.0  # 0 is greedy
+    max_new_tokens: int = 64
+    do_sample: bool = True
+    temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
     repeats: int = 3  # timed runs of each contender, after one that warms up
     dtype: str = "auto"  # of the models; "auto" is as saved
     seed: int = 0  # turn i of every contender starts from `torch.manual_seed(seed + i)`
 
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
-        check_sampling(self.temperature or 1.0, self.top_p)
-        told = f"prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} leave no round to time; give 1 "
-        require(self.prompt_tokens >= 1 and self.new_tokens >= 2, f"{told}or more, and 2 or more.")
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        told = f"prompt_tokens={self.prompt_tokens} and max_new_tokens={self.max_new_tokens} leave no round to time; "
+        require(self.prompt_tokens >= 1 and self.max_new_tokens >= 2, f"{told}give 1 or more, and 2 or more.")
 
     @property
     def options(self) -> dict[str, Any]:
-        if self.temperature == 0:
-            return {"do_sample": False, "max_new_tokens": self.new_tokens}
-        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        return drawn | {"max_new_tokens": self.new_tokens}
+        drawn = ("temperature", "top_p", "top_k") if self.do_sample else ()
+        return {name: getattr(self, name) for name in ("do_sample", "max_new_tokens", *drawn)}
 
     @property
     def runs(self) -> int:
@@ -71,11 +70,12 @@ class Cell:
         return 1 + self.repeats
 
     def __str__(self) -> str:
-        warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"
-        warped += "" if self.top_p == 1 else f", top-p {self.top_p:g}"
         precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
-        sizes = f"batch {self.batch}, {self.prompt_tokens} prompt and {self.new_tokens} new tokens"
-        return f"{self.pair} {precision}, {sizes}{warped}"
+        how = "greedily"
+        if self.do_sample:
+            how = f"sampled at temperature {self.temperature:g}, top-p {self.top_p:g}, top-k {self.top_k}"
+        sizes = f"batch {self.batch}, {self.prompt_tokens} prompt and {self.max_new_tokens} new tokens"
+        return f"{self.pair} {precision}, {sizes}, {how}"
 
 
 class Way(NamedTuple):
@@ -99,12 +99,3 @@ def way(name: str) -> Way:
     kind, _, layer = drafts.partition(":")
     candidates = int(number) if number.isdecimal() else number or None
     return Way(kind, candidates, name.endswith("-compiled"), int(layer) if layer else None)
-
-
-def exit_layer_of(name: str) -> int | None:
-    """4 for "exit:4"; None for names of other kinds. Raises a ValueError for "exit:" without a number of layers."""
-    if not name.startswith(EXIT):
-        return None
-    known = re.fullmatch(f"{EXIT}[1-9][0-9]*", name)
-    require(known is not None, f"{name!r} names no number of layers; give one of 1 or more, like {EXIT}4.")
-    return int(name.removeprefix(EXIT))

@@ -1,5 +1,6 @@
 """`specx bench`: time the ways to generate in turns on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
 from hf_specx.hub.folders import check_out
 
 from .console import Output, figure, imports, steps
-from .options import Batches, Chat, Named, PromptFile, Seed, command, typed
+from .options import Batches, Named, Prompted, Sampling, command, typed
 from .prompts import prompts_of_file
 
 
@@ -28,43 +29,44 @@ HELP_CONTENDER = (
     "plain, plain-compiled, stock, stock-5, stock:2, lookup-10, block-auto, token-5, coupled-5-compiled, suffix-auto, "
     "several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and transformers' own beside them."
 )
+MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 
 
 @command
 def bench(
     named: Named,
-    batch: Batches = None,
+    source: Prompted,
+    sampling: Sampling,
+    batch_size: Batches = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens a row.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of sampling, 0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = 1.0,
     contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER, show_default=False)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 3,
-    file: PromptFile = None,
-    chat: Chat = False,
-    seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="File of results; those of other settings stay in it.")] = None,
 ) -> None:
     """Time plain, assisted and speculative generation in turns.
 
     Without options it takes one or two minutes, on the pair in the package.
     """
-    batches, contenders = batch or [1, 8], tuple(contender or ())
-    check_runs(batches, repeats)
+    sizes, contenders = batch_size or [1, 8], tuple(contender or ())
+    check_runs(sizes, repeats)
     for name in contenders:
         way(name)
-    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
-    how: dict[str, Any] = sizes | {"temperature": temperature, "top_p": top_p, "dtype": named.dtype, "seed": seed}
-    cells = [Cell(named.name, contenders, size, **how) for size in batches]
+    how: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS} | sampling.given
+    how |= {"prompt_tokens": prompt_tokens, "repeats": repeats, "dtype": named.dtype}
+    cells = [Cell(named.name, contenders, size, **how) for size in sizes]
     check_out(out)
-    prompts = prompts_of_file(file, chat)
+    prompts = prompts_of_file(source)
     with imports():
+        from hf_specx.bench.inputs import settings_of
         from hf_specx.bench.store import Store
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
-        from .loading import PromptTexts, load_named
+        from .loading import load_named, say_what_runs, texts_for
     store, pair, console = Store(out, "schema", {}), load_named(named, needs_tokenizer=True), Output()
-    pair.config.prompts = list(PromptTexts(prompts, pair.tokenizer, chat, named.name)) or pair.prompts
+    pair.config.prompts = texts_for(pair, prompts, source.chat, named.name)
+    settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
+    cells = [replace(cell, **settings) for cell in cells]
+    say_what_runs(pair, settings)
     names = contenders or usual_contenders(pair)
     with steps("contenders in turns", sum(cell.runs for cell in cells) * len(names)) as bar:
         for cell in cells:
@@ -87,6 +89,6 @@ def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
         speed = "-" if rate is None else f"{rate['median']:.0f}"
         within = "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}"
         others = ("alpha", "tokens_per_round", "forward_limited_speedup", "expected_speedup")
-        shown = [figure(noted.get(other)) for other in others]
+        shown = [figure(noted.get(other) or None) for other in others]  # an α of no candidates is 0
         rows.append((name, speed, figure(noted.get("times_plain")), within, *shown))
     return rows

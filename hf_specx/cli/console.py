@@ -15,7 +15,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 
-OPTIONS = "overwrite trust_remote_code temperature top_p top_k batch_size lora max_new_tokens".split()  # noqa: SIM905
+# which have the same names in Python
+OPTIONS = "overwrite trust_remote_code temperature top_p top_k max_new_tokens batch_size num_draft_tokens verification"
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
 BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 
@@ -95,11 +96,11 @@ def steps(doing: str, total: int) -> tqdm:
 
 def error_line(error: object) -> str:
     """The message of an error, with options of commands where it names arguments of functions."""
-    text = " ".join(str(error).split()).replace("do_sample=False", "--greedy")
-    for name in OPTIONS:
+    text = " ".join(str(error).split()).replace("do_sample=False", "--no-do-sample")
+    for name in OPTIONS.split():
         option = f"--{name.replace('_', '-')}"
         text = text.replace(f"{name}=True", option).replace(f"{name}=", f"{option} ")
-    return text.replace("max_new_tokens", "--max-new-tokens")
+    return text
 
 
 def say(message: str, style: str = "") -> None:

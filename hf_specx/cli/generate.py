@@ -1,10 +1,10 @@
-"""`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`."""
+"""`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`; or a file."""
 
 import importlib.util
 import json
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,17 +12,17 @@ from hf_specx.common.errors import require
 from hf_specx.engine.check_options import check_choices
 from hf_specx.pairs.results_file import check_results_path
 
-from .console import going_on_with, imports
-from .options import LARGEST_SEED, AsJson, Chat, NamedByOptions, PromptFile, Sampling, command
+from .console import going_on_with, imports, say
+from .options import LARGEST_SEED, AsJson, NamedByOptions, Prompted, Sampling, command
 from .prompts import read_prompts
 
 
-TIMED_TURNS = 5
+TIMED_TURNS = 5  # of the demo
 BATCH_SIZE = 8  # of --out
-WAYS = "as arguments, with --file, on standard input, or use --demo"
+WAYS = "as arguments, with --prompts FILE, on standard input, or use --demo"
 DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
 HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
-HELP_TIMED_TURNS = f"Timed runs of each of them; else {TIMED_TURNS}."
+HELP_REPEATS = "Time it against plain generate, in so many turns."
 HELP_SEED = "Of all random numbers; else a new one, with --demo and --out 0. With --out prompt i has this one + i."
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
@@ -34,60 +34,59 @@ HELP_OUT = (
 
 @command
 def generate(
+    source: Prompted,
+    sampling: Sampling,
+    named: NamedByOptions,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
-    file: PromptFile = None,
-    chat: Chat = False,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
     seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
-    repeats: Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, min=1)] = None,
+    repeats: Annotated[int | None, typer.Option(help=HELP_REPEATS, min=1)] = None,
     json_schema: Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)] = None,
     out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
     batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
     as_json: AsJson = False,
-    *,
-    sampling: Sampling,
-    named: NamedByOptions,
 ) -> None:
     """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
 
-    Prompts come from the arguments, --file, --demo, or else standard input. Models: a pair, or --target and --draft.
+    Prompts come from the arguments, --prompts, --demo, or else standard input. Texts go to standard output, all else
+    to standard error. What is not given is as the target's own generation config says.
     """
-    turns = checked_turns(repeats, compare or demo, out, batch_size)
+    check_out_alone(out, batch_size, demo or repeats is not None)
     strategy = strategy_options(num_draft_tokens, verification)
     if json_schema is not None:
         check_json_schema(json_schema)
-    ways = bool(prompts) + demo + (file is not None)
-    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
-    given = (prompts or []) if prompts or demo else read_prompts(file, chat, WAYS)
-    if demo and not as_json:
-        typer.echo(HELLO.format(named.name))
+    ways = bool(prompts) + demo + (source.file is not None)
+    require(ways <= 1, "prompts were given in more than one way; use arguments, --prompts or --demo.")
+    given = (prompts or []) if prompts or demo else read_prompts(source, WAYS)
+    call, turns = sampling.given, repeats or (TIMED_TURNS if demo else 0)
+    if demo:
+        say(HELLO.format(named.name))
+        if call.get("do_sample", True):
+            call = {"do_sample": True, "temperature": DEMO_TEMPERATURE, "top_k": 0} | call
     with going_on_with(out):
         with imports():
             from .session import Session, show_demo, write_texts
-        call = sampling.call
-        if demo and call.get("temperature") == 1:
-            call["temperature"] = DEMO_TEMPERATURE
         seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
         session = Session(named, strategy, call, json_schema, seed, turns, quiet=as_json)
         if demo:
             found = {"runs": show_demo(session)}
         elif out is not None:
-            found = write_texts(session, given, chat, out, batch_size or BATCH_SIZE)
+            found = write_texts(session, given, source.chat, out, batch_size or BATCH_SIZE)
         else:
-            found = {"runs": [session.answer(list(given), chat)]}
+            found = {"runs": [session.answer(list(given), source.chat)]}
     if as_json:
         typer.echo(json.dumps(session.facts | found))
 
 
-def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, int | str]:
-    number: str | int = "auto" if num_draft_tokens is None else num_draft_tokens
-    if isinstance(number, str) and number.removeprefix("-").isdecimal():
+def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
+    """The options of the strategy that were typed."""
+    number: Any = num_draft_tokens
+    if number is not None and number.removeprefix("-").isdecimal():
         number = int(number)
-    check_choices(number, verification)
-    given = {"num_draft_tokens": None if num_draft_tokens is None else number, "verification": verification}
+    check_choices("auto" if number is None else number, verification)
+    given = {"num_draft_tokens": number, "verification": verification}
     return {option: value for option, value in given.items() if value is not None}
 
 
@@ -101,12 +100,9 @@ def check_json_schema(file: Path) -> None:
         raise ValueError(f"--json-schema {file} is no JSON ({error}); give a file with a JSON schema.") from error
 
 
-def checked_turns(repeats: int | None, timed: bool, out: Path | None, batch_size: int | None) -> int:
-    """Timed runs of each contender, 0 if nothing is timed; a ValueError for options that exclude each other."""
+def check_out_alone(out: Path | None, batch_size: int | None, timed: bool) -> None:
+    """Raise a ValueError for options that exclude each other, and for a file that cannot be gone on with."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
-    require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
+    require(out is None or not timed, "--out shows and times nothing; leave --demo and --repeats out.")
     if out is not None:
         check_results_path(out)
-    told = "--repeats is for --compare, which times both ways to generate; add it, or leave --repeats out."
-    require(timed or repeats is None, told)
-    return (repeats or TIMED_TURNS) if timed else 0

@@ -8,87 +8,110 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_specx.bench.drafts import SUFFIX, check_head, read_draft, split_revision
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
-from hf_specx.bench.tune import tune
+from hf_specx.bench.tune import find_files, tune
 from hf_specx.common.errors import require
-from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import known_card, known_config, render
-from hf_specx.hub.fetch import get_files, get_pair
+from hf_specx.hub.fetch import get_files, get_pair, get_tokenizer
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .console import waiting_for
-from .options import Loading, Named, is_kind
+from .console import say, waiting_for
+from .options import Loading, Named
 from .prompts import FilePrompts, Messages, Prompts
 
 
 def device_map(device: str | None) -> str | None:
-    """What --device says as a `device_map`; without it, "auto" if there is an accelerator."""
+    """What --device-map says; without it, "auto" if there is an accelerator."""
     if device in (None, "auto"):
         return "auto" if torch.cuda.is_available() else None
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
         first = str(error).partition("\n")[0]
-        told = f"--device {device} is not available on this machine ({first}); give cpu, or leave it out."
+        told = f"--device-map {device} is not available on this machine ({first}); give cpu, or leave it out."
         raise ValueError(told) from error
     return device
 
 
 def study_of(loading: Loading, **how: Any) -> Study:
     """A `Study` of models that are loaded in this way."""
-    hub = {} if loading.token is None else {"token": loading.token}
-    where, trust = device_map(loading.device), loading.trust_remote_code
-    return Study(dtype=loading.dtype, device_map=where, hub=hub, trust_remote_code=trust, **how)
+    where, trust = device_map(loading.device_map), loading.trust_remote_code
+    return Study(dtype=loading.dtype, device_map=where, trust_remote_code=trust, **how)
 
 
 def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
+    """The pair that a command names, or one of the target and the draft that it names."""
+    name, draft, study = named.first, named.draft, study_of(named)
     with waiting_for(f"loading {named.name}"):
-        if named.target is not None:
-            (trial,) = tune(named.target, [str(named.draft)], study_of(named), named.revision)
-            require(trial.error is None, f"{named.draft} is no draft for {named.target}: {trial.error}")
+        model = None if draft is None else read_draft(draft).model
+        if model is not None:
+            find_files(model, study)  # raises where there is none
+        if is_known(split_revision(name)[0]) or (find_files(name, study).root / CONFIG_NAME).is_file():
+            pair = load_given_pair(name, named, draft)
+        else:
+            told = f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
+            require(draft is not None, told + f"--draft {SUFFIX}, which needs no second model.")
+            (trial,) = tune(name, [str(draft)], study)
+            require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair
-        else:
-            loaded = {} if named.draft is None or is_kind(named.draft) else {"draft": named.draft}
-            pair = with_draft(load_given_pair(named.shown_pair, named, **loaded), named.draft)
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
     require(pair.tokenizer is not None or not needs_tokenizer, told)
     return pair
 
 
-def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair:
-    """Load a pair of this name; `more` are arguments of `DraftTargetPair.from_pretrained`."""
+def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
+    """Load a pair of this name, perhaps with another draft."""
+    name, revision = split_revision(named)
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-    where = device_map(loading.device)
-    placed: dict[str, Any] = {"device_map": where} if where else {}
-    return DraftTargetPair.from_pretrained(name, dtype=loading.dtype, **placed, **more, **loading.hub)
+    model = None if draft is None else read_draft(draft).model
+    told = f"{model}: with a pair a draft is read from its main branch; leave the @ and what follows out."
+    require(model is None or split_revision(model)[1] is None, told)
+    how: dict[str, Any] = {"device_map": device_map(loading.device_map), "revision": revision, "draft": model}
+    how |= {"trust_remote_code": loading.trust_remote_code, "dtype": loading.dtype}
+    pair = DraftTargetPair.from_pretrained(name, **{option: value for option, value in how.items() if value})
+    if draft is not None and model is None:
+        return with_draft(pair, draft)
+    check_head(draft or "", pair.draft)
+    return pair
 
 
-def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
-    """The pair with a kind of draft in place of its own, see `is_kind`; the pair itself where no kind is named.
+def with_draft(pair: DraftTargetPair, draft: str) -> DraftTargetPair:
+    """The pair with a draft without weights in place of its own.
 
     What was measured with its own draft, and recommended for it, does not hold then.
     """
-    if draft is None or not is_kind(draft):
-        return pair
-    config = copy.deepcopy(pair.config)
+    config, weightless = copy.deepcopy(pair.config), weightless_draft(draft)
+    assert weightless is not None
     config.forget()
-    weightless = weightless_draft(draft)
-    if weightless is not None:
-        config.set_draft(weightless)
-        made = DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
-    else:
-        own = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-        made = DraftTargetPair(pair.target, [SuffixDraft(), *own], pair.tokenizer, config, pair.draft_tokenizer)
+    config.set_draft(weightless)
+    made = DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
     made.sources["target"] = pair.sources["target"]
     return made
+
+
+def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target that is not loaded yet; None if it has none."""
+    return get_tokenizer(find_files(name, study_of(loading)), "", None, loading.trust_remote_code)
+
+
+def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:
+    """One line on stderr: target, draft, and all settings."""
+    say(f"target {label_of(pair.target)}, draft {label_of(pair.draft)}: {in_words(settings)}", "dim")
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    """Settings as they are typed in Python."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
 class PromptTexts:
@@ -118,31 +141,40 @@ class PromptTexts:
         return text.removeprefix(first) if twice else text
 
 
-def saved_as(source: ModelSource | None, inside: bool) -> str:
+def texts_for(pair: DraftTargetPair, prompts: Prompts | FilePrompts, chat: bool, name: str) -> list[str]:
+    """The texts of prompts; where there are none, the pair's own."""
+    texts = list(PromptTexts(prompts, pair.tokenizer, chat, name)) or pair.prompts
+    require(bool(texts), f"{name} brings no prompts of its own; give some with --prompts FILE, one a line.")
+    return texts
+
+
+def saved_as(source: ModelSource | None, inside: bool = False) -> str:
     """Whether to save a model inside the pair or by reference."""
     return INSIDE if inside or source is None or source.name is None else REFERENCE
 
 
-def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str:
+def save_best(best: DraftTrial, out: Path, overwrite: bool) -> str:
     """Save the pair with the best draft; returns a line that says where its models are."""
     assert best.pair is not None
     assert best.config is not None
-    target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
+    target, draft = (saved_as(source) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
     return f"saved in {out}: target {target}, draft {draft if best.config.weightless_draft() is None else best.name}"
 
 
-def config_of(name: str, revision: str | None, **hub: Any) -> PairConfig:
+def config_of(named: str) -> PairConfig:
     """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
-    return known_config(name) if is_known(name) else get_pair(name, revision, **hub)[1]
+    name, revision = split_revision(named)
+    return known_config(name) if is_known(name) else get_pair(name, revision)[1]
 
 
-def card_of(name: str, title: str | None, revision: str | None, **hub: Any) -> str:
-    """The card of a pair, whose examples load it by its id; of a folder by `title` or else from there."""
+def card_of(named: str, repo_id: str | None) -> str:
+    """The card of a pair, whose examples load it by its id; of a folder by `repo_id` or else from there."""
+    name, revision = split_revision(named)
     if is_known(name):
         return known_card(name)
-    config, folder = config_of(name, revision, **hub), Path(name)
-    code = get_files(name, revision, [f"{ENTRY}.py"], CODE, **hub).root / CODE / f"{ENTRY}.py"
-    if title is None and folder.is_dir():
+    config, folder = config_of(named), Path(name)
+    code = get_files(name, revision, [f"{ENTRY}.py"], CODE).root / CODE / f"{ENTRY}.py"
+    if repo_id is None and folder.is_dir():
         return render(config, folder.resolve().name, code.is_file())
-    return render(config, title or name, code.is_file())
+    return render(config, repo_id or name, code.is_file())

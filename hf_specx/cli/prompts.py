@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_specx.common.errors import require
 
+from .options import Prompted
+
 
 Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
 Prompts = Sequence[str | Messages]
@@ -59,21 +61,22 @@ def prompt_of(line: str, where: str) -> str | Messages:
     return found
 
 
-def read_prompts(file: Path | None, chat: bool, others: str) -> Prompts | FilePrompts:
-    """The prompts of a file, one by one, or of a pipe, which can be read once: all of them.
+def read_prompts(given: Prompted, others: str) -> Prompts | FilePrompts:
+    """The prompts of --prompts, one by one, or of a pipe, which can be read once: all of them.
 
     Without --chat none is a list of messages; `others` says how to give prompts, where there are none.
     """
-    found: Prompts | FilePrompts = FilePrompts(file)
-    if file is None or not file.is_file():
+    found: Prompts | FilePrompts = FilePrompts(given.file)
+    if given.file is None or not given.file.is_file():
         found = list(iter(found))  # `list(found)` would ask for the length first, and so read it all
     require(len(found) > 0, f"no prompts; give them {others}.")
     told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
-    require(chat or all(isinstance(prompt, str) for prompt in found), told)
+    require(given.chat or all(isinstance(prompt, str) for prompt in found), told)
     return found
 
 
-def prompts_of_file(file: Path | None, chat: bool) -> Prompts:
-    """The prompts of --file, [] without one; --chat is for them alone."""
-    require(file is not None or not chat, "--chat is for prompts of --file; give it, or leave --chat out.")
-    return [] if file is None else list(read_prompts(file, chat, "with --file"))
+def prompts_of_file(given: Prompted) -> Prompts:
+    """The prompts of --prompts, [] without it; --chat is for them alone."""
+    told = "--chat is for the prompts of --prompts FILE; give it, or leave --chat out."
+    require(given.file is not None or not given.chat, told)
+    return [] if given.file is None else list(read_prompts(given, "with --prompts FILE"))

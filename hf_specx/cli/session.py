@@ -1,4 +1,7 @@
-"""What `specx generate` does once torch is imported: texts on the terminal or into a file, and the demo."""
+"""What `specx generate` does once torch is imported: texts on the terminal or into a file, and the demo.
+
+Texts go to standard output, all else to standard error.
+"""
 
 import copy
 import importlib
@@ -13,18 +16,17 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width
+from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, compare
-from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.hub.known_pairs import is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
-from .console import Output, steps, waiting_for
-from .loading import PromptTexts, load_named
+from .console import Output, say, steps, waiting_for
+from .loading import PromptTexts, load_named, say_what_runs, texts_for
 from .options import Named
 from .prompts import FilePrompts, Prompts
 
@@ -32,7 +34,7 @@ from .prompts import FilePrompts, Prompts
 DEMO_BATCHES = (1, 8)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
 SIDE_BY_SIDE = {"plain": "plain generate", "stock": "transformers' assisted decoding", "ours": "speculative sampling"}
-NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
+NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
 
 class NewProcessor(list[Any]):
@@ -64,34 +66,47 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 
 
 class Session:
-    """The models of a command, with options of the strategy and the arguments of each call; `facts` are for --json."""
+    """The models of a command, with options of the strategy and the arguments of each call; `facts` are for --json.
+
+    `given` are the arguments that were typed, and `options` the same with the target's own settings for the others.
+    """
 
     def __init__(
         self,
         named: Named,
         strategy: dict[str, Any],
-        call: dict[str, Any],
+        given: dict[str, Any],
         schema: Path | None,
         seed: int,
         repeats: int,  # timed runs of each contender; 0 for none
         quiet: bool,
     ):
-        self.name, self.seed, self.repeats, self.console = named.name, seed, repeats, Output(quiet=quiet)
+        self.name, self.seed, self.repeats = named.name, seed, repeats
+        self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         self.pair = load_named(named, needs_tokenizer=True)
         for option, value in strategy.items():
             setattr(self.pair.strategy, option, value)
-        self.options = call if schema is None else call | {"logits_processor": json_grammar(schema, self.pair)}
-        self.facts = {"pair": named.name, "seed": seed, "options": call, **provenance(self.pair.target)}
+        settings = settings_of(self.pair.target, given)
+        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, self.pair)}
+        self.given = given | {"max_new_tokens": settings["max_new_tokens"]} | grammar
+        self.options = settings | grammar
+        say_what_runs(self.pair, settings | {"seed": seed} | strategy)
+        self.facts = {"pair": named.name, "seed": seed, "options": settings, **provenance(self.pair.target)}
 
     def answer(self, prompts: Prompts | FilePrompts, chat: bool) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
-        self.console.text(LEGEND)
+        self.show_legend()
         run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat, self.name)))
         if not self.repeats:
             return run
         comparison = self.compare(inputs)
         self.console.text(f"\n{comparison}")
         return run | {"comparison": comparison.to_dict()}
+
+    def show_legend(self) -> None:
+        """What colours mean, where there are any."""
+        if self.texts.color_system is not None and not self.texts.no_color:
+            self.console.text(LEGEND)
 
     def compare(self, inputs: Inputs, with_stock: bool = False) -> Comparison:
         """Time plain `generate` and ours in turns; with transformers' assisted decoding, if it can be."""
@@ -114,11 +129,10 @@ class Session:
         """Generate for a batch and print text and report; returns the same as plain values, and what was given."""
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
-        console = self.console if show else Output(quiet=True)
-        streams = len(prompts) == 1 and not console.quiet
+        streams = len(prompts) == 1 and show and not self.texts.quiet
         if streams:
-            console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
-            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
+            self.console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
+            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.texts), "run"
         try:
             with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
                 inputs, output = self.generate(prompts, custom_generate=strategy)
@@ -126,11 +140,12 @@ class Session:
             strategy.streamer, strategy.stream_by = None, "token"
         report, new = strategy.report, emitted(target, inputs, output, self.options)
         assert report is not None
-        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if not streams else ():
+        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if show and not streams else ():
             read = output[row, : prompt_width(target, inputs)].tolist()
-            body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, read))
-            console.text(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body))
-        console.text(f"\n{report}")
+            self.console.print(Text(f"\n{row + 1}. {written_out(prompt)}", "dim"), end="", soft_wrap=True)
+            self.texts.text(coloured(tokens, report.history[row], TokenDecoder(tokenizer, read)))
+        if show:
+            self.console.text(f"\n{report}")
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
         return values | {"comparison": None}, inputs
@@ -143,19 +158,18 @@ def write_texts(
     texts = PromptTexts(prompts, session.pair.tokenizer, chat, session.name)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.options)
+        session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
     for warning in said:
-        Output(stderr=True).text(f"warning: {warning.message}", "yellow")
+        say(f"warning: {warning.message}", "yellow")
     session.console.text(f"{len(texts)} texts are in {out}")
     return {"out": str(out), "prompts": len(texts)}
 
 
 def show_demo(session: Session) -> list[dict[str, Any]]:
     """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
-    console, own = session.console, session.pair.prompts
-    require(bool(own), f"--demo: {session.name!r} has no prompts of its own; give some as arguments.")
+    console, own = session.console, texts_for(session.pair, [], False, session.name)
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0
-    console.text(LEGEND)
+    session.show_legend()
     runs, found = [], []
     for size in DEMO_BATCHES:
         batch = list(itertools.islice(itertools.cycle(own), first, first + size))

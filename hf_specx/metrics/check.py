@@ -42,7 +42,7 @@ def check(
     prompts: Sequence[str] | None = None,
     *,
     batch_sizes: Sequence[int] = (1, 8),
-    new_tokens: int = 64,
+    max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -63,7 +63,7 @@ def check(
     Args:
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
-        batch_sizes, new_tokens, ..., level: as in `Settings`.
+        batch_sizes, max_new_tokens, ..., level: as in `Settings`.
         advance: called after each of `Settings(...).steps` parts; else there is a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
         report: of a page (.html) to write.
@@ -73,11 +73,11 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> hf_specx.check(pair, prompts, batch_sizes=(2,), new_tokens=8).passed
+        >>> hf_specx.check(pair, prompts, batch_sizes=(2,), max_new_tokens=8).passed
         True
     """
     sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
-    settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
+    settings = Settings(sizes, max_new_tokens, *how, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     check_can_write(report)
     subject = subject_of(pair, texts, settings)

@@ -20,9 +20,30 @@ LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
 POWER = 0.9  # with which the deviations that are told would have been seen
 CHECK_LEGEND = (
     "figure: how far off; larger is worse, and a test fails above its threshold. Of equal tokens it is the largest "
-    "logit gap of a difference in units of rounding, else -log10 of the p-value (3 is one in a thousand). Sees: the "
-    f"least deviation that the test finds with probability {POWER:g}"
+    "logit gap of a difference in units of rounding, else -log10 of the p-value (3 is one in a thousand). Would have "
+    f"been seen: the least deviation that the test finds with probability {POWER:g}"
 )
+IN_WORDS = {  # statistics of `sampled_law` and measures of `text_quality`, by the beginnings of their names
+    "surprisal": "how unlikely its tokens are",
+    "cdf": "where in the vocabulary its tokens are",
+    "top_1": "how often the likeliest token comes",
+    "rank_2_3": "how often the 2nd or 3rd likeliest token comes",
+    "rank_4_10": "how often the 4th to 10th likeliest token comes",
+    "rank_11_50": "how often the 11th to 50th likeliest token comes",
+    "rank_51_on": "how often a token beyond the 50 likeliest comes",
+    "half": "how often a token of a random half of the vocabulary comes",
+    "repeated": "how often a token comes again",
+    "overrated": "how often a token comes that the draft overrates",
+    "distinct_1": "the share of distinct tokens",
+    "distinct_2": "the share of distinct pairs of tokens",
+}
+WHERE = {"_first": " first", "_alternating": ", at even against odd places", "_after": ", by the token before it"}
+
+
+def in_words(name: str) -> str:
+    """What a statistic or a measure is about; its name where that is a word."""
+    known = next((told for begins, told in IN_WORDS.items() if name.startswith(begins)), name)
+    return known + next((told for ends, told in WHERE.items() if name.endswith(ends)), "")
 
 
 class CheckLine(NamedTuple):
@@ -104,8 +125,8 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
 def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
     if not differences:
-        sees = f"one wrong token in {1 / least_share(cell['tokens']):,.0f}"
-        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal; sees {sees}")
+        least = f"one wrong token in {1 / least_share(cell['tokens']):,.0f} would have been seen"
+        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal; {least}")
     note = f"{len(differences)} of {cell['rows']} rows differ"
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
@@ -135,16 +156,19 @@ def unlikely(chance: float) -> float:
 
 
 def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
-    note = f"p = {cell['p_value']:.2g}; {cell['positions']} tokens, {cell['comparisons']} statistics"
+    note = f"{cell['positions']} tokens, looked at in {cell['comparisons']} ways"
     if cell["impossible"]:
-        note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
+        note += f"; {cell['impossible']} have probability 0, and not by rounding"
     elif cell["statistics"]:
         furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
-        note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
+        z = cell["statistics"][furthest]["z"]
+        off = f"{abs(z):.1f} standard errors {'above' if z > 0 else 'below'} what is expected"
+        note += f"; furthest off is {in_words(furthest)}, {off}; a correct pair is as far off with chance "
+        note += f"{cell['p_value']:.2g}"
     if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
-    if sees := ", ".join(seen_deviations(cell)):
-        note += f"; sees {sees}"
+    if seen := ", ".join(seen_deviations(cell)):
+        note += f"; would have been seen: {seen}"
     verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
@@ -170,6 +194,7 @@ def quality_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckL
     furthest = min(cell, key=lambda key: cell[key]["p_value"])
     measured, chance = cell[furthest], min(1.0, len(cell) * cell[furthest]["p_value"])
     low, high = measured["interval"]
-    seen = f"{furthest} {measured['prediction']:.3g}, plain {measured['reference']:.3g}"
-    note = f"p = {chance:.2g}; of {len(cell)} measures furthest off: {seen}, 95 % interval {low:.2g} to {high:.2g}"
+    note = f"of {len(cell)} measures furthest off is {in_words(furthest)}, {measured['prediction']:.3g} against "
+    note += f"{measured['reference']:.3g} of plain text (95 % interval of the difference {low:.2g} to {high:.2g}); a "
+    note += f"correct pair is as far off with chance {chance:.2g}"
     return CheckLine(what, PASSED if chance >= share else FAILED, unlikely(chance), threshold, note)

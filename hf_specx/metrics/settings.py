@@ -32,7 +32,7 @@ class Settings:
     """What is checked, and how closely; raises a ValueError for settings with which nothing can be checked."""
 
     batch_sizes: tuple[int, ...] = (1, 8)  # rows of a batch, each size on its own
-    new_tokens: int = 64  # of each row, at most
+    max_new_tokens: int = 64  # of each row, at most
     temperature: float = 1.0  # of sampling
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
@@ -51,8 +51,9 @@ class Settings:
         names, number = self.verifications, self.num_draft_tokens
         known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)
         require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
-        told = f"new_tokens={self.new_tokens} and samples={self.samples} leave nothing to compare; give 2 or more."
-        require(self.new_tokens >= 2 and (self.samples is None or self.samples >= 2), told)
+        told = f"max_new_tokens={self.max_new_tokens} and samples={self.samples} leave nothing to compare; give 2 or "
+        told += "more."
+        require(self.max_new_tokens >= 2 and (self.samples is None or self.samples >= 2), told)
         told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
         require(is_int(number) and number >= 1, told)
         told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
@@ -88,7 +89,7 @@ class Settings:
 
     def generation(self, way: str) -> dict[str, Any]:
         """The options of `generate`, also where the target's own generation config asks for other outputs."""
-        options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": not is_greedy(way)}
+        options = {**self.options, "max_new_tokens": self.max_new_tokens, "do_sample": not is_greedy(way)}
         options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
         drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return options if is_greedy(way) else options | drawn

@@ -64,7 +64,7 @@ class Subject:
         return [index for indices in self.batches(way, batch) for index in indices]
 
     def encoded(self, indices: list[int]) -> Inputs:
-        return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.new_tokens)
+        return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.max_new_tokens)
 
     def decoded(self, texts: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)

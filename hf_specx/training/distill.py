@@ -17,6 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_specx.bench.drafts import HEAD
 from hf_specx.bench.inputs import settings_of
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -33,7 +34,7 @@ from .head import HeadDraft
 from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .reading import REMEMBERED_BYTES, Remembered, Text
-from .recipe import HEAD, TrainingRecipe, first_layers_wanted
+from .recipe import TrainingRecipe, first_layers_wanted
 from .result import Distilled, card_notes
 from .texts import Phases, Writer, fingerprint_of
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.bench.drafts import LAYERS
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name
@@ -15,7 +16,7 @@ from hf_specx.models.prompts import Place
 
 from .losses import Predicted
 from .reading import Said, Text, collate, logits_where_written
-from .recipe import LAYERS_PREFIX, TrainingRecipe
+from .recipe import TrainingRecipe
 
 
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
@@ -107,8 +108,8 @@ def named(draft: PreTrainedModel) -> str:
 @torch.no_grad()
 def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """A model of its own with copies of the target's first layers, its embedding, final norm and head."""
-    check_exit_layer(LAYERS_PREFIX.rstrip(":"), count, target)
-    given = f"'{LAYERS_PREFIX}{count}'"
+    check_exit_layer(LAYERS.rstrip(":"), count, target)
+    given = f"'{LAYERS}{count}'"
     told = f"{given}: the target has weights that are offloaded to memory or disk, which cannot be copied; "
     require(not any(weight.is_meta for weight in target.parameters()), told + "name a draft model instead.")
     layers, config = EarlyExitDraft(count).first_layers(target), copy.deepcopy(target.config)

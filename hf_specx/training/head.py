@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specx.bench.drafts import HEAD
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name, vocabulary
@@ -18,7 +19,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from .draft import Learner, Tokenizers, named
 from .losses import Predicted
 from .reading import Said, Text
-from .recipe import HEAD, TrainingRecipe
+from .recipe import TrainingRecipe
 from .unrolled import Unrolled
 
 

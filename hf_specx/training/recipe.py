@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
+from hf_specx.bench.drafts import HEAD, LAYERS
 from hf_specx.common.errors import brief, check_names, is_int, require
 
 
 LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
-LAYERS_PREFIX = "layers:"
-HEAD = "eagle3"  # what is trained from nothing
 COUNTS = """
     max_new_tokens phases texts_per_phase passes patience batch_size num_draft_tokens draft_vocab_size
 """.split()  # noqa: SIM905
@@ -133,8 +132,8 @@ def first_layers_wanted(draft: Any) -> int | None:
     Raises:
         ValueError: N is no number.
     """
-    if not isinstance(draft, str) or not draft.startswith(LAYERS_PREFIX):
+    if not isinstance(draft, str) or not draft.startswith(LAYERS):
         return None
-    number = draft.removeprefix(LAYERS_PREFIX)
+    number = draft.removeprefix(LAYERS)
     require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
     return int(number)

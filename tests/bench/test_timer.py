@@ -43,7 +43,7 @@ def test_prompts_of_one_length():
     """The pair's own from another one on in each row; random tokens where nothing can be read."""
     target, tokenizer = tiny(vocab_size=280), tiny_tokenizer()
     pair = DraftTargetPair(target, target, tokenizer)
-    with pytest.raises(ValueError, match="no prompts of its own; give some with --file"):
+    with pytest.raises(ValueError, match="no prompts of its own; give some with --prompts"):
         prompts_of_length(pair, 2, 9, 4)
     pair.config.prompts = list(TEXTS)
     ids = prompts_of_length(pair, 2, 9, 4)["input_ids"].tolist()

@@ -130,9 +130,8 @@ def test_revisions_and_tokens_reach_the_hub(folders, monkeypatch):
 
     monkeypatch.setattr(tune, "get_files", get_files)
     monkeypatch.setattr(tune, "check_place", lambda name, revision: None)  # these are folders
-    drafts = [folders["near"], folders["bare"]]
-    tune.tune(folders["target"], ["suffix", *drafts], Study(hub={"token": "t"}), "v1", [None, "v2"])
-    names = [folders["target"], *drafts]
+    names = [folders[name] for name in ("target", "near", "bare")]
+    tune.tune(f"{names[0]}@v1", ["suffix", names[1], f"{names[2]}@v2"], Study(hub={"token": "t"}))
     assert seen == list(zip(names, ["v1", None, "v2"], [{"token": "t"}] * 3, strict=True))
 
 

@@ -22,7 +22,7 @@ def pair(*drafts) -> DraftTargetPair:
 
 
 def cell(*contenders: str, **settings) -> Cell:
-    return Cell("tiny", contenders, **{"prompt_tokens": 5, "new_tokens": 8, "repeats": 1} | settings)
+    return Cell("tiny", contenders, **{"prompt_tokens": 5, "max_new_tokens": 8, "repeats": 1} | settings)
 
 
 def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
@@ -75,15 +75,15 @@ def test_a_head_drafts_for_our_contenders(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "refused"), [(0.0, ""), (1.0, "transformers samples from wrong probabilities")]
+    ("sampled", "refused"), [(False, ""), (True, "transformers samples from wrong probabilities")]
 )
-def test_a_draft_with_another_tokenizer(temperature, refused):
+def test_a_draft_with_another_tokenizer(sampled, refused):
     """Ours maps its tokens, and transformers' own takes part where it does not sample."""
     sizes = {"eos_token_id": None, "pad_token_id": 1}
     models = tiny(vocab_size=280, **sizes), tiny(vocab_size=288, **sizes)
     other = DraftTargetPair(*models, tiny_tokenizer(), draft_tokenizer=tiny_tokenizer(["some other words"]))
     other.config.prompts = list(TEXTS)
-    found = measure_cell(cell("stock", "block-2", temperature=temperature), other, "")["contenders"]
+    found = measure_cell(cell("stock", "block-2", do_sample=sampled), other, "")["contenders"]
     assert refused in found["stock"].get("unavailable", "")
     assert len(found["stock"]["runs"]) == (refused == "")
     assert len(found["block-2"]["runs"]) == 1

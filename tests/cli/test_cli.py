@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from command import command
-from rich.text import Text
 from tiny import tiny
 from tiny_tokenizer import TEXTS
 from zoo import build
@@ -44,9 +43,9 @@ def test_what_the_demo_says(pair):
     """A text, that a seed gives one text, and all ways side by side."""
     result = specx("--demo", "--max-new-tokens", "6", "--repeats", "1")
     assert result.exit_code == 0, result.stderr
-    assert written_out(PROMPTS[1]) in result.stdout  # the one that reads best
-    assert "plain generate gave the same text, token by token." in result.stdout
-    ways = [line for line in result.stdout.splitlines() if "tokens/s" in line]
+    assert written_out(PROMPTS[1]) in result.stderr  # the one that reads best
+    assert "plain generate gave the same text, token by token." in result.stderr
+    ways = [line for line in result.stderr.splitlines() if "tokens/s" in line]
     assert [line.count("tokens/s") for line in ways] == [2, 1, 2]  # plain, transformers' own, ours
     runs = document(specx("--demo", "--max-new-tokens", "4", "--repeats", "1", "--json"))["runs"]
     ways = {"plain", "stock", "ours"}
@@ -65,18 +64,18 @@ def test_text_of_an_encoder_decoder(loaded):
     target = build("seq2seq", "t5")
     target.resize_token_embeddings(280)
     pair, _ = loaded(target)
-    run = document(specx(*PROMPTS, *FAST, "--greedy", "--json"))["runs"][0]
+    run = document(specx(*PROMPTS, *FAST, "--no-do-sample", "--json"))["runs"][0]
     assert run["texts"] == reference(pair, PROMPTS, do_sample=False)
     assert all(run["texts"])
 
 
 def test_loading_is_told_what_was_given_and_where_there_is_an_accelerator(loaded, monkeypatch):
     _, seen = loaded(tiny(vocab_size=280))
-    assert specx("the cat", *FAST).exit_code == 0
-    assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
+    loading.load_given_pair("embedded", Loading())
+    loading.load_given_pair("org/pair@v1", Loading(trust_remote_code=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     loading.load_given_pair("embedded", Loading())
-    given = {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
+    given = {"dtype": "auto", "revision": "v1", "trust_remote_code": True}
     assert seen == [{"dtype": "auto"}, given, {"dtype": "auto", "device_map": "auto"}]
 
 
@@ -85,8 +84,8 @@ def test_json_schema(tmp_path):
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"kind": {"const": "measurement"}}, "required": ["kind"]}
     (tmp_path / "schema.json").write_text(json.dumps(schema), encoding="utf-8-sig")
-    arguments = ("Tom said", "--greedy", "--max-new-tokens", "24", "--json")
-    result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"), "--compare", "--repeats", "1")
+    arguments = ("Tom said", "--no-do-sample", "--max-new-tokens", "24", "--json")
+    result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"), "--repeats", "1")
     run = document(result)["runs"][0]
     assert json.loads(run["texts"][0]) == {"kind": "measurement"}
     assert run["report"]["forced"] > 0
@@ -98,13 +97,34 @@ def test_json_schema(tmp_path):
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
 @pytest.mark.usefixtures("draft_pays")
 def test_text_is_shown_literally(pair, prompts):
-    """In the colours of its origins, where there are colours."""
-    result = specx(*prompts, *FAST, "--greedy")
-    assert "a dog [bold]sat[/bold] on" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert result.stderr == ""
-    for text in reference(pair, prompts, do_sample=False):
-        assert Text(written_out(text)).plain in result.stdout
-    _, _, below_the_legend = specx(*prompts, *FAST, colour=True).stdout.partition("\n")
-    assert "\x1b[32m" in below_the_legend
+    """Alone on standard output; where there are colours in those of its origins, with what they mean."""
+    result = specx(*prompts, *FAST, "--no-do-sample")
+    assert "a dog [bold]sat[/bold] on" in result.stderr
+    assert "\x1b" not in result.output
+    assert "accepted: a candidate" not in result.output
+    texts = reference(pair, prompts, do_sample=False)
+    assert result.stdout == "".join(f"{written_out(text)}\n" for text in texts)
+    result = specx(*prompts, *FAST, colour=True)
+    assert "\x1b[32m" in result.stdout
+    assert "a candidate that was kept" in result.stderr
     assert pair.strategy.streamer is None
+
+
+def test_the_settings_are_the_models_own_unless_given(pair):
+    """And said in one line, with both models; a temperature says that it samples."""
+    own = pair.target.generation_config
+    own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.1, 1, 5
+    for given, known in (
+        ([], {"do_sample": True, "temperature": 0.1, "top_k": 1, "max_new_tokens": 5}),
+        (["--top-k", 7, "--max-new-tokens", 6], {"do_sample": True, "top_k": 7, "max_new_tokens": 6}),
+        (["--no-do-sample"], {"do_sample": False, "max_new_tokens": 5}),
+    ):
+        result = specx(*map(str, ("the cat", "--json", *given)))
+        assert known.items() <= document(result)["options"].items()
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("target LlamaForCausalLM, draft LlamaForCausalLM: do_sample=")
+        assert all(f"{name}={value}" in line for name, value in known.items())
+    own.do_sample = own.temperature = own.top_k = own.max_new_tokens = None
+    assert document(specx("the cat", *FAST, "--json"))["options"] == {"do_sample": False, "max_new_tokens": 12}
+    found = document(specx("the cat", *FAST, "--temperature", "0.5", "--json"))["options"]
+    assert found == {"do_sample": True, "max_new_tokens": 12, "temperature": 0.5, "top_p": 1.0, "top_k": 50}

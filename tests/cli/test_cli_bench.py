@@ -9,7 +9,7 @@ from tiny import tiny
 from hf_specx.bench.ways import KINDS, way
 
 
-QUICK = ["--prompt-tokens", "5", "--new-tokens", "6", "--repeats", "1"]
+QUICK = ["--prompt-tokens", "5", "--max-new-tokens", "6", "--repeats", "1"]
 
 
 def specx(*arguments):
@@ -20,7 +20,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     """Each way beside plain and beside what transformers has in its place; what cannot run is said."""
     out = tmp_path / "results.json"
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
-    result = specx(folder, *QUICK, "--file", texts, "--out", str(out))
+    result = specx(folder, *QUICK, "--prompts", texts, "--out", str(out))
     assert result.exit_code == 0, result.stderr
     cells = json.loads(out.read_text())["cells"]
     assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
@@ -37,12 +37,12 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):
     tiny(vocab_size=280, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
     out = tmp_path / "results.json"
-    options = "--batch 2 --temperature 0 --top-p 0.9 --seed 4 --dtype bfloat16 --contender plain --contender token-2"
+    options = "--batch-size 2 --top-p 0.9 --dtype bfloat16 --contender plain --contender token-2"
     for more in ([], [], ["--draft", tmp_path / "draft"]):  # the second replaces the first
-        result = specx(folder, *QUICK, "--file", texts, "--out", out, *options.split(), *more)
+        result = specx(folder, *QUICK, "--prompts", texts, "--out", out, *options.split(), *more)
         assert result.exit_code == 0, result.stderr
     own, other = json.loads(out.read_text())["cells"]
-    expected = {"batch": 2, "temperature": 0, "top_p": 0.9, "seed": 4, "dtype": "bfloat16", "repeats": 1}
+    expected = {"batch": 2, "do_sample": True, "top_p": 0.9, "top_k": 50, "dtype": "bfloat16", "repeats": 1}
     assert expected.items() <= own["cell"].items()
     assert own["cell"]["contenders"] == ["plain", "token-2"]
     assert own["provenance"]["dtype"] == "bfloat16"

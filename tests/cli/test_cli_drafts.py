@@ -12,7 +12,6 @@ from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
 @pytest.fixture
@@ -25,15 +24,16 @@ def pair(loaded) -> DraftTargetPair:
     return loaded(target)[0]
 
 
-KINDS = [("suffix", {"suffix"}), ("both", {"suffix", "model"}), ("exit:1", {"early exit"})]
+KINDS = [("suffix", {"suffix"}), ("exit:1", {"early exit"}), ("layers:1", {"early exit"})]
 
 
 @pytest.mark.parametrize(("kind", "sources"), KINDS)
 def test_generate(pair: DraftTargetPair, kind: str, sources: set):
-    options = ["--greedy", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
+    options = ["--no-do-sample", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
     texts = []
-    for draft in (["--draft", kind], []):
-        result = command("generate", TEXTS[0], *options, *draft, *(["--compare", "--repeats", "1"] if draft else []))
+    for draft in (kind, None):
+        named = ["--pair", "embedded", "--draft", kind, "--repeats", "1"] if draft else []
+        result = command("generate", TEXTS[0], *options, *named)
         assert result.exit_code == 0, result.stderr
         run = json.loads(result.stdout)["runs"][0]
         texts.append(run["texts"])
@@ -44,11 +44,11 @@ def test_generate(pair: DraftTargetPair, kind: str, sources: set):
     assert pair.config.num_draft_tokens == 3  # its own is as it was
 
 
-def test_publish(pair: DraftTargetPair, tmp_path: Path):
-    result = command("publish", "org/pair", "--draft", "exit:1", "--folder", tmp_path / "made")
-    assert result.exit_code == 0, result.stderr
-    assert PairConfig.from_file(tmp_path / "made" / CONFIG_NAME).early_exit is not None
-    assert not (tmp_path / "made" / "draft").exists()
+def test_an_acceptance_of_no_candidates_is_not_a_number(pair: DraftTargetPair):
+    named = ["--pair", "embedded", "--draft", "suffix", "--max-new-tokens", 2, "--repeats", 1]
+    said = command("generate", TEXTS[0], *named).stderr
+    assert "alpha -, acceptance rate" in said
+    assert "alpha -, 1.00 tokens a row and round" in said
 
 
 HEADS = {  # forms, of which that of SafeAILab says 40 layers for one
@@ -71,9 +71,10 @@ def test_heads(tmp_path: Path, form: str):
     if form == "safeailab":
         save_file(torch.load(pickled[0], weights_only=True), head / "model.safetensors")
     (tmp_path / "prompts").write_text("\n".join(TEXTS))
-    few = ["--max-new-tokens", 6, "--repeats", 1, "--batch", 1]
-    generated = command("generate", TEXTS[0], "--target", target, "--draft", head, "--max-new-tokens", 6, "--json")
-    tuned = command("tune", target, head, "--file", tmp_path / "prompts", "--json", *few)
+    few = ["--max-new-tokens", 6, "--repeats", 1, "--batch-size", 1]
+    named = ["--target", target, "--draft", f"head:{head}", "--max-new-tokens", 6]
+    generated = command("generate", TEXTS[0], *named, "--json")
+    tuned = command("tune", target, head, "--prompts", tmp_path / "prompts", "--json", *few)
     for result in (generated, tuned):
         if form == "medusa":
             assert result.exit_code == 2

@@ -24,7 +24,7 @@ def test_tune_saves_both_tokenizers(texts: str, tmp_path: Path):
     for name, model, kind in (("target", target_of(KIND), KIND), ("other", draft_of(KIND, OTHER), OTHER)):
         model.save_pretrained(tmp_path / name)
         tokenizer_of(kind).save_pretrained(tmp_path / name)
-    quick = ["--batch", "1", "--max-new-tokens", "6", "--repeats", "1", "--file", texts]
+    quick = ["--batch-size", "1", "--max-new-tokens", "6", "--repeats", "1", "--prompts", texts]
     output("tune", tmp_path / "target", tmp_path / "other", *quick, "--out", tmp_path / "tuned")
     pair = DraftTargetPair.from_pretrained(tmp_path / "tuned")
     assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
@@ -36,7 +36,7 @@ def test_card_export_and_publish(tmp_path: Path):
     pair_of(KIND, OTHER).save_pretrained(folder)
     assert '"use_heterogeneous_vocab": true' in output("export", "vllm", folder)
     assert f"the draft has a tokenizer of its own with {len(tokenizer_of(OTHER))}" in output("card", folder)
-    output("publish", folder, "--folder", out)
+    output("publish", folder, "--out", out)
     model = AutoModelForCausalLM.from_pretrained(out)
     given = texts_of(KIND, 4) | {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "pad_token_id": 1}
     torch.manual_seed(1)

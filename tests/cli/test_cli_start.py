@@ -3,24 +3,29 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import typer
+
+from hf_specx.cli.commands import app
 
 
 NAMES = ("generate", "bench", "tune", "distill", "check", "card", "publish", "export", "export vllm")
 HELP = ["--help", "--version", *(f"{name} --help" for name in NAMES)]
+MOST_OPTIONS = 90
 WRONG = [
     "generat",
     "--nope",
     "tune",
     "generate a --pair embeded",
-    "generate --file /no/such/file",
+    "generate --prompts /no/such/file",
     "generate a --max-new-tokens 0",
     "bench --contender fast",
-    "distill org/target layers:1 --out x --loss y",
+    "distill org/target layers:1 --out x --set loss=y",
     "check --verification magic",
     "publish embedded",
-    "card embedded --title x",
+    "card embedded x",
 ]
 ALONE = """
 import contextlib, io, json, sys
@@ -54,6 +59,21 @@ def test_nothing_that_takes_time_is_imported(told, line):
     code, output, errors, slow = told[line]
     assert (code, output, slow) == ((0, True, []) if line in HELP else (2, False, []))
     assert errors == "" if line in HELP else errors.splitlines()[-1].lower().startswith("error: ")
+
+
+def test_there_are_few_options():
+    """Over all commands, of which each takes what it shares with others from one group."""
+    counted = {}
+
+    def count(name: str, found: Any) -> None:
+        for word, part in getattr(found, "commands", {}).items():
+            count(f"{name} {word}".strip(), part)
+        if not hasattr(found, "commands"):
+            counted[name] = sum(each.param_type_name == "option" for each in found.params)
+
+    count("", typer.main.get_command(app))
+    assert set(counted) == set(NAMES) - {"export"}
+    assert 0 < sum(counted.values()) <= MOST_OPTIONS, counted
 
 
 def test_what_is_missing_says_how_to_get_it():

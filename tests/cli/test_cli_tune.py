@@ -1,6 +1,7 @@
 """`specx tune`: what is shown, saved and refused."""
 
 import json
+import shutil
 import sys
 from dataclasses import fields
 
@@ -9,6 +10,7 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench import tune
 from hf_specx.bench.study import DraftTrial
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
@@ -16,7 +18,7 @@ from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
-QUICK = ["--batch", "1", "--batch", "2", "--max-new-tokens", "4", "--repeats", "1"]
+QUICK = ["--batch-size", "1", "--batch-size", "2", "--max-new-tokens", "4", "--repeats", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +33,13 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
 
 def test_tables_and_json(folders, texts, tmp_path):
     out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
-    saved = ["--out", str(out), "--save-prompts"]
-    for more in (["--file", texts, *saved], ["--json"]):
+    for more in (["--prompts", texts, "--out", str(out)], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
-        assert (result.exit_code, result.stderr) == (0, "")
-        told.append(result.stdout)
-    shown, found = told[0], json.loads(told[1])
-    assert f"saved in {out}: target inside, draft inside" in shown
+        assert (result.exit_code, "do_sample=False, max_new_tokens=4\n" in result.stderr) == (0, True)
+        told.append(result)
+    shown, found = told[0].stdout, json.loads(told[1].stdout)
+    assert f"saved in {out}: target inside, draft inside" in told[0].stderr
     pair = DraftTargetPair.from_pretrained(out)
-    assert pair.prompts == list(TEXTS)
     assert [m.batch for m in pair.config.measurements] == [1, 2]
     assert found["target"] == folders["target"]
     by_name = {draft["draft"]: draft for draft in found["drafts"]}
@@ -50,10 +50,15 @@ def test_tables_and_json(folders, texts, tmp_path):
         assert all(finding["follows"][:30] in shown for finding in draft["findings"])
 
 
-@pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
-def test_a_slow_draft_is_called_slow(capsys, speed, says):
-    figures = dict.fromkeys(field.name for field in fields(Measurement)) | {"measured_speedup": speed}
-    config = PairConfig(ModelSource(), ModelSource(), measurements=[Measurement(**figures)])
+MEDIAN = "2.00 times as fast as plain generate, the median over batch sizes (1.00 to 4.00)"
+HEADLINES = [([2.0], "best: d, "), ([0.5], "none is faster than plain generate here"), ([1.0, 2.0, 4.0], MEDIAN)]
+
+
+@pytest.mark.parametrize(("speeds", "says"), HEADLINES)
+def test_the_headline_is_the_median_and_a_slow_draft_is_called_slow(capsys, speeds, says):
+    unknown = dict.fromkeys(field.name for field in fields(Measurement))
+    measured = [Measurement(**unknown | {"measured_speedup": speed}) for speed in speeds]
+    config = PairConfig(ModelSource(), ModelSource(), measurements=measured)
     cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
     assert says in capsys.readouterr().out
 
@@ -61,35 +66,46 @@ def test_a_slow_draft_is_called_slow(capsys, speed, says):
 def test_options_reach_the_study(folders, monkeypatch):
     seen = []
 
-    def tune(target, drafts, study, revision, draft_revisions, advance):
-        seen.append((target, drafts, study, revision, draft_revisions))
+    def tune(target, drafts, study, advance):
+        seen.append((target, drafts, study))
         return [DraftTrial("d", error="no")]
 
     monkeypatch.setattr("hf_specx.bench.tune.tune", tune)
-    measuring = "--batch 3 --repeats 4 --greedy --verification token --seed 5 --dtype float32"
-    loading = "--token t --revision v1 --draft-revision v2 --draft-revision v3 --trust-remote-code"
-    options = f"{measuring} {loading} --save-prompts".split(" ")
-    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options])
-    specx("T", "D", "E", *options)
+    options = "--batch-size 3 --repeats 4 --no-do-sample --dtype float32 --trust-remote-code"
+    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options.split()])
+    specx("T@v1", "D@v2", "suffix", "layers:2", "E@v3", *options.split())
     specx("T", "D")
-    target, drafts, study, *revisions = seen[0]
-    assert (target, drafts, revisions) == ("T", ["D", "E"], ["v1", ["v2", "v3"]])
-    assert (study.prompts, study.batches, study.repeats, study.seed) == (list(TEXTS), [3], 4, 5)
-    assert (study.options, study.verification) == ({"do_sample": False, "max_new_tokens": 128}, "token")
-    assert (study.dtype, study.hub) == ("float32", {"token": "t"})
-    assert study.trust_remote_code is study.keep_prompts is True
-    assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
-    target, drafts, study, *revisions = seen[1]
-    assert (revisions, study.batches, study.verification) == ([None, []], [1, 8], None)
-    assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
-    assert (study.dtype, study.hub) == ("auto", {})
-    assert study.trust_remote_code is study.keep_prompts is False
+    target, drafts, study = seen[0]
+    assert (target, drafts) == ("T@v1", ["D@v2", "suffix", "layers:2", "E@v3"])
+    assert (study.prompts, study.batches, study.repeats) == (list(TEXTS), [3], 4)
+    assert (study.options, study.dtype) == ({"do_sample": False}, "float32")
+    assert study.trust_remote_code is True
+    assert study.command == f"specx tune T {options}"
+    target, drafts, study = seen[1]
+    assert (study.batches, study.options, study.dtype) == ([1, 8], {}, "auto")
+    assert study.trust_remote_code is False
+
+
+def test_chats(folders, texts, tmp_path, monkeypatch):
+    """Messages and texts, by the target's template."""
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    chatty = tmp_path / "chatty"
+    shutil.copytree(folders["target"], chatty)
+    (chatty / "chat_template.jinja").write_text(template)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"the cat"\n{"messages": [{"role": "user", "content": "a dog"}]}\n')
+    seen, encode = [], tune.encode_batches
+    monkeypatch.setattr(tune, "encode_batches", lambda *args: seen.append(args[2].prompts) or encode(*args))
+    result = specx(str(chatty), "suffix", "--prompts", str(prompts), "--chat", *QUICK)
+    assert (result.exit_code, seen) == (0, [["<the cat>", "<a dog>"]])
+    result = specx(folders["target"], "suffix", "--prompts", texts, "--chat", *QUICK)
+    assert (result.exit_code, "has no chat template; leave --chat out" in result.stderr) == (2, True)
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
     """Checks alone need no prompts; what cannot be saved is told all the same."""
     out = tmp_path / "pair"
-    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(out), "--json"]
+    arguments = [folders["target"], folders["draft"], "--repeats", "0", "--out", str(out), "--json"]
     for more in ([], ["--overwrite"]):
         result = specx(*arguments, *more, input="")
         assert result.exit_code == 0, result.stderr
@@ -105,7 +121,7 @@ def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_
         raise OSError("no space left")
 
     monkeypatch.setattr(DraftTargetPair, "save_pretrained", save)
-    result = specx(folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair"), "--json")
+    result = specx(folders["target"], folders["draft"], "--repeats", "0", "--out", str(tmp_path / "pair"), "--json")
     assert (result.exit_code, result.stderr) == (2, "error: no space left\n")
     assert json.loads(result.stdout)["drafts"][0]["config"] is not None
 

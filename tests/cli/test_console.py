@@ -8,7 +8,7 @@ from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specx.cli import coloured, console
+from hf_specx.cli import bench, coloured, console, tune
 from hf_specx.common.round import RoundRecord
 
 
@@ -16,6 +16,14 @@ def test_errors_are_in_the_words_of_commands(capsys):
     with pytest.raises(typer.Exit), console.errors_in_one_line():
         raise ValueError("pass overwrite=True,\nor top_p=0.9")
     assert capsys.readouterr().err == "error: pass --overwrite, or --top-p 0.9\n"
+
+
+@pytest.mark.parametrize("headings", [bench.COLUMNS, tune.TUNE_COLUMNS])
+def test_tables_of_figures_fit_80_columns(capsys, headings):
+    """With long names and large figures."""
+    row = ["coupled-5-compiled", "123456", *["0.98-1.02"] * 2, *["123.45"] * (len(headings) - 4)]
+    console.Output(width=80).figures(list(headings), [row])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_figures_are_never_cut(capsys):

@@ -15,12 +15,13 @@ from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
 from hf_specx.metrics.check import judge_quality
-from hf_specx.metrics.result import least_share, quality_line, seen_deviations
+from hf_specx.metrics.result import distribution_line, in_words, least_share, quality_line, seen_deviations
+from hf_specx.metrics.sampled_law.sampled_law import STATISTICS
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject
 
 
-SMALL = {"samples": 32, "new_tokens": 8, "batch_sizes": (1, 8), "verifications": ("greedy", "coupled", "block")}
+SMALL = {"samples": 32, "max_new_tokens": 8, "batch_sizes": (1, 8), "verifications": ("greedy", "coupled", "block")}
 GREEDY = SMALL | {"verifications": ("greedy",)}
 
 
@@ -191,3 +192,15 @@ def test_what_a_test_sees_is_seen_nine_times_in_ten():
     smallest = float(told.split("by ")[1].split()[0])
     z = (rng.normal(0, error, runs) + smallest * weight) / error
     assert low <= sum(abs(z) > stats.norm.isf(level / 5 / 2)) <= high
+
+
+def test_what_was_seen_is_said_in_words():
+    """No line has the names of statistics, or their scores."""
+    statistic = {"z": -2.2, "p_value": 0.03, "standard_error": 2.0, "weight": 40.0}
+    law = {"passed": True, "p_value": 0.4, "level": 1e-4, "positions": 40, "comparisons": 2, "impossible": 0}
+    law |= {"statistics": {"rank_2_3_first": statistic, "top_1": statistic | {"p_value": 0.5}}, "on_the_edge": 0}
+    note = distribution_line("block, batch 1", law).note
+    assert "how often the 2nd or 3rd likeliest token comes first, 2.2 standard errors below what is expected" in note
+    assert "a correct pair is as far off with chance 0.4" in note
+    names = [name + kind for name, kind in STATISTICS] + ["distinct_1", "distinct_2"]
+    assert not [name for name in names if "_" in in_words(name)]

@@ -9,7 +9,7 @@ from hf_specx.metrics.settings import CHECKED
 
 
 RUNS, LEVEL = 200, 0.05
-CHEAP = {"batch_sizes": (16,), "new_tokens": 6, "samples": 16, "num_draft_tokens": 2, "level": LEVEL}
+CHEAP = {"batch_sizes": (16,), "max_new_tokens": 6, "samples": 16, "num_draft_tokens": 2, "level": LEVEL}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

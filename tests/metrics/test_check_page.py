@@ -16,7 +16,7 @@ from hf_specx.metrics.settings import Settings
 
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
-QUICK = {"batch_sizes": (8,), "new_tokens": 8, "samples": 16, "verifications": ("greedy", "block")}
+QUICK = {"batch_sizes": (8,), "max_new_tokens": 8, "samples": 16, "verifications": ("greedy", "block")}
 TOKEN = r'<span class="token (\w+)" tabindex="0" role="note" aria-label="([^"]*)">'
 
 

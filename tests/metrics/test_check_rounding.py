@@ -84,7 +84,7 @@ def test_what_top_p_and_top_k_leave_out_never_comes():
 def test_half_precision_passes_and_says_how_many_rows_differ():
     target = tiny(**SIZES | {"num_hidden_layers": 4})
     pair = DraftTargetPair(target.bfloat16(), near(target, 0.2).bfloat16(), tiny_tokenizer())
-    more = {"new_tokens": 32, "batch_sizes": (16,), "samples": 32, "num_draft_tokens": 5, "temperature": 1.0}
+    more = {"max_new_tokens": 32, "batch_sizes": (16,), "samples": 32, "num_draft_tokens": 5, "temperature": 1.0}
     result = quick(pair, verifications=("greedy", "coupled"), **more)
     assert result.passed, str(result)
     differences = result.cells["coupled, batch 16"]["equality"]["differences"]

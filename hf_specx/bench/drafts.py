@@ -1,0 +1,58 @@
+"""How models and drafts are named, in Python and in every command alike. Nothing here imports torch."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_specx.common.errors import require
+
+
+SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
+SEVERAL_EXITS, HEAD = "exits", "eagle3"  # words of one command
+HELP_DRAFT = (
+    "suffix (what followed the same tokens before), exit:4 or layers:4 (the target's first 4 layers), "
+    "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
+)
+ELSEWHERE = {  # words of one command, with what to type in the others
+    SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
+    HEAD: "it is a new head, which specx distill trains; name the trained one, like head:FOLDER",
+}
+
+
+class NamedDraft(NamedTuple):
+    """What the name of a draft says: one of the two, or neither for "suffix" and the words of `ELSEWHERE`."""
+
+    layers: int | None = None  # of the target, its first ones
+    model: str | None = None  # id, perhaps with a revision, or folder of a model or head
+
+
+def read_draft(name: str, word: str = "") -> NamedDraft:
+    """Read the name of a draft; `word` is the one of `ELSEWHERE` that this command has.
+
+    Raises:
+        ValueError: for a name that is none, or that of another command.
+    """
+    if name in (SUFFIX, word):
+        return NamedDraft()
+    require(name not in ELSEWHERE, f"the draft {name} cannot be used here: {ELSEWHERE.get(name)}.")
+    if name.startswith((EXIT, LAYERS)):
+        kind, _, number = name.partition(":")
+        known = re.fullmatch("[1-9][0-9]*", number) is not None
+        require(known, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
+        return NamedDraft(layers=int(number))
+    model = name.removeprefix(OF_HEADS)
+    told = f"the draft {name!r} means nothing; give one of: {HELP_DRAFT}"
+    require(bool(model) and (":" not in model or "/" in model or Path(model).is_dir()), told)
+    return NamedDraft(model=model)
+
+
+def check_head(name: str, model: Any) -> None:
+    """Whether a loaded draft is a head, where its name says so."""
+    told = f"{name} names a model and no head; leave out {OF_HEADS}"
+    require(not name.startswith(OF_HEADS) or not model.can_generate(), told)
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A name, and the commit, branch or tag behind its "@", as in org/model@v1; a folder with an "@" stays whole."""
+    first, at, revision = name.rpartition("@")
+    return (first, revision) if at and revision and not Path(name).is_dir() else (name, None)
