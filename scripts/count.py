@@ -1,7 +1,8 @@
 """Count the lines of the house, and what one call of `generate` runs through: `python scripts/count.py`.
 
-The call is one of the pair in the package: two rows, sampled, three candidates a round. Files, functions and calls are
-those of Python code of the package; calls are those of a further round, without what a call takes at its ends.
+The call is one of the target and the draft model in the package: two rows, sampled, three candidates a round. Files,
+functions and calls are those of Python code of the package; calls are those of a further round, without what a call
+takes at its ends.
 """
 
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
 
 ROOT = PACKAGE.parent
@@ -37,7 +39,7 @@ def count_lines() -> dict[str, int]:
 
 def count_call() -> dict[str, float]:
     """Files and functions that a call runs through, and calls of a round."""
-    pair = DraftTargetPair.embedded()
+    pair = DraftTargetPair.embedded(draft=str(embedded_folder() / DRAFT_MODEL))
     target, tokenizer, strategy = pair.target, pair.tokenizer, SpeculativeDecoding(pair.draft, num_draft_tokens=3)
     assert tokenizer is not None
     inputs = tokenizer(pair.prompts[:2], return_tensors="pt", padding=True)

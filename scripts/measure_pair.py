@@ -3,7 +3,7 @@
 No cost table is saved: it would hold for this machine only, and the first call on any machine makes one.
 
     python scripts/measure_pair.py
-    python scripts/measure_pair.py build/better/draft  # that of `train_pair.py --head` beside it, and sharper text
+    python scripts/measure_pair.py hf_specx/hub/embedded/draft  # the draft model beside the head, and sharper text
 """
 
 from dataclasses import replace
@@ -29,7 +29,8 @@ def main(
     others: Annotated[list[str] | None, typer.Argument(help="drafts that are shown beside its own")] = None,
     repeats: int = 5,
 ) -> None:
-    config, own = PairConfig.from_file(FOLDER / CONFIG_NAME), str(FOLDER / "draft")
+    config = PairConfig.from_file(FOLDER / CONFIG_NAME)
+    own = str(FOLDER / config.draft.subfolder)
     config.measurements = []
     for dtype in DTYPES:
         study = Study(config.prompts, repeats=repeats, dtype=dtype, command="python scripts/measure_pair.py")

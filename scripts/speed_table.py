@@ -21,11 +21,12 @@ from outlines import from_transformers
 from outlines.backends import get_json_schema_logits_processor
 from rich.progress import track
 
-from hf_specx import DraftHead, DraftTargetPair
+from hf_specx import DraftTargetPair
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, encode
 from hf_specx.bench.timer import Timer, Timing, speedups
 from hf_specx.common.devices import hardware
+from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
 
 OURS = "ours"
@@ -43,11 +44,9 @@ COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the
 
 # of each text: what a user of transformers would take instead, ours at its defaults, and options of `generate`
 SAMPLED, JSON = "sampled code", "JSON of a schema, greedily"
-WITH_HEAD = "sampled code, by a head"
 COPY = "a file written once more, greedily, without a draft model"
-KINDS: dict[str, tuple[str | None, str, dict[str, Any]]] = {
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     SAMPLED: ("stock", "block-auto", {"do_sample": True, "top_k": 0}),
-    WITH_HEAD: (None, "block-auto", {"do_sample": True, "top_k": 0}),
     COPY: ("lookup-10", "suffix-auto", {}),
     JSON: ("stock", "block-auto", {}),
 }
@@ -62,14 +61,14 @@ class Case(NamedTuple):
 
 
 CASES = [Case(SAMPLED, dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)]
-CASES += [Case(kind, "float32", batch) for kind in (COPY, JSON, WITH_HEAD) for batch in (1, 8)]
+CASES += [Case(kind, "float32", batch) for kind in (COPY, JSON) for batch in (1, 8)]
 
 
 class WithSchema(Contender):
     """A contender whose text is JSON; each call has a new processor, as each text needs one."""
 
-    def __init__(self, name: str, pair: DraftTargetPair):
-        super().__init__(name, pair.target, pair.models[-1])
+    def __init__(self, name: str, pair: DraftTargetPair, draft: Any):
+        super().__init__(name, pair.target, draft)
         self.outlines = from_transformers(pair.target, pair.tokenizer)  # type: ignore[arg-type]
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
@@ -85,19 +84,17 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def timings(
-    case: Case, pair: DraftTargetPair, head: DraftHead | None, repeats: int, new_tokens: int
-) -> dict[str, Timing]:
-    """Those of the contenders of a row; transformers itself takes one row alone, and no head."""
+def timings(case: Case, pair: DraftTargetPair, model: Any, repeats: int, new_tokens: int) -> dict[str, Timing]:
+    """Those of the contenders of a row; transformers itself takes one row alone, and a draft model, not a head."""
     assert pair.tokenizer is not None
     rival, ours, options = KINDS[case.kind]
-    names = {"plain": "plain"} | ({} if rival is None or case.batch > 1 else {rival: rival}) | {OURS: ours}
-    draft = head if case.kind == WITH_HEAD else pair.models[-1]
+    names = {"plain": "plain"} | ({} if case.batch > 1 else {rival: rival}) | {OURS: ours}
 
     def make(name: str) -> Contender:
-        if case.kind == JSON:
-            return WithSchema(names[name], pair)
-        return Contender(names[name], pair.target, draft)
+        draft = model if name == rival else pair.draft
+        return (
+            WithSchema(names[name], pair, draft) if case.kind == JSON else Contender(names[name], pair.target, draft)
+        )
 
     chosen = [[pair.prompts[(first + i) % len(pair.prompts)] for i in range(case.batch)] for first in range(repeats)]
     batches = [encode(pair.tokenizer, pair.target, texts, new_tokens) for texts in chosen]
@@ -111,15 +108,14 @@ def timings(
     return found
 
 
-def measure(folder: Path | None, repeats: int, new_tokens: int) -> list[dict[str, Any]]:
-    """What is known of each row after one run; `folder` is that of a head, for the rows with one."""
+def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
+    """What is known of each row after one run."""
     pair, found = DraftTargetPair.embedded(), []
-    head = None if folder is None else DraftHead.from_pretrained(folder, target=pair.target)
-    cases = [case for case in CASES if head is not None or case.kind != WITH_HEAD]
-    for case in track(cases, description="measuring"):
-        for model in (*pair.models, *([] if head is None else [head])):
-            model.to(getattr(torch, case.dtype))
-        by_name = timings(case, pair, head, repeats, new_tokens)
+    model: Any = DraftTargetPair.embedded(draft=str(embedded_folder() / DRAFT_MODEL)).draft
+    for case in track(CASES, description="measuring"):
+        for each in (pair.target, pair.draft, model):
+            each.to(getattr(torch, case.dtype))  # type: ignore[union-attr]
+        by_name = timings(case, pair, model, repeats, new_tokens)
         rates = by_name.pop("plain").rates
         times = {name: None if x.error else statistics.median(speedups(x.rates, rates)) for name, x in by_name.items()}
         row = {"label": f"{case.kind}, {case.dtype}", "batch": case.batch}
@@ -191,13 +187,12 @@ def replaced(page: str, text: str) -> str:
 def main(
     repeats: Annotated[int, typer.Option(help="Turns of each row.", min=1)] = 5,
     new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
-    head: Annotated[Path | None, typer.Option(help="A head of the target, for rows with it.", file_okay=False)] = None,
     out: Annotated[Path, typer.Option(help="File of runs.", dir_okay=False)] = Path("scripts/results/speed.json"),
     readme: Annotated[Path, typer.Option(help="Page with both markers.", dir_okay=False)] = Path("README.md"),
 ) -> None:
     replaced(readme.read_bytes().decode(), "")  # refused before any work
     runs = [] if not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
-    runs.append({"made": provenance(), "rows": measure(head, repeats, new_tokens)})
+    runs.append({"made": provenance(), "rows": measure(repeats, new_tokens)})
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
     readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs)).encode())
     print(table(runs))

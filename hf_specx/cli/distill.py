@@ -57,7 +57,10 @@ def distill(
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
     options |= settings_typed(others or []) | sampling.given
     held_out = {"held_out": options.pop("held_out")} if "held_out" in options else {}
-    TrainingRecipe.of(options)
+    try:
+        TrainingRecipe.of(options)
+    except TypeError as error:  # of what --set names
+        raise ValueError(f"--set: {error}") from error
     check_folder(out, overwrite)
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from rich.text import Text
+from transformers import AutoModelForCausalLM
 
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, compare
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.hub.known_pairs import is_embedded
+from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
@@ -111,6 +112,9 @@ class Session:
     def compare(self, inputs: Inputs, with_stock: bool = False) -> Comparison:
         """Time plain `generate` and ours in turns; with transformers' assisted decoding, if it can be."""
         pair, draft = self.pair, next(iter(self.pair.models[1:]), None)
+        if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
+            folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
+            draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
         if not with_stock or not same_tokens(pair.tokenizer, pair.draft_tokenizer):
             draft = None
         with steps("all ways in turns", (2 + (draft is not None)) * (self.repeats + 1)) as bar:

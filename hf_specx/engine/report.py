@@ -278,13 +278,12 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
-        if self.limit_reason:
-            lines.append(self.limit_reason)
+        lines += [self.limit_reason] if self.limit_reason else []
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
-            told = ", ".join(f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
-            lines.append(f"accepted by source: {told}")
+            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted by source: {', '.join(told)}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}; speed-up if rounds took no more than their "

@@ -7,6 +7,7 @@ from hf_specx.common.errors import require, similar
 
 
 EMBEDDED = "embedded"  # the pair in the package
+DRAFT_MODEL = "draft"  # the folder in it of a draft model, beside the head that drafts
 SEQ2SEQ = "AutoModelForSeq2SeqLM"
 
 

@@ -151,11 +151,11 @@ class DraftTargetPair(NoModel):
 
     @classmethod
     def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
-        """The pair in the package: 13.9M and 2.7M parameters, trained on the Python standard library's source.
+        """The pair in the package: 13.9M parameters and a head of 2.2M, which know the Python standard library's source.
 
         Args:
             dtype: None or "auto" is float32 on the CPU, and as saved (bfloat16) on an accelerator.
-            **kwargs: see `load_pair`.
+            **kwargs: see `load_pair`. With `draft=embedded_folder() / "draft"` a model of 2.7M drafts, not the head.
         """
         if dtype in (None, "auto"):
             places = kwargs.get("device_map")

@@ -66,7 +66,7 @@ CASES = [
     ("alpha is True, not float", measured(alpha=True)),
     (r"batch is 10{76}\.\.\., not int", measured(batch=10**400)),
     ("both in the folder of the pair under ''; a draft needs", said("draft.subfolder", "")),
-    ("num_draft_tokens is 1000000000, neither 'auto' nor an int from 1 to 64", said("num_draft_tokens", 10**9)),
+    ("num_draft_tokens is 1000000000, neither 'auto' nor an int from 0 to 64", said("num_draft_tokens", 10**9)),
     ("layout is 'os.system', none of auto", said("layout", "os.system")),
     (NO_ROW, costs(draft=-1.0)),
     (NO_ROW, costs(target={"1": 1.0, "5": float("inf")})),

@@ -153,7 +153,7 @@ def test_the_embedded_pair_is_as_its_config_says():
     config = PairConfig.from_file(EMBEDDED / CONFIG_NAME)
     assert config.to_text() == (EMBEDDED / CONFIG_NAME).read_text()
     assert config.target.fingerprint == fingerprint(EMBEDDED)
-    assert config.draft.fingerprint == fingerprint(EMBEDDED / "draft")
+    assert config.draft.fingerprint == fingerprint(EMBEDDED / config.draft.subfolder)
     assert config.tokenizers == tokenizer_facts(AutoTokenizer.from_pretrained(EMBEDDED))
     special = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
     assert replace(config.tokenizers, vocabulary=None) == TokenizerFacts("one", 4096, special)
