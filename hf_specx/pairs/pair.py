@@ -151,7 +151,7 @@ class DraftTargetPair(NoModel):
 
     @classmethod
     def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
-        """The pair in the package: 13.9M parameters and a head of 2.2M, which know the Python standard library's source.
+        """The pair in the package: 13.9M parameters and a head of 2.2M, trained on Python's standard library.
 
         Args:
             dtype: None or "auto" is float32 on the CPU, and as saved (bfloat16) on an accelerator.

@@ -24,7 +24,8 @@ def test_embedded_is_small_and_speaks_python(pair: DraftTargetPair):
     """So well that its draft is worth it."""
     folder = Path(sys.modules["hf_specx"].__file__).parent / "hub" / "embedded"
     assert 0 < sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 40 * 2**20
-    assert pair.target.dtype == next(pair.draft.parameters()).dtype == torch.float32
+    assert pair.target.dtype == torch.float32
+    assert next(pair.draft.parameters()).dtype == torch.bfloat16  # a head is read as it was saved
     text = "def read(self, n=-1):\n    return self.buffer[:n]\n"
     assert pair.tokenizer.decode(pair.tokenizer(text)["input_ids"]) == text
     inputs = pair.tokenizer(pair.prompts[:8], return_tensors="pt", padding=True)
