@@ -10,7 +10,6 @@ import copy
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +125,6 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 def main() -> None:
     """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
-    from hf_specx.bench.store import Store
     from hf_specx.bench.turns import measure_cell
     from hf_specx.bench.ways import Cell
 
@@ -137,16 +135,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="file of results, as of specx bench")
     asked = parser.parse_args()
-    store, device = Store(asked.out, "schema", {}), "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
     for name in asked.pairs:
         made = graft(RECIPES[name], getattr(torch, asked.dtype), device)
         for batch in asked.batch:
             cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
             found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
-            store.add(found)
             print(f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n")
             print(f"| contender | {' | '.join(COLUMNS)} |")
             print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")

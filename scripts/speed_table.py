@@ -8,14 +8,12 @@ largest median over the runs of the file by the same machine and versions, so th
 import inspect
 import json
 import statistics
-import subprocess
 import textwrap
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import transformers
 import typer
 from outlines import from_transformers
 from outlines.backends import get_json_schema_logits_processor
@@ -24,8 +22,8 @@ from rich.progress import track
 from hf_specx import DraftTargetPair
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, encode
+from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Timer, Timing, speedups
-from hf_specx.common.devices import hardware
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
 
@@ -107,34 +105,26 @@ def timings(case: Case, pair: Any, model: Any, repeats: int, new_tokens: int) ->
     return found
 
 
-def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
-    """What is known of each row after one run."""
+def measure(repeats: int, new_tokens: int) -> dict[str, Any]:
+    """One run: what is known of each row, and of the run."""
     pair, found = DraftTargetPair.embedded(), []
     model: Any = DraftTargetPair.embedded(draft=str(embedded_folder() / DRAFT_MODEL)).draft
     for case in track(CASES, description="measuring"):
-        for each in (pair.target, pair.draft, model):
-            each.to(getattr(torch, case.dtype))  # type: ignore[union-attr]
+        for each in (pair.target, model):  # the head stays as it was saved
+            each.to(getattr(torch, case.dtype))
         by_name = timings(case, pair, model, repeats, new_tokens)
         rates = by_name.pop("plain").rates
         times = {name: None if x.error else statistics.median(speedups(x.rates, rates)) for name, x in by_name.items()}
         row = {"label": f"{case.kind}, {case.dtype}", "batch": case.batch}
         found.append(row | {"plain": statistics.median(rates), "times": times})
-    return found
+    return {"made": made_by(pair.target), "rows": found}
 
 
-def provenance() -> dict[str, Any]:
+def made_by(target: Any) -> dict[str, Any]:
     """When, where and by what a run was made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    told = Path("/proc/cpuinfo")
+    told, date = Path("/proc/cpuinfo"), datetime.now(timezone.utc).isoformat(timespec="minutes")
     words = set(told.read_text().split()) if told.exists() else set()
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
-        "commit": commit.stdout.strip(),
-        "hardware": hardware(torch.device("cpu")),
-        "instructions": [name for name in INSTRUCTIONS if name in words],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return provenance(target) | {"date": date, "instructions": [name for name in INSTRUCTIONS if name in words]}
 
 
 def span(values: list[float], digits: int) -> str:
@@ -146,17 +136,17 @@ def span(values: list[float], digits: int) -> str:
 def table(runs: list[dict[str, Any]]) -> str:
     """The rows of the last run, with all runs that were made as it was."""
     made = runs[-1]["made"]
-    alike = made.keys() - {"date", "commit"}
+    alike = made.keys() - {"date", "dtype"}
     shown = [run for run in runs if all(run["made"].get(name) == made[name] for name in alike)]
     dates = sorted(run["made"]["date"].replace("T", " ").replace("+00:00", "") for run in shown)
     lines = [
-        f"The pair in the package, {made['hardware']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
+        f"The pair in the package, {made['device']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
         f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. transformers itself means its assisted generation, "
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted means transformers' assisted generation by the draft model in the package, "
         "or its prompt lookup where there is no draft model; it refuses batches, and fails with processors that keep "
         "a state.",
         "",
-        "| text | batch | plain, tokens/s | transformers itself, times plain | ours, times plain |",
+        "| text | batch | plain, tokens/s | assisted, times plain | ours, times plain |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for last in runs[-1]["rows"]:
@@ -191,7 +181,7 @@ def main(
 ) -> None:
     replaced(readme.read_bytes().decode(), "")  # refused before any work
     runs = [] if not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
-    runs.append({"made": provenance(), "rows": measure(repeats, new_tokens)})
+    runs.append(measure(repeats, new_tokens))
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
     readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs)).encode())
     print(table(runs))

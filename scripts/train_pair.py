@@ -4,8 +4,9 @@ The text is the source of the Python standard library, which every machine with 
 Every stage is seeded and saves its result in `--work`; an interrupted run continues from there.
 
     python scripts/train_pair.py --work build/pair --out hf_specx/hub/embedded
-    python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft alone
-    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head  # a head
+    python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft
+    python scripts/train_pair.py --work build/head --start hf_specx/hub/embedded --out build/better --head \\
+        --phases 6 --passes 8 --bf16  # a new head for it, in two hours of one core
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
@@ -151,7 +152,8 @@ def distil_draft(
     target: LlamaForCausalLM, draft: Any, tokens: torch.Tensor, unseen: torch.Tensor, work: Path, **options: Any
 ) -> Distilled:
     """Train on pieces of the text and on what the target writes after them, also after the end of a file."""
-    bf16, seed, phases, is_head = options.pop("bf16"), options["seed"], options["phases"], draft == HEAD
+    bf16, seed, phases = options.pop("bf16"), options["seed"], options["phases"]
+    is_head = draft == HEAD or isinstance(draft, DraftHead)
     length = READ_BY_HEAD if is_head else READ
     return distill(
         target,
@@ -166,7 +168,7 @@ def distil_draft(
         texts_per_phase=TEXTS,
         patience=phases,
         learn_from_prompts=True,
-        learning_rate={HEAD: None, "layers:2": 2e-3}.get(draft, 1e-3) if isinstance(draft, str) else 1e-3,
+        learning_rate=None if is_head else 2e-3 if isinstance(draft, str) else 1e-3,
         training={"weight_decay": 0.1, "adam_beta2": 0.95} | ({"bf16": True} if bf16 else {}),
         **options,
     )
@@ -223,31 +225,31 @@ def main(
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work) if pair is None else endless(pair.target)
-    start_from = HEAD if head else "layers:2" if pair is None else endless(pair.models[1])
+    start_from: Any = HEAD if head else "layers:2" if pair is None else pair.draft
+    is_head = head or isinstance(start_from, DraftHead)
+    if pair is not None and not is_head:
+        endless(start_from)
     how = {"phases": phases, "passes": passes, "seed": seed, "bf16": bf16}
     made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft
-    models = [target] if head else [target, draft]
-    losses = [loss(model, unseen, seed) for model in models]
-    console.print(losses, str(made))
+    console.print(str(made))
+    notes, models = made.pair.config.notes, [target] if is_head else [target, draft]
+    facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed)}
+    facts["draft_loss"] = math.nan if is_head else loss(draft, unseen, seed)
     for model in models:
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
     for model in (target, draft):
         model.bfloat16()
-    notes = made.pair.config.notes
     if pair is None:
-        facts: dict[str, Any] = dict(zip(("target_loss", "draft_loss"), [*losses, math.nan], strict=False))
         facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
         facts |= {"draft": notes, "python": platform.python_version(), "command": shlex.join(["python", *sys.argv])}
         config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
         before, mark, tail = pair.config.notes.partition("## Intended use")
-        if head:  # what is said of the draft that it replaces
-            before = before.partition("## How the draft was")[0]
-        more = notes if head else notes.replace("## How the draft was made", "## How the draft was trained further")
-        facts_of_draft = made.pair.config.draft if head else pair.config.draft
-        config = replace(pair.config, draft=facts_of_draft, notes=f"{before}{more}\n\n{mark}{tail}", measurements=[])
+        more = notes.replace("draft was made", "head was made" if head else "draft was trained further")
+        notes = f"{before}{more}\n\n{mark}{tail}"
+        config = replace(pair.config, draft=made.pair.config.draft, notes=notes, measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
 
