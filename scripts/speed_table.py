@@ -142,9 +142,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     lines = [
         f"The pair in the package, {made['device']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
         f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted means transformers' assisted generation by the draft model in the package, "
-        "or its prompt lookup where there is no draft model; it refuses batches, and fails with processors that keep "
-        "a state.",
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted means transformers' own assisted "
+        "generation by the draft model in the package, or its prompt lookup for the copy; it refuses batches.",
         "",
         "| text | batch | plain, tokens/s | assisted, times plain | ours, times plain |",
         "| --- | ---: | ---: | ---: | ---: |",
