@@ -46,10 +46,10 @@ SAMPLED, JSON = "sampled code", "JSON of a schema, greedily"
 WITH_HEAD = "sampled code, by a head"
 COPY = "a file written once more, greedily, without a draft model"
 KINDS: dict[str, tuple[str | None, str, dict[str, Any]]] = {
-    SAMPLED: ("stock", "block-auto", {"do_sample": True, "top_k": 0}),
+    SAMPLED: ("assisted", "block-auto", {"do_sample": True, "top_k": 0}),
     WITH_HEAD: (None, "block-auto", {"do_sample": True, "top_k": 0}),
     COPY: ("lookup-10", "suffix-auto", {}),
-    JSON: ("stock", "block-auto", {}),
+    JSON: ("assisted", "block-auto", {}),
 }
 
 
@@ -88,7 +88,7 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
 def timings(
     case: Case, pair: DraftTargetPair, head: DraftHead | None, repeats: int, new_tokens: int
 ) -> dict[str, Timing]:
-    """Those of the contenders of a row; transformers itself takes one row alone, and no head."""
+    """Those of the contenders of a row; assisted generation takes one row alone, and no head."""
     assert pair.tokenizer is not None
     rival, ours, options = KINDS[case.kind]
     names = {"plain": "plain"} | ({} if rival is None or case.batch > 1 else {rival: rival}) | {OURS: ours}
@@ -157,11 +157,11 @@ def table(runs: list[dict[str, Any]]) -> str:
     lines = [
         f"The pair in the package, {made['hardware']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
         f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. transformers itself means its assisted generation, "
-        "or its prompt lookup where there is no draft model; it refuses batches, and fails with processors that keep "
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. *Assisted*: transformers' assisted generation, or "
+        "its prompt lookup where there is no draft model. It refuses batches, and fails with processors that keep "
         "a state.",
         "",
-        "| text | batch | plain, tokens/s | transformers itself, times plain | ours, times plain |",
+        "| text | batch | plain, tokens/s | assisted, times plain | ours, times plain |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for last in runs[-1]["rows"]:
