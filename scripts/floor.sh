@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On the oldest transformers that pyproject.toml allows, laid over the environment (torch and Python stay as they are): its
-# contract, and stock's tokens.
+# contract, and the tokens of plain `generate`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 oldest="$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
@@ -10,7 +10,7 @@ if [ ! -d "$folder" ]; then
     mv "$folder.part" "$folder"
 fi
 # without tests of types that are refused on it (LATER in architectures.py), and of a Hub's cache that is laid out by hand, which
-# its older huggingface_hub does not read offline; nor the law by the loop of stock, of which the greedy text is enough
+# its older huggingface_hub does not read offline; nor the law by the loop of plain `generate`, of which the greedy text is enough
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
     -k "not single_steps and not a_draft_elsewhere and not in_the_cache_of_the_call and not loop_law and not sampled_law" "$@" \
     tests/house/test_host_contract*.py \

@@ -17,8 +17,8 @@ bench() {  # PAIR SECONDS CONTENDER ...; what is measured when the time is over 
     timeout "$2" "$python" scripts/grafted.py "$1" --dtype bfloat16 --repeats 3 --out "$out/speed.json" \
         --contender "${@:3}" | tee -a "$out/speed.md"
 }
-bench 7B 90 plain stock-5 block-5 block-auto
-bench 1B 60 plain stock-5 block-5 block-auto
+bench 7B 90 plain assisted-5 block-5 block-auto
+bench 1B 60 plain assisted-5 block-5 block-auto
 bench 7B 110 plain plain-compiled block-5-compiled
 bench 1B 70 plain plain-compiled block-5-compiled
 exit "$tests"

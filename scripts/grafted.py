@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", choices=list(RECIPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--contender", nargs="+", default=["plain", "stock-5", "block-5", "block-auto"])
+    parser.add_argument("--contender", nargs="+", default=["plain", "assisted-5", "block-5", "block-auto"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)

@@ -44,9 +44,9 @@ COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the
 SAMPLED, JSON = "sampled code", "JSON of a schema, greedily"
 COPY = "a file written once more, greedily, without a draft model"
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    SAMPLED: ("stock", "block-auto", {"do_sample": True, "top_k": 0}),
+    SAMPLED: ("assisted", "block-auto", {"do_sample": True, "top_k": 0}),
     COPY: ("lookup-10", "suffix-auto", {}),
-    JSON: ("stock", "block-auto", {}),
+    JSON: ("assisted", "block-auto", {}),
 }
 
 

@@ -17,7 +17,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
-from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, PLAIN_NAME, STOCK_NAME, VERIFIERS, Way, way
+from .ways import ASSISTED_NAME, EXIT_NAME, LOOKUP_NAME, OUR_KINDS, PLAIN_NAME, VERIFIERS, Way, way
 
 
 class Contender:
@@ -46,8 +46,8 @@ class Contender:
         self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
         self.way = way(name) if strategy is None else Way("given", compiled=strategy.compile)
         self.compiled = self.way.compiled
-        needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
-        has = draft is not None and (self.way.kind != STOCK_NAME or draft.can_generate())  # a head of ours cannot
+        needs = self.way.kind in (*VERIFIERS, "several", ASSISTED_NAME) and self.way.layer is None
+        has = draft is not None and (self.way.kind != ASSISTED_NAME or draft.can_generate())  # a head of ours cannot
         require(has or not needs, f"{name} needs a draft model, and this pair has none.")
         # ours remembers what it learned from call to call
         self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
@@ -79,7 +79,7 @@ class Contender:
         """Generate: [B, L + N] int64."""
         generate: Any = self.target.generate
         drafting = self.target if self.draft is None or self.way.layer is not None else self.draft
-        with stock_settings(drafting, self.way.number) if self.way.kind == STOCK_NAME else nullcontext():
+        with assisted_settings(drafting, self.way.number) if self.way.kind == ASSISTED_NAME else nullcontext():
             output = generate(**inputs, **options, **self._arguments(options))
         if self.compiled and self.strategy is None and getattr(self.target, "_compiled_call", None) is None:
             raise RuntimeError("transformers has not compiled the forward of this model.")
@@ -116,7 +116,7 @@ class Contender:
 
 
 @contextmanager
-def stock_settings(draft: PreTrainedModel, number: int | str | None) -> Iterator[None]:
+def assisted_settings(draft: PreTrainedModel, number: int | str | None) -> Iterator[None]:
     """Have the draft propose that many candidates in every round, as before where it is None; undone at the end.
 
     transformers reads them from the draft alone, and changes some of them while it generates.

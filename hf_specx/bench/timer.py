@@ -19,7 +19,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .contenders import Contender
 from .inputs import Inputs, emitted
-from .ways import PLAIN_NAME, STOCK_NAME
+from .ways import ASSISTED_NAME, PLAIN_NAME
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
@@ -160,7 +160,7 @@ class Comparison:
 
     plain: Timing
     ours: Timing
-    stock: Timing | None = None  # transformers' assisted decoding, where that was asked for
+    assisted: Timing | None = None  # transformers' assisted generation, where that was asked for
 
     @property
     def ratios(self) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def compare(
         options: of `generate`, `max_new_tokens` among them.
         repeats, seed: of the timed runs of each; number i starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `repeats + 1` times for each.
-        draft: of transformers' assisted decoding, which then has its turns too; None leaves it out.
+        draft: of transformers' assisted generation, which then has its turns too; None leaves it out.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     if draft is not None:
-        contenders["stock"] = Contender(STOCK_NAME, target, draft)
+        contenders["assisted"] = Contender(ASSISTED_NAME, target, draft)
     contenders["ours"].prepare(batches[0])
     timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)
     return Comparison(**timer.time(tuple(contenders)))

@@ -26,11 +26,11 @@ def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
     draft, own = draft_parts(pair)
     names = [PLAIN_NAME]
     if draft is not None:
-        names += ["stock"] * (draft in pair.models) + ["block-auto", "coupled-auto"]
+        names += ["assisted"] * (draft in pair.models) + ["block-auto", "coupled-auto"]
     if isinstance(pair.draft, list):
         names.append("several-auto")
     if own is not None:
-        names += [f"stock:{own.exit_layer}", f"exit:{own.exit_layer}-auto"]
+        names += [f"assisted:{own.exit_layer}", f"exit:{own.exit_layer}-auto"]
     return (*names, "lookup-10", "suffix-auto")
 
 

@@ -3,8 +3,8 @@
 A contender's name is a kind, then how many candidates a round, then whether forwards are compiled:
 
 - `plain`, `plain-compiled`: `generate`, and the same with transformers' static cache and its compiled forward;
-- `stock`, `stock-5`, `stock:2`: transformers' assisted decoding at its defaults, with 5 candidates in every round, and
-  with the target's first 2 layers as the draft; `lookup-10`: its prompt lookup with 10 candidates;
+- `assisted`, `assisted-5`, `assisted:2`: transformers' assisted generation at its defaults, with 5 candidates in every
+  round, and with the target's first 2 layers as the draft; `lookup-10`: its prompt lookup with 10 candidates;
 - `block-auto`, `token-5`, `coupled-5-compiled`: ours with a draft model, by verification;
 - `suffix-auto`, `several-auto`, `exit:2-auto`: ours without a draft model, with both, and with the first 2 layers.
 """
@@ -18,22 +18,23 @@ from hf_specx.common.errors import require
 from .checks import check_runs, check_sampling
 
 
-PLAIN_NAME, STOCK_NAME, LOOKUP_NAME, EXIT_NAME = "plain", "stock", "lookup", "exit"
+PLAIN_NAME, ASSISTED_NAME, LOOKUP_NAME, EXIT_NAME = "plain", "assisted", "lookup", "exit"
 VERIFIERS = ("token", "block", "coupled")
 KINDS = {
     PLAIN_NAME: "generate without a draft",
-    STOCK_NAME: "transformers' assisted decoding",
+    ASSISTED_NAME: "transformers' assisted generation",
     LOOKUP_NAME: "transformers' prompt lookup",
     **{kind: f"ours with {kind} verification" for kind in VERIFIERS},
     "suffix": "ours without a draft model, by what followed the same tokens before",
     "several": "ours with the better of that and the draft model",
     EXIT_NAME: "ours with the target's first layers as the draft",
 }
-AFTER_KINDS = "stock:2, exit:2: the target's first 2 layers draft; -5: 5 candidates in each round; -auto: as it goes"
+AFTER_KINDS = "assisted:2, exit:2: the target's first 2 layers draft; -5: 5 candidates a round; -auto: as it goes"
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
 SHAPES = {f"{kind}-{number}{end}" for kind in OURS_WITH for number in ("5", "auto") for end in ("", "-compiled")}
-SHAPES |= {"plain", "plain-compiled", "stock", "stock-5", "stock:5", "stock:5-5", "lookup-5"}  # names, any number as 5
+SHAPES |= {"plain", "plain-compiled", "lookup-5"}  # names, any number as 5
+SHAPES |= {"assisted", "assisted-5", "assisted:5", "assisted:5-5"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Cell:
 class Way(NamedTuple):
     """How a contender generates."""
 
-    kind: str  # "plain", "stock", "lookup", or one of `OUR_KINDS`
+    kind: str  # "plain", "assisted", "lookup", or one of `OUR_KINDS`
     number: int | str | None = None  # candidates a round; "auto", or None for transformers' defaults
     compiled: bool = False  # whether forwards are
     layer: int | None = None  # how many of the target's first layers draft; None where another draft does
@@ -91,7 +92,7 @@ def way(name: str) -> Way:
     """What a contender's name says; raises a ValueError for one that means nothing."""
     require(
         re.sub("[1-9][0-9]*", "5", name) in SHAPES,
-        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, stock:2 (its early exit), "
+        f"contender {name!r} is unknown; give plain, plain-compiled, assisted, assisted-5, assisted:2 (early exit), "
         "lookup-10, or ours: token, block, coupled, suffix, several or exit:2 with a number or auto, like block-auto, "
         "and -compiled after it, like block-5-compiled.",
     )

@@ -26,8 +26,8 @@ COLUMNS = {  # with what is in them
     "Theorem 3.8": "the same, if a forward over all candidates took as long as one over a token",
 }
 HELP_CONTENDER = (
-    "plain, plain-compiled, stock, stock-5, stock:2, lookup-10, block-auto, token-5, coupled-5-compiled, suffix-auto, "
-    "several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and transformers' own beside them."
+    "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
+    "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and assisted ones."
 )
 MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 

@@ -34,7 +34,7 @@ from .prompts import FilePrompts, Prompts
 
 DEMO_BATCHES = (1, 8)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
-SIDE_BY_SIDE = {"plain": "plain generate", "stock": "transformers' assisted decoding", "ours": "speculative sampling"}
+SIDE_BY_SIDE = {"plain": "plain generate", "assisted": "assisted generation", "ours": "speculative sampling"}
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
 
@@ -109,13 +109,13 @@ class Session:
         if self.texts.color_system is not None and not self.texts.no_color:
             self.console.text(LEGEND)
 
-    def compare(self, inputs: Inputs, with_stock: bool = False) -> Comparison:
-        """Time plain `generate` and ours in turns; with transformers' assisted decoding, if it can be."""
+    def compare(self, inputs: Inputs, with_assisted: bool = False) -> Comparison:
+        """Time plain `generate` and ours in turns; with transformers' assisted generation, if it can be."""
         pair, draft = self.pair, next(iter(self.pair.models[1:]), None)
         if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
             folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
             draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
-        if not with_stock or not same_tokens(pair.tokenizer, pair.draft_tokenizer):
+        if not with_assisted or not same_tokens(pair.tokenizer, pair.draft_tokenizer):
             draft = None
         with steps("all ways in turns", (2 + (draft is not None)) * (self.repeats + 1)) as bar:
             how = self.options, self.repeats, self.seed, bar.update
@@ -180,7 +180,7 @@ def show_demo(session: Session) -> list[dict[str, Any]]:
         run, inputs = session.run(batch, show=size == 1)
         if size == 1:
             console.text(f"\n{same_text(session, batch)}\n")
-        found.append(session.compare(inputs, with_stock=size == 1))  # which takes one row alone
+        found.append(session.compare(inputs, with_assisted=size == 1))  # which takes one row alone
         runs.append(run | {"comparison": found[-1].to_dict()})
     rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in SIDE_BY_SIDE.items()]
     console.table(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)

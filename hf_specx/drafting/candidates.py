@@ -41,7 +41,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """Drafts by sampling from the draft model's own processed distribution, with a cache of its own.
 
     hf_specx uses it for whole batches, as a `Drafter`. It is also a complete `CandidateGenerator`: transformers' own
-    assisted decoding uses it, at batch 1, for a model that returns one from `_get_candidate_generator`.
+    assisted generation uses it, at batch 1, for a model that returns one from `_get_candidate_generator`.
 
     Args:
         draft_model: the draft; its token ids mean what the target's mean.

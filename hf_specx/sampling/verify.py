@@ -22,7 +22,7 @@ Glossary (one meaning each, everywhere in this package):
     column: an index into the output of `generate`, in which prompts are padded on the left.
     slot: an index into a cache.
     position: the number of a token in its row's text, as position embeddings see it.
-    plain: `generate` of transformers without a draft; stock assisted decoding is its own, with `assistant_model=`.
+    plain: `generate` of transformers without a draft; assisted: with its `assistant_model=`.
     p, q: distribution of the target and of the draft, both after every logits processor; a candidate was drawn from
         exactly q.
     alpha: the mean of sum_x min(p, q) over judged candidates.

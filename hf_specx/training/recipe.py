@@ -28,7 +28,7 @@ class TrainingRecipe:
     """How a draft is trained; every option of `distill` by its name.
 
     Attributes:
-        loss: one of `LOSS_NAMES`; "jsd" is the best in the table of this room's README.
+        loss: one of `LOSS_NAMES`; "jsd" is the best in the table of scripts/results/cpu.md.
         do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
             and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
         max_new_tokens: the longest text that the target writes after a prompt.

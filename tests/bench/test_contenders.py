@@ -13,9 +13,10 @@ from hf_specx.bench.ways import OUR_KINDS, way
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}
 INPUTS = {"input_ids": torch.tensor([[5, 9, 30, 7, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
 MEANINGLESS = (
-    "plain-5 stock-auto stock-5-compiled block block-0 block-5-6 greedy-5 exit-5 exit:2 exit:0-5 exit:-auto stock:"
+    "plain-5 assisted-auto assisted-5-compiled block block-0 block-5-6 greedy-5 exit-5 exit:2 exit:0-5 exit:-auto "
+    "assisted:"
 )
-GREEDY = "plain stock stock-3 stock:1-2 lookup-3 exit:1-2 suffix-auto several-3 block-3 token-3"
+GREEDY = "plain assisted assisted-3 assisted:1-2 lookup-3 exit:1-2 suffix-auto several-3 block-3 token-3"
 
 
 def pair():
@@ -37,7 +38,7 @@ def test_all_are_greedy_alike(name):
     assert (contender.report is not None) == (way(name).kind in OUR_KINDS)
 
 
-def test_stock_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(monkeypatch):
+def test_assisted_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(monkeypatch):
     """Whatever happens."""
     target, draft = pair()
     config, before, seen = draft.generation_config, draft.generation_config.to_dict(), []
@@ -49,7 +50,7 @@ def test_stock_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(monk
         raise KeyError
 
     monkeypatch.setattr(type(target), "generate", fail)
-    for name in ("stock-3", "stock"):
+    for name in ("assisted-3", "assisted"):
         with pytest.raises(KeyError):
             Contender(name, target, draft)(INPUTS, OPTIONS)
     assert seen == [(3, "constant"), (config.num_assistant_tokens, config.num_assistant_tokens_schedule)]

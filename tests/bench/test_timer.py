@@ -68,11 +68,11 @@ def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
             calls.append((self.name, inputs["input_ids"].shape[1]))
             return super().__call__(inputs, options)
 
-    names, steps = ("plain", "stock-2", "block-2"), []
+    names, steps = ("plain", "assisted-2", "block-2"), []
     batches = [batch(1, 6), batch(1, 7)]
     timer = Timer(lambda name: Noted(name, target, target), batches, OPTIONS, [7, 8, 9], lambda: steps.append(1))
     found = timer.time(names)
-    order = [names, names, ("stock-2", "block-2", "plain"), ("block-2", "plain", "stock-2")]
+    order = [names, names, ("assisted-2", "block-2", "plain"), ("block-2", "plain", "assisted-2")]
     seeds, widths = [7, 7, 8, 9], [6, 6, 7, 6]
     expected = [x for turn, s, w in zip(order, seeds, widths, strict=True) for name in turn for x in (s, (name, w))]
     assert [x for x in calls if isinstance(x, tuple) or x in seeds] == expected

@@ -27,10 +27,10 @@ def cell(*contenders: str, **settings) -> Cell:
 
 def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
     drafts = {
-        "stock block-auto coupled-auto": [],
+        "assisted block-auto coupled-auto": [],
         "": [SuffixDraft()],
-        "stock:1 exit:1-auto": [EarlyExitDraft(1)],
-        "stock block-auto coupled-auto several-auto": [SuffixDraft(), near(tiny(), 0.05)],
+        "assisted:1 exit:1-auto": [EarlyExitDraft(1)],
+        "assisted block-auto coupled-auto several-auto": [SuffixDraft(), near(tiny(), 0.05)],
     }
     for ways, own in drafts.items():
         assert usual_contenders(pair(*own)) == ("plain", *ways.split(), "lookup-10", "suffix-auto")
@@ -38,7 +38,7 @@ def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
 
 @pytest.mark.usefixtures("draft_pays")
 def test_what_a_cell_says():
-    found = measure_cell(cell("plain", "stock-2", "coupled-2", "block-auto", repeats=2, seed=7), pair(), "typed")
+    found = measure_cell(cell("plain", "assisted-2", "coupled-2", "block-auto", repeats=2, seed=7), pair(), "typed")
     assert found["pair"]["target_parameters"] == found["pair"]["draft_parameters"] > 0
     known = {"seed": 7, "command": "typed", "dtype": "float32", "torch": torch.__version__}
     assert known.items() <= found["provenance"].items()
@@ -53,9 +53,9 @@ def test_what_a_cell_says():
 
 
 def test_one_that_fails_is_said_and_the_others_go_on():
-    found = measure_cell(cell("plain", "stock", "block-2", batch=2), pair(), "")["contenders"]
-    assert found["stock"]["unavailable"].startswith("ValueError: assisted generate is only supported for batch")
-    assert found["stock"]["runs"] == []
+    found = measure_cell(cell("plain", "assisted", "block-2", batch=2), pair(), "")["contenders"]
+    assert found["assisted"]["unavailable"].startswith("ValueError: assisted generate is only supported for batch")
+    assert found["assisted"]["runs"] == []
     assert len(found["plain"]["runs"]) == len(found["block-2"]["runs"]) == 1
     found = measure_cell(cell("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["contenders"]
     assert "block-2 needs a draft model" in found["block-2"]["unavailable"]
@@ -63,14 +63,14 @@ def test_one_that_fails_is_said_and_the_others_go_on():
 
 
 def test_a_head_drafts_for_our_contenders(tmp_path: Path):
-    """In place of a draft model, which stock's assisted decoding needs."""
+    """In place of a draft model, which assisted generation needs."""
     target = tiny(num_hidden_layers=8)
     head = DraftHead.from_pretrained(write(random_head("eagle3"), tmp_path / "head"), target=target)
     made = DraftTargetPair(target, head)
     assert usual_contenders(made) == ("plain", "block-auto", "coupled-auto", "lookup-10", "suffix-auto")
-    found = measure_cell(cell("stock", "block-2", batch=2), made, "")
+    found = measure_cell(cell("assisted", "block-2", batch=2), made, "")
     assert found["pair"]["draft_parameters"] == sum(x.numel() for x in head.parameters())
-    assert "stock needs a draft model" in found["contenders"]["stock"]["unavailable"]
+    assert "assisted needs a draft model" in found["contenders"]["assisted"]["unavailable"]
     assert len(found["contenders"]["block-2"]["runs"]) == 1
 
 
@@ -83,9 +83,9 @@ def test_a_draft_with_another_tokenizer(sampled, refused):
     models = tiny(vocab_size=280, **sizes), tiny(vocab_size=288, **sizes)
     other = DraftTargetPair(*models, tiny_tokenizer(), draft_tokenizer=tiny_tokenizer(["some other words"]))
     other.config.prompts = list(TEXTS)
-    found = measure_cell(cell("stock", "block-2", do_sample=sampled), other, "")["contenders"]
-    assert refused in found["stock"].get("unavailable", "")
-    assert len(found["stock"]["runs"]) == (refused == "")
+    found = measure_cell(cell("assisted", "block-2", do_sample=sampled), other, "")["contenders"]
+    assert refused in found["assisted"].get("unavailable", "")
+    assert len(found["assisted"]["runs"]) == (refused == "")
     assert len(found["block-2"]["runs"]) == 1
 
 

@@ -31,7 +31,7 @@ def document(result):
 
 
 def reference(pair: DraftTargetPair, prompts, **options):
-    """The texts that stock `generate` gives."""
+    """The texts that plain `generate` gives."""
     inputs = encode(pair.tokenizer, pair.target, prompts, 12)
     torch.manual_seed(3)
     output = pair.target.generate(**inputs, max_new_tokens=12, **options)
@@ -48,11 +48,11 @@ def test_what_the_demo_says(pair):
     ways = [line for line in result.stderr.splitlines() if "tokens/s" in line]
     assert [line.count("tokens/s") for line in ways] == [2, 1, 2]  # plain, transformers' own, ours
     runs = document(specx("--demo", "--max-new-tokens", "4", "--repeats", "1", "--json"))["runs"]
-    ways = {"plain", "stock", "ours"}
+    ways = {"plain", "assisted", "ours"}
     assert [set(run["comparison"]) & ways for run in runs] == [ways, {"plain", "ours"}]
 
 
-def test_coupled_is_stock_sampling(pair):
+def test_coupled_is_plain_sampling(pair):
     options = ["--verification", "coupled", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
     run = document(specx(*PROMPTS, *FAST, *options, "--num-draft-tokens", "3", "--json"))["runs"][0]
     assert run["texts"] == reference(pair, PROMPTS, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)

@@ -114,6 +114,13 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(place), link
 
 
+def test_one_word_for_one_thing():
+    """Plain `generate`, and assisted generation; the changes say what these were called before."""
+    others = re.compile(r"\bstock\b|transformers itself|assisted decoding")
+    pages = [page for page in PAGES if page.name != "CHANGES.md"]
+    assert [page for page in pages if others.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_it_begins_with_the_two_commands_and_is_short():
     lines = README.read_text(encoding="utf-8").splitlines()
     commands = [line.partition("#")[0].strip() for line in lines[3:5]]
@@ -122,8 +129,10 @@ def test_it_begins_with_the_two_commands_and_is_short():
 
 
 @pytest.mark.parametrize("readme", sorted(PACKAGE.rglob("README.md")), ids=lambda path: path.parent.name)
-def test_a_room_lists_its_files(readme: Path):
-    rows = [line.split("|")[1] for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+def test_a_room_lists_its_files_and_is_short(readme: Path):
+    lines = readme.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    rows = [line.split("|")[1] for line in lines if line.startswith("|")]
     listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
     assert listed == {path.name for path in readme.parent.glob("[!_]*.py")}
 

@@ -82,7 +82,7 @@ def _by_stock(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[
                 length = int(inputs["attention_mask"][row].sum())
                 alone |= {name: alone[name][:, -length:] for name in ("input_ids", "attention_mask")}
             if not torch.equal(_generate(model, alone, MODES["greedy"])[0, -NEW_TOKENS:], text[-NEW_TOKENS:]):
-                return f"stock gives row {row} another text in a batch than alone", together
+                return f"plain generate gives row {row} another text in a batch than alone", together
             if len(set(text[-NEW_TOKENS:].tolist())) < 5:
                 return f"row {row} has fewer than 5 distinct tokens", together
     except Exception as error:  # a model that stock cannot generate with

@@ -40,7 +40,7 @@ def of_a_round(model: Any, draft: Any = None) -> float:
 
 
 def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
-    """And a draft model much more; `-s` prints the table of the README."""
+    """And a draft model much more; `-s` prints the table of scripts/results/cpu.md."""
     target, costs = tiny(num_hidden_layers=32), {}
     drafts = {kind: loaded(random_head(kind, **KINDS[kind][0]), tmp_path / kind, target) for kind in KINDS}
     drafts["a draft model of 24 layers"] = tiny(num_hidden_layers=24, seed=1)
