@@ -66,6 +66,15 @@ def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, 
     assert trial.config.costs.alpha == pytest.approx({known: 1}, abs=1e-4)
 
 
+def test_no_more_is_predicted_than_a_text_has_room_for(folders, costs, monkeypatch):
+    """20 candidates are recommended, and texts have 6 tokens: a round cannot give 21."""
+    predicted = []
+    monkeypatch.setattr(tune, "predict", lambda *given: predicted.append(predict(*given)) or predicted[-1])
+    (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
+    assert [m.num_draft_tokens for m in trial.measurements] == [20, 20]
+    assert [found.tokens for found in predicted] == pytest.approx([6, 6], abs=1e-3)
+
+
 @pytest.mark.parametrize(("speeds", "recommended"), [((0.9, 1.0), 0), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)])
 def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
     folders, costs, monkeypatch, tmp_path, speeds, recommended
