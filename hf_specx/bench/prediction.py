@@ -16,14 +16,16 @@ PARTED = 0.1  # a prediction that is wrong by more than this part is explained
 
 
 class Prediction(NamedTuple):
-    """What a row is expected to gain in a round, and how many seconds the round takes."""
+    """What a row is expected to gain in a round, how many seconds the round takes, and how long texts are."""
 
     tokens: float
     seconds: float
+    new_tokens: int
 
     def speedup(self, plain_step: float) -> float:
-        """How many times as fast as plain `generate`, a step of which takes so many seconds."""
-        return self.tokens * plain_step / self.seconds
+        """How many times as fast as plain `generate`, a step of which takes so many seconds, as our first one does."""
+        rounds = (self.new_tokens - 1) / self.tokens
+        return self.new_tokens * plain_step / (plain_step + rounds * self.seconds)
 
     def why_not(self, found: Comparison) -> str:
         """Why the measured speed-up is another: what differs most; "" where it is the predicted one, nearly."""
@@ -36,13 +38,13 @@ class Prediction(NamedTuple):
             f"a round took {1e3 * seconds:.1f} ms, not {1e3 * self.seconds:.1f}": self.seconds / seconds,
         }
         rest = measured / predicted / math.prod(reasons.values())
-        reasons["of rows that waited for longer ones, or of an unsteady machine"] = rest
+        reasons["of short texts, of rows that waited for longer ones, or of an unsteady machine"] = rest
         told = max(reasons, key=lambda reason: abs(math.log(reasons[reason])))
         return f"predicted {predicted:.2f}, measured {measured:.2f}, mostly because {told}"
 
 
-def predict(costs: Costs, learned: Sequence[SpeculationReport], rows: int, number: int) -> Prediction:
-    """What to expect of batches of `rows` with so many candidates a round.
+def predict(costs: Costs, learned: Sequence[SpeculationReport], rows: int, number: int, new_tokens: int) -> Prediction:
+    """What to expect of batches of `rows` with so many candidates a round, or as many as texts have room for.
 
     Args:
         costs: with times of the forwards of all batch sizes concerned.
@@ -51,5 +53,6 @@ def predict(costs: Costs, learned: Sequence[SpeculationReport], rows: int, numbe
     beside = [
         seconds_per_step(report) / costs.forwards(report.rows, round(report.mean_draft_tokens)) for report in learned
     ]
-    alpha = costs.alpha.get(learned[0].verification, 0.0)
-    return Prediction(expected_tokens(alpha, number), statistics.median(beside) * costs.forwards(rows, number))
+    alpha, number = costs.alpha.get(learned[0].verification, 0.0), min(number, new_tokens - 1)
+    seconds = statistics.median(beside) * costs.forwards(rows, number)
+    return Prediction(expected_tokens(alpha, number), seconds, new_tokens)

@@ -201,7 +201,8 @@ def measure_draft(
         prediction = None
         if not chooses:
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
-            prediction = predict(strategy.costs, reports, size, strategy.num_draft_tokens) if report.rounds else None
+            how = size, strategy.num_draft_tokens, study.options["max_new_tokens"]
+            prediction = predict(strategy.costs, reports, *how) if report.rounds else None
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target.model, strategy, found, study.command)
         if prediction is not None:

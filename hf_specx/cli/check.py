@@ -1,6 +1,5 @@
 """`specx check`: compare speculative with plain text in tokens, distribution and quality, on your pair and prompts."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +14,12 @@ from hf_specx.metrics.result import FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import Output, going_on_with, imports, say, steps
-from .options import Batches, Drawing, Named, Prompted, Seed, command, typed
+from .options import DRAWN, Batches, Drawing, Named, Prompted, Seed, command, typed
 from .prompts import prompts_of_file
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
+INDENT = max(map(len, COLOURS)) + 2
 UNFINISHED = "unfinished"  # ending of the file from which an interrupted check goes on
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
@@ -55,7 +55,6 @@ def check(
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
         with imports():
-            from hf_specx.bench.inputs import settings_of
             from hf_specx.bench.store import read_cells
             from hf_specx.metrics.check import run_check, subject_of
 
@@ -63,9 +62,8 @@ def check(
         read_cells(unfinished, "check")  # raises for another file
         pair = load_named(named)
         texts = texts_for(pair, prompts, source.chat, named.name)
-        drawn = settings_of(pair.target, {"do_sample": True} | drawing.given, settings.max_new_tokens)
-        drawn.pop("do_sample")
-        subject = subject_of(pair, texts, replace(settings, **drawn))
+        subject = subject_of(pair, texts, settings, drawing.given)
+        drawn = {name: getattr(subject.settings, name) for name in ("max_new_tokens", *DRAWN)}
         say_what_runs(pair, {"verification": ", ".join(verifications)} | drawn | {"seed": seed})
         with steps("plain and speculative, and both compared", settings.steps) as bar:
             result = run_check(subject, bar.update, unfinished)
@@ -84,6 +82,6 @@ def show_result(result: CheckResult) -> None:
     """Each thing that was looked at, with what was seen below it."""
     console = Output()
     for line in result.lines:
-        console.text(Text.assemble((f"{line.verdict:8}", COLOURS[line.verdict]), line.what))
-        console.print(Padding(Text(line.note, "dim"), (0, 0, 0, 8), expand=False))
+        console.text(Text.assemble((f"{line.verdict:{INDENT}}", COLOURS[line.verdict]), line.what))
+        console.print(Padding(Text(line.note, "dim"), (0, 0, 0, INDENT), expand=False))
     console.text(f"\n{summary(result)}", COLOURS[PASSED if result.passed else FAILED])

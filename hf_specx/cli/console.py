@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -120,18 +121,20 @@ def drop_output() -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """For errors that a user can correct: print one red line on stderr, and exit with code 2.
+    """For errors that a user can correct: print one red line on stderr, and exit with code 2. Warnings are lines too.
 
     A reader of the output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
     """
-    try:
-        yield
-    except BrokenPipeError as error:
-        drop_output()
-        raise typer.Exit(PIPE_CLOSED) from error
-    except (ValueError, OSError) as error:
-        say(f"error: {error_line(error)}", "red")
-        raise typer.Exit(WRONG) from error
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: say(f"\nwarning: {error_line(message)}", "yellow")
+        try:
+            yield
+        except BrokenPipeError as error:
+            drop_output()
+            raise typer.Exit(PIPE_CLOSED) from error
+        except (ValueError, OSError) as error:
+            say(f"error: {error_line(error)}", "red")
+            raise typer.Exit(WRONG) from error
 
 
 @contextmanager

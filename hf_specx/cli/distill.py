@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.bench.drafts import HEAD, HELP_DRAFT, LAYERS, check_head, read_draft
-from hf_specx.common.errors import require
+from hf_specx.bench.drafts import HEAD, HELP_DRAFT, check_head, read_draft
+from hf_specx.common.errors import require, similar
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe
 
 from .console import going_on_with, imports, say, waiting_for
-from .options import DRAWN, HELP_TARGET, Loading, Overwrite, Prompted, Sampling, command, typed
+from .options import HELP_TARGET, Loading, Overwrite, Prompted, Sampling, command, typed
 from .prompts import Prompts, read_prompts
 
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 DEFAULTS = TrainingRecipe()
 BATCHES = (1, 8)  # of which the new pair is timed
 HELP_START = f"{HEAD} (a new head), or a draft of which a copy is trained, named as anywhere: {HELP_DRAFT}"
-HELP_SET = (
-    "NAME=VALUE, any other option of hf_specx.distill, once for each: loss, passes, patience, learn_from_prompts, "
-    "learning_rate, num_draft_tokens, draft_vocab_size, lora, seed, held_out, training; see "
-    "hf_specx/training/README.md."
-)
+SETTABLE = """
+    loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
+""".split()  # noqa: SIM905
+HELP_SET = f"NAME=VALUE, any other option of hf_specx.distill, once for each: {', '.join(SETTABLE)}; see "
+HELP_SET += "hf_specx/training/README.md."
 
 
 @command
@@ -57,10 +57,7 @@ def distill(
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
     options |= settings_typed(others or []) | sampling.given
     held_out = {"held_out": options.pop("held_out")} if "held_out" in options else {}
-    try:
-        TrainingRecipe.of(options)
-    except TypeError as error:  # of what --set names
-        raise ValueError(f"--set: {error}") from error
+    TrainingRecipe.of(options)
     check_folder(out, overwrite)
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
@@ -82,6 +79,8 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, known, value = pair.partition("=")
         require(bool(name and known), f"--set {pair} is not NAME=VALUE; write it like --set lora=16.")
+        told = f"--set has no {name}; {similar(name, SETTABLE)}give one of {', '.join(SETTABLE)}."
+        require(name in SETTABLE, told)
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -94,11 +93,11 @@ def train(
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():
-        from hf_specx.bench.inputs import settings_of
         from hf_specx.bench.tune import load
         from hf_specx.common.devices import last_device
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
+        from hf_specx.training.distill import with_settings
 
         from .loading import PromptTexts, in_words, study_of
     study, draft, own = study_of(loading), read_draft(named, HEAD), None
@@ -107,18 +106,16 @@ def train(
         if draft.model is not None:
             own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, own.model)
-    drawn = {name: options[name] for name in ("do_sample", "max_new_tokens", *DRAWN) if name in options}
-    settings = settings_of(loaded.model, drawn)
-    start = draft.model or (HEAD if draft.layers is None else f"{LAYERS}{draft.layers}")
-    say(f"target {target}, draft {start}: {in_words(options | settings)}", "dim")
+    options, start = with_settings(loaded.model, options), draft.model or named
+    say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(
         loaded.model,
         start if own is None else own.model,
-        list(PromptTexts(prompts, loaded.tokenizer, chat, target)),
+        list(PromptTexts(prompts, loaded.tokenizer, chat)),
         tokenizer=loaded.tokenizer,
         draft_tokenizer=None if own is None else own.tokenizer,
         command=typed(),
-        **options | settings,
+        **options,
     )
     result.pair.sources["target"] = loaded.facts
     return result if processes().is_main_process else None

@@ -20,6 +20,7 @@ from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import CODE
+from hf_specx.pairs.complete import chat_text
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import say, waiting_for
@@ -117,12 +118,9 @@ def in_words(settings: dict[str, Any]) -> str:
 class PromptTexts:
     """Prompts of any number as texts, one by one; with --chat in the tokenizer's chat template, messages too."""
 
-    def __init__(
-        self, prompts: Prompts | FilePrompts, tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
-    ):
-        self.prompts, self.chat = prompts, chat
-        self.tokenizer: Any = tokenizer
-        told = f"--chat: the tokenizer of {name!r} has no chat template; leave --chat out."
+    def __init__(self, prompts: Prompts | FilePrompts, tokenizer: PreTrainedTokenizerBase | None, chat: bool):
+        self.prompts, self.tokenizer, self.chat = prompts, tokenizer, chat
+        told = "--chat: the target's tokenizer has no chat template; leave --chat out."
         require(not chat or bool(getattr(tokenizer, "chat_template", None)), told)
 
     def __iter__(self) -> Iterator[str]:
@@ -135,15 +133,12 @@ class PromptTexts:
         if not self.chat:
             return str(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        begins, first = self.tokenizer("")["input_ids"][:1], self.tokenizer.bos_token
-        twice = first is not None and begins == [self.tokenizer.bos_token_id]  # by the template, and by the tokenizer
-        return text.removeprefix(first) if twice else text
+        return chat_text(self.tokenizer, messages)
 
 
 def texts_for(pair: DraftTargetPair, prompts: Prompts | FilePrompts, chat: bool, name: str) -> list[str]:
     """The texts of prompts; where there are none, the pair's own."""
-    texts = list(PromptTexts(prompts, pair.tokenizer, chat, name)) or pair.prompts
+    texts = list(PromptTexts(prompts, pair.tokenizer, chat)) or pair.prompts
     require(bool(texts), f"{name} brings no prompts of its own; give some with --prompts FILE, one a line.")
     return texts
 

@@ -90,7 +90,8 @@ def publish(
         else:
             made: Any = {"private": private or None, "revision": branch, **where}
             said = f"published {goal} at {given.push_to_hub(str(goal), **made)}"
-    say(f"{said}: target {where['target']}, draft {where['draft']}")
+    draft = where["draft"] if given.config.weightless_draft() is None else type(given.draft).__name__
+    say(f"{said}: target {where['target']}, draft {draft}")
 
 
 def check_goal(repo_id: str | None, out: Path | None, private: bool, overwrite: bool) -> None:

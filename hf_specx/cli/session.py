@@ -6,7 +6,6 @@ Texts go to standard output, all else to standard error.
 import copy
 import importlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +25,7 @@ from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
-from .console import Output, say, steps, waiting_for
+from .console import Output, steps, waiting_for
 from .loading import PromptTexts, load_named, say_what_runs, texts_for
 from .options import Named
 from .prompts import FilePrompts, Prompts
@@ -97,7 +96,7 @@ class Session:
     def answer(self, prompts: Prompts | FilePrompts, chat: bool) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
         self.show_legend()
-        run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat, self.name)))
+        run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat)))
         if not self.repeats:
             return run
         comparison = self.compare(inputs)
@@ -159,12 +158,8 @@ def write_texts(
     session: Session, prompts: Prompts | FilePrompts, chat: bool, out: Path, batch_size: int
 ) -> dict[str, Any]:
     """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
-    texts = PromptTexts(prompts, session.pair.tokenizer, chat, session.name)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", UserWarning)
-        session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
-    for warning in said:
-        say(f"warning: {warning.message}", "yellow")
+    texts = PromptTexts(prompts, session.pair.tokenizer, chat)
+    session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
     session.console.text(f"{len(texts)} texts are in {out}")
     return {"out": str(out), "prompts": len(texts)}
 

@@ -69,7 +69,7 @@ def tune(
 
         from .loading import PromptTexts, in_words, save_best, study_of, tokenizer_of
     tokenizer = tokenizer_of(target, loading) if source.chat else None
-    texts = list(PromptTexts(prompts, tokenizer, source.chat, target))
+    texts = list(PromptTexts(prompts, tokenizer, source.chat))
     how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "options": sampling.given}
     study = study_of(loading, command=typed(), **how)
     names = tuning.drafts_to_try(target, drafts or [], study)

@@ -58,8 +58,13 @@ def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
     try:
         found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
-        raise ValueError(f"{str(name)!r} is no folder here, and cannot be got from the Hub: {error}") from error
+        raise ValueError(not_found(name, error)) from error
     return None if found is None else Path(found)
+
+
+def not_found(name: str | Path, error: OSError) -> str:
+    """What to say of a name that is neither here nor on the Hub, in place of an error that does not name it."""
+    return f"{str(name)!r} cannot be got from the Hub, and there is no folder of that name here: {error}"
 
 
 def _tensors(path: Path, where: str) -> dict[str, torch.Tensor]:

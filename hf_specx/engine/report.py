@@ -270,13 +270,12 @@ class SpeculationReport:
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
-        alpha = f"{self.alpha:.3f}" if self.judged else "-"
+        alpha, kept = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
             f"with up to {self.num_draft_tokens} drafted tokens a row, {self.plain_steps} without; "
             f"{self.verification} verification, {self.layout} layout{copied}",
-            f"alpha {alpha}, acceptance rate {self.acceptance_rate:.3f}, "
-            f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
+            f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [self.limit_reason] if self.limit_reason else []
         if self.matching is not None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
-from hf_specx.common.checkpoints import MEDUSA_WEIGHTS
+from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, not_found
 from hf_specx.common.errors import require
 
 from .facts import tokenizer_facts
@@ -48,9 +48,8 @@ def get_files(
     others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders in it, except that of chat templates
     try:
         root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
-    except LocalEntryNotFoundError as error:  # which does not name what was looked for
-        told = f"{str(name)!r} cannot be got from the Hub, and there is no folder of that name here: {error}"
-        raise LocalEntryNotFoundError(told) from error
+    except LocalEntryNotFoundError as error:
+        raise LocalEntryNotFoundError(not_found(name, error)) from error
     return Files(str(name), Path(root).name, Path(root))
 
 

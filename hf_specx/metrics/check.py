@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accelerate.utils import tqdm
 from transformers import GenerationConfig
 
+from hf_specx.bench.inputs import settings_of
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
@@ -42,10 +44,10 @@ def check(
     prompts: Sequence[str] | None = None,
     *,
     batch_sizes: Sequence[int] = (1, 8),
-    max_new_tokens: int = 64,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
     verifications: Sequence[str] = CHECKED,
     samples: int | None = None,
     num_draft_tokens: int = FIXED_DRAFT_TOKENS,
@@ -63,7 +65,7 @@ def check(
     Args:
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
-        batch_sizes, max_new_tokens, ..., level: as in `Settings`.
+        batch_sizes, ..., level: as in `Settings`; how to generate, else as the target's own generation config says.
         advance: called after each of `Settings(...).steps` parts; else there is a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
         report: of a page (.html) to write.
@@ -76,11 +78,11 @@ def check(
         >>> hf_specx.check(pair, prompts, batch_sizes=(2,), max_new_tokens=8).passed
         True
     """
-    sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
-    settings = Settings(sizes, max_new_tokens, *how, samples, num_draft_tokens, seed, level, options)
-    texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
+    drawn = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    how: dict[str, Any] = {"verifications": tuple(verifications), "samples": samples, "seed": seed, "level": level}
+    settings = Settings(tuple(batch_sizes), num_draft_tokens=num_draft_tokens, options=options, **how)
     check_can_write(report)
-    subject = subject_of(pair, texts, settings)
+    subject = subject_of(pair, prompts, settings, drawn)
     with tqdm(total=settings.steps, delay=3, desc="checking", disable=advance is not None) as bar:
         result = run_check(subject, advance or bar.update, path)
     result.pair = without_folders(" with ".join(map(label_of, (pair.target, *pair.drafts))))
@@ -89,9 +91,16 @@ def check(
     return result
 
 
-def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
-    """What is checked; raises for what cannot be, before any forward."""
+def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, given: dict[str, Any]) -> Subject:
+    """What is checked; raises for what cannot be, before any forward.
+
+    Without `prompts` they are the pair's own. Of `given`, arguments of `generate`, what is None or missing is as the
+    target's own generation config says.
+    """
     check_packages()
+    told = f"pair={pair!r} is no DraftTargetPair; load it, as by DraftTargetPair.from_pretrained(name)."
+    require(isinstance(pair, DraftTargetPair), told)
+    prompts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     told = "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself."
     require(not pair.target.config.is_encoder_decoder, told)
     told = "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
@@ -99,7 +108,10 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
     own = "" if prompts else "none "
     require(bool(listed), f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {own}of its own.")
-    subject = Subject(pair, prompts, settings)
+    given = {name: value for name, value in given.items() if value is not None}
+    drawn = settings_of(pair.target, {"do_sample": True} | given, settings.max_new_tokens)
+    drawn.pop("do_sample")  # some of what is checked is greedy
+    subject = Subject(pair, prompts, replace(settings, **drawn))
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
     ask_first(subject)
     return subject

@@ -157,6 +157,8 @@ def unlikely(chance: float) -> float:
 
 def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
     note = f"{cell['positions']} tokens, looked at in {cell['comparisons']} ways"
+    if not cell["comparisons"]:
+        note = f"{cell['positions']} tokens, of which no other was possible"
     if cell["impossible"]:
         note += f"; {cell['impossible']} have probability 0, and not by rounding"
     elif cell["statistics"]:

@@ -17,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.drafts import HEAD
+from hf_specx.bench.drafts import HEAD, read_draft
 from hf_specx.bench.inputs import settings_of
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -34,7 +34,7 @@ from .head import HeadDraft
 from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .reading import REMEMBERED_BYTES, Remembered, Text
-from .recipe import TrainingRecipe, first_layers_wanted
+from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .texts import Phases, Writer, fingerprint_of
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
@@ -99,8 +99,13 @@ def distill(
 def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
     """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
     check_target(target, 0)
+    return TrainingRecipe.of(with_settings(target, given))
+
+
+def with_settings(target: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """Options of a training, and how to generate as the target's own generation config says where they do not."""
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    return TrainingRecipe.of(settings_of(target, drawn) | given)
+    return given | settings_of(target, drawn)
 
 
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
@@ -110,7 +115,7 @@ def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, 
     draft = unwrapped(draft)
     if draft == HEAD or isinstance(draft, DraftHead):
         return HeadDraft(target, None if draft == HEAD else draft, recipe, tokenizers)
-    layers = first_layers_wanted(draft)
+    layers = read_draft(draft, HEAD).layers if isinstance(draft, str) else None
     if layers is not None:
         first = draft_of_first_layers(target, layers)
         return ModelDraft(target, first, recipe, (tokenizers[0], tokenizers[0]), layers)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.bench.drafts import HEAD, LAYERS
+from hf_specx.bench.drafts import HEAD
 from hf_specx.common.errors import brief, check_names, is_int, require
 
 
@@ -124,16 +124,3 @@ class TrainingRecipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-def first_layers_wanted(draft: Any) -> int | None:
-    """N of "layers:N"; None for anything else.
-
-    Raises:
-        ValueError: N is no number.
-    """
-    if not isinstance(draft, str) or not draft.startswith(LAYERS):
-        return None
-    number = draft.removeprefix(LAYERS)
-    require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
-    return int(number)

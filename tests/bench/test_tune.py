@@ -66,6 +66,16 @@ def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, 
     assert trial.config.costs.alpha == pytest.approx({known: 1}, abs=1e-4)
 
 
+def test_no_more_is_predicted_than_a_text_has_room_for(folders, costs, monkeypatch):
+    """20 candidates are recommended, and texts have 6 tokens: a round gives no 21, and a text takes two forwards."""
+    predicted = []
+    monkeypatch.setattr(tune, "predict", lambda *given: predicted.append(predict(*given)) or predicted[-1])
+    (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
+    assert [m.num_draft_tokens for m in trial.measurements] == [20, 20]
+    assert [found.tokens for found in predicted] == pytest.approx([6, 6], abs=1e-3)
+    assert all(found.speedup(found.seconds) < 6 / (1 + 5 / 6) + 1e-2 for found in predicted)
+
+
 @pytest.mark.parametrize(("speeds", "recommended"), [((0.9, 1.0), 0), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)])
 def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
     folders, costs, monkeypatch, tmp_path, speeds, recommended
@@ -100,9 +110,9 @@ def test_a_prediction_goes_by_the_rounds_of_this_machine():
     report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
     report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
     report.seconds = {"total": 39.6}
-    found = predict(costs, [report], 1, 1)
-    assert found == pytest.approx((1.5, 3.6))  # a round of one candidate, whose forwards take 1.2
-    assert found.speedup(2.4) == pytest.approx(1.0)
+    found = predict(costs, [report], 1, 1, 10)
+    assert found == pytest.approx((1.5, 3.6, 10))  # a round of one candidate, whose forwards take 1.2
+    assert found.speedup(2.4) == pytest.approx(1.0)  # a step of plain, then 6 rounds, in place of 10 such steps
     plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)])
     assert found.why_not(Comparison(plain, same)) == ""
     slower = replace(report, gained=15, seconds={"total": 79.2})

@@ -38,7 +38,7 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     assert found["command"] in html.unescape(page)
     assert found["passed"] is True
     assert found["prompts"] == list(TEXTS)
-    assert all(f"{line['verdict']}  {line['what']}" in result.stdout for line in found["lines"])
+    assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in found["lines"])
     assert not list(tmp_path.glob("*.unfinished"))
     assert "passed: no difference to plain generate was found" in result.stdout
 

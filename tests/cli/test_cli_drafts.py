@@ -47,7 +47,7 @@ def test_generate(pair: DraftTargetPair, kind: str, sources: set):
 def test_an_acceptance_of_no_candidates_is_not_a_number(pair: DraftTargetPair):
     named = ["--pair", "embedded", "--draft", "suffix", "--max-new-tokens", 2, "--repeats", 1]
     said = command("generate", TEXTS[0], *named).stderr
-    assert "alpha -, acceptance rate" in said
+    assert "alpha -, acceptance rate -, " in said
     assert "alpha -, 1.00 tokens a row and round" in said
 
 

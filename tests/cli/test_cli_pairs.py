@@ -3,7 +3,7 @@
 import pytest
 from command import command
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, SuffixDraft
 from hf_specx.cli import loading
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.fetch import Files
@@ -88,6 +88,18 @@ def test_publish_into_a_folder(folder, tmp_path):
     output("publish", folder, "--out", tmp_path / "repository", "--overwrite")
     assert not old.exists()
     assert output("card", tmp_path / "repository") == (tmp_path / "repository" / "README.md").read_text()
+
+
+def test_what_becomes_of_a_pair_that_decodes_plainly(folder, tmp_path, monkeypatch):
+    """A warning is one line; and what has no weights is not said to be inside."""
+    given = DraftTargetPair.from_pretrained(folder)
+    pair = DraftTargetPair(given.target, SuffixDraft(), given.tokenizer)
+    pair.save_pretrained(tmp_path / "pair")
+    monkeypatch.setattr(PairConfig, "pays", False)
+    result = command("publish", tmp_path / "pair", "--out", tmp_path / "repository")
+    warned, written = result.stderr.strip().splitlines()
+    assert warned.startswith("warning: when this pair was measured nothing was faster than plain generate")
+    assert written == f"written to {tmp_path / 'repository'}: target inside, draft SuffixDraft"
 
 
 def test_export(folder, config):

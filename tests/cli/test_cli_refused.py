@@ -49,7 +49,7 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "cannot be used here: it stands for several numbers of layers": "check T --draft exits",
     "the draft 'ngram:4' means nothing; give one of: suffix (": "tune T ngram:4",
     "suffix has no weights to train; give layers:2": "distill T suffix --out x",
-    "--set: distill has no argument 'los'; did you mean": "distill T eagle3 --out x --set los=1",
+    "--set has no los; did you mean 'loss'? give one of loss, passes": "distill T eagle3 --out x --set los=1",
 }
 OF_MODELS = {
     "999 new ones are more than the 128 positions": "generate a --pair PAIR --max-new-tokens 999",

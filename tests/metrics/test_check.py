@@ -11,7 +11,7 @@ from scipy import stats
 from tiny import near
 from tiny_tokenizer import tiny_tokenizer
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, check
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
 from hf_specx.metrics.check import judge_quality
@@ -55,6 +55,21 @@ def test_what_cannot_be_checked_is_refused_before_any_forward(options):
     with counting(tiny_pair().target.model.embed_tokens) as fed, pytest.raises(ValueError, match=next(iter(options))):
         quick(**SMALL, **options)
     assert fed == []
+    with pytest.raises(ValueError, match="pair='org/pair' is no DraftTargetPair; load it"):
+        check("org/pair")
+
+
+def test_what_is_not_said_is_as_the_target_generates(monkeypatch):
+    own = {"do_sample": False, "temperature": 0.1, "top_k": 1, "max_new_tokens": 5}
+    for name, value in own.items():
+        monkeypatch.setattr(tiny_pair().target.generation_config, name, value)
+    how = {"verifications": ("token",), "batch_sizes": (2,), "samples": 2, "advance": lambda: None}
+    result = check(tiny_pair(), PROMPTS, **how)
+    drawn = [result.settings[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k")]
+    assert drawn == [5, 0.1, 1.0, 1]
+    assert result.lines[0].note == "10 tokens, of which no other was possible"
+    result = check(tiny_pair(), PROMPTS, temperature=2.0, max_new_tokens=3, **how)
+    assert (result.settings["temperature"], result.settings["max_new_tokens"]) == (2.0, 3)
 
 
 def test_the_same_seed_gives_the_same_result():

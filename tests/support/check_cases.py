@@ -20,7 +20,8 @@ from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
-QUICK = {"batch_sizes": (32,), "max_new_tokens": 16, "samples": 64, "num_draft_tokens": 3, "temperature": 0.7}
+QUICK = {"batch_sizes": (32,), "max_new_tokens": 16, "samples": 64, "num_draft_tokens": 3}
+QUICK |= {"temperature": 0.7, "top_k": 0}
 PROMPTS = [*TEXTS, "the dog on the mat"]
 
 

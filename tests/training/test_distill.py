@@ -29,7 +29,7 @@ def test_each_loss_raises_alpha(loss: str):
     assert result.pair.report is None
 
 
-@pytest.mark.parametrize("first", ["a draft", "layers:1"])
+@pytest.mark.parametrize("first", ["a draft", "exit:1"])
 def test_models_and_random_numbers_are_left_as_they_were(first: str):
     target, draft = models()
     before = weights(target), weights(draft)
@@ -162,7 +162,8 @@ WRONG = {
     "held_out=1.5 is no share between 0 and 1": {"held_out": 1.5},
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},
-    "'layers:x' names no layers": {"draft": "layers:x"},
+    "the draft 'layers:x' names no number of layers": {"draft": "layers:x"},
+    "draft='suffix' is no model": {"draft": "suffix"},
     "layers=2 leaves out no layer of LlamaForCausalLM, which has 2": {"draft": "layers:2"},
     "the target scores 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
     "the two tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},

@@ -6,7 +6,7 @@ from tiny import tiny
 from transformers import TrainingArguments
 
 from hf_specx.training.draft import ModelDraft
-from hf_specx.training.recipe import TrainingRecipe, first_layers_wanted
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.trainer import training_arguments, with_plain_arguments
 
 
@@ -47,10 +47,3 @@ WRONG = {
 def test_what_cannot_be_trained_is_refused(told: str):
     with pytest.raises((ValueError, TypeError), match=told):
         TrainingRecipe.of(with_plain_arguments(WRONG[told]))
-
-
-def test_what_names_layers():
-    assert [first_layers_wanted(x) for x in ("layers:2", "layers", "org/model", None)] == [2, None, None, None]
-    for wrong in ("layers:", "layers:two", "layers:0", "layers:-1"):
-        with pytest.raises(ValueError, match=f"{wrong!r} names no layers; write it like 'layers:2'"):
-            first_layers_wanted(wrong)
