@@ -197,20 +197,20 @@ class Decoder:
             return self.feed(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):
             return self.after_prompt
-        missing = self.missing(batch)
+        missing = max(self.missing(batch))
         while missing > 1 and missing > (part := self._at_once(batch)):
             counts = [min(count, self.valid[row] + part) for row, count in enumerate(batch.counts)]
             self.feed(batch.until(counts), part, 0, keep=1)
-            missing = self.missing(batch)
+            missing = max(self.missing(batch))
         return self.feed(batch, missing + ahead, ahead, keep=1)
 
     def _at_once(self, batch: Batch) -> int:
         """The most tokens a row that may be missing in one forward: while opening, no row is fed its prompt again."""
         return min([batch.counts[row] for row in batch.rows]) if self.opening else sys.maxsize
 
-    def missing(self, batch: Batch) -> int:
-        """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
-        return max([batch.counts[r] - min(self.valid[r], batch.counts[r] - 1) for r in batch.rows])
+    def missing(self, batch: Batch) -> list[int]:
+        """How many of its last tokens each decoding row has to be fed; the last one was never fed."""
+        return [batch.counts[row] - min(self.valid[row], batch.counts[row] - 1) for row in batch.rows]
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""

@@ -93,6 +93,7 @@ class RaggedDecoder(Decoder):
         count = int(alike(texts, texts[:1]).min().minimum(shortest) * self._counted())
         if (rows - 1) * count >= PAYS:
             first = self._reader(texts[:1, :count], torch.ones_like(texts[:1, :count]))
+            first.cache = SlotCache(count)  # windows would lose what is to be copied
             first.read()
             self.begin_like(first, [0])
 
@@ -137,8 +138,10 @@ class RaggedDecoder(Decoder):
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
         emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         longest, even = max(counts), len(set(counts)) == 1
-        if 1 < count - ahead > batch.shortest():  # a row with fewer tokens is fed its first one again and again
-            emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
+        if 1 < count - ahead > min(missing := self.missing(batch)):  # a window may have lost what earlier tokens saw
+            first = sent([count - ahead - number for number in missing], emitted.device)[:, None]
+            again = torch.arange(count, device=emitted.device).maximum(first)  # the first that is missing
+            emitted, tokens, even = emitted.gather(1, again), tokens.gather(1, again), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         if 0 < self.cache.slots.ring < (ring := self.masks.longest_window + count + ahead):
             self._enlarge(ring, slots[:, :1] - 1)

@@ -1,11 +1,14 @@
 """Layers with a window: in the ragged layout they keep that alone, and the text is that of plain `generate`."""
 
+from itertools import count
+
 import pytest
 import torch
 import zoo
 from tiny import WINDOW, near, prompts, tiny
 
-from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.models import ragged
 from hf_specx.models.attention import Masks
 from hf_specx.models.decoder import Decoder
@@ -61,17 +64,30 @@ def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
 
 
 def test_what_a_window_has_lost_is_not_copied(monkeypatch: pytest.MonkeyPatch):
-    """Prompts begin alike: copied into the first rows, whose beginning is no longer there for those that follow."""
+    """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
     target = tiny("smollm3").double()
-    ids = prompts(1, width=WINDOW + 6)["input_ids"][0].tolist()
-    texts = [[*ids[: WINDOW + number], number + 1] for number in range(6)]
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    ids = prompts(1, width=4 * WINDOW)["input_ids"][0].tolist()
+    texts = [[*ids[: 3 * WINDOW + number], number + 1] for number in range(6)]
+    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=3)
     for done in strategy.generate_many(target, texts, batch_size=2, do_sample=False, **LONG):
         alone = target.generate(torch.tensor([texts[done.index]]), do_sample=False, **LONG)
         assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
-    assert 0 < strategy.report.copied <= 2 * WINDOW
+    # of the shorter one of a pair one token less, since both are read from one column on
+    assert strategy.report.copied == sum(2 * (3 * WINDOW + number) - 1 for number in (0, 2, 4))
+    assert strategy.report.acceptance_rate == 1
+
+
+def test_a_draft_may_catch_up_where_rows_are_new(monkeypatch: pytest.MonkeyPatch):
+    """The draft, which is the target, rests for many rounds; rows of a queue come meanwhile, and lack fewer tokens."""
+    rounds = count()
+    monkeypatch.setattr(Schedule, "__call__", lambda self, batch: [3 * (next(rounds) % 7 == 6)] * len(batch.rows))
+    target = tiny("mistral").double()
+    asked = [Request(prompts(1, 20 + 3 * n, n)["input_ids"][0], 5 + 11 * n % 60, seed=n) for n in range(12)]
+    strategy = SpeculativeDecoding(target, num_draft_tokens=3, verification="coupled")
+    list(strategy.generate_many(target, asked, batch_size=3, do_sample=True, eos_token_id=None))
+    assert strategy.report.accepted == strategy.report.drafted > 0
 
 
 def test_prompts_may_be_read_in_pieces():
