@@ -3,7 +3,6 @@
     python scripts/auto.py [useless queue paying alike long] [--turns 12]
 
 "alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
-
 Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
 for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
 """
@@ -72,8 +71,7 @@ def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, 
 def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
     """Median seconds of each way."""
     draft = models(pair)[1]
-    ways: dict[str, Any] = {"plain": None}
-    ways["auto"] = SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))
+    ways: dict[str, Any] = {"plain": None, "auto": SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))}
     if part == "paying":
         ways |= {str(number): SpeculativeDecoding(draft, num_draft_tokens=number) for number in NUMBERS}
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -103,8 +101,8 @@ def main() -> None:
                 plain, auto = found["plain"], found["auto"]
                 best = min(found.keys() - {"plain", "auto"}, key=found.__getitem__, default="")
                 fixed = f"{found[best] / auto:.3f} ({best})" if best else "-"
-                row = f"{1e3 * plain:.0f} | {1e3 * auto:.0f} | {plain / auto:.3f} | {fixed}"
-                print(f"| {part} | {pair} | {rows} | {row} |", flush=True)
+                times = f"{1e3 * plain:.0f} | {1e3 * auto:.0f} | {plain / auto:.3f} | {fixed}"
+                print(f"| {part} | {pair} | {rows} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

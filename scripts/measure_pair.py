@@ -2,7 +2,6 @@
 
 No cost table is saved: it would hold for this machine only, and the first call on any machine makes one.
 
-    python scripts/measure_pair.py
     python scripts/measure_pair.py hf_specx/hub/embedded/draft  # the draft model beside the head, and sharper text
 """
 

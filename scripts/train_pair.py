@@ -184,7 +184,7 @@ def loss(model: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> float:
 def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count: int = 16) -> list[str]:
     """The first lines of functions in held-out files, of unequal length, at most 64 tokens."""
     prompts: list[str] = []
-    for path, text in zip(held_out, read(held_out), strict=True):
+    for text in read(held_out):
         lines = text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and i > 20]
         if not starts:
@@ -194,7 +194,6 @@ def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count
         ids = tokenizer("".join(lines[middle : middle + 12]))["input_ids"][:wanted]
         if len(ids) == wanted:
             prompts.append(str(tokenizer.decode(ids)))
-            console.print(f"prompt from {path.name}", style="dim")
     return prompts[:count]
 
 
