@@ -265,10 +265,10 @@ class Decoder:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
         length = self.width + emitted - 1
-        return assemble(self._empty_cache(length), self.left, ends, length, self.crossed)
+        return assemble(self._empty_cache(), self.left, ends, length, self.crossed)
 
-    def _empty_cache(self, length: int) -> Cache:
-        """One of transformers' for so many columns, of which this decoder may have let go of some."""
+    def _empty_cache(self) -> Cache:
+        """One of transformers' for the columns of `past`, of which this decoder may have let go of some."""
         return DynamicCache()
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:

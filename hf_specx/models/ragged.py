@@ -60,9 +60,8 @@ class RaggedDecoder(Decoder):
 
         return SlotCache(limit, window + MARGIN, new_layer)
 
-    def _empty_cache(self, length: int) -> Cache:
-        ring = self.cache.slots.ring
-        return DynamicCache(config=self.model.config) if 0 < ring < length else super()._empty_cache(length)
+    def _empty_cache(self) -> Cache:
+        return DynamicCache(config=self.model.config) if self.cache.slots.has_lost else super()._empty_cache()
 
     def _texts(self) -> torch.Tensor | None:
         """As `texts`: the prompts that are read now."""

@@ -116,6 +116,19 @@ def test_the_cache_is_that_of_plain_generate():
     assert torch.equal(*(target.generate(**turn, **given) for turn in turns))
 
 
+def test_a_cache_without_all_columns_cannot_be_cut_back():
+    """The text fits in a ring, whose first slots were written twice; as in plain `generate` its layers say so."""
+    target, inputs = tiny("mistral").double(), prompts(1, width=WINDOW + SPARE)
+    given = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    given["eos_token_id"] = target.generate(**inputs, **given).sequences[0, -8].item()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    ours = target.generate(**inputs, **given, custom_generate=strategy)
+    assert ours.sequences.shape[1] == WINDOW + SPARE + 2
+    for layer in ours.past_key_values.layers:
+        with pytest.raises(RuntimeError, match="crop"):
+            layer.crop(-SPARE)
+
+
 def test_memory_is_nearly_that_of_plain_generate(monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
     monkeypatch.undo()
