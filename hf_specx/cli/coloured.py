@@ -1,7 +1,7 @@
 """Generated text on a terminal: each token in the colour of its origin, and as it is emitted."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from rich.console import Console
@@ -58,15 +58,25 @@ class TokenDecoder:
 
 
 class OriginStreamer(BaseStreamer):
-    """Prints what each round has emitted; that round is the last one in the report."""
+    """Prints what each round has emitted; that round is the last one in the report.
 
-    def __init__(self, strategy: SpeculativeDecoding, tokenizer: PreTrainedTokenizerBase, console: Console):
-        self.strategy, self.tokenizer, self.console = strategy, tokenizer, console
+    `begin` is called before the first one, when the call has been found to be possible.
+    """
+
+    def __init__(
+        self,
+        strategy: SpeculativeDecoding,
+        tokenizer: PreTrainedTokenizerBase,
+        console: Console,
+        begin: Callable[[], None],
+    ):
+        self.strategy, self.tokenizer, self.console, self.begin = strategy, tokenizer, console, begin
         self.decoder: TokenDecoder | None = None
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt [1, L] in the first call, then the tokens [n] of a round."""
         if self.decoder is None:
+            self.begin()
             self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
             return
         report = self.strategy.report

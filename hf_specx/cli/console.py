@@ -126,7 +126,7 @@ def errors_in_one_line() -> Iterator[None]:
     A reader of the output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
     """
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"\nwarning: {error_line(message)}", "yellow")
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {error_line(message)}", "yellow")
         try:
             yield
         except BrokenPipeError as error:

@@ -108,6 +108,10 @@ class Session:
         if self.texts.color_system is not None and not self.texts.no_color:
             self.console.text(LEGEND)
 
+    def show_prompt(self, prompt: str) -> None:
+        """On a new line, which the text goes on with."""
+        self.console.print(Text(f"\n{written_out(prompt)}", "dim"), end="", soft_wrap=True)
+
     def compare(self, inputs: Inputs, with_assisted: bool = False) -> Comparison:
         """Time plain `generate` and ours in turns; with transformers' assisted generation, if it can be."""
         pair, draft = self.pair, next(iter(self.pair.models[1:]), None)
@@ -134,8 +138,8 @@ class Session:
         assert tokenizer is not None
         streams = len(prompts) == 1 and show and not self.texts.quiet
         if streams:
-            self.console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
-            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.texts), "run"
+            begin = partial(self.show_prompt, prompts[0])
+            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.texts, begin), "run"
         try:
             with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
                 inputs, output = self.generate(prompts, custom_generate=strategy)
@@ -145,7 +149,7 @@ class Session:
         assert report is not None
         for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if show and not streams else ():
             read = output[row, : prompt_width(target, inputs)].tolist()
-            self.console.print(Text(f"\n{row + 1}. {written_out(prompt)}", "dim"), end="", soft_wrap=True)
+            self.show_prompt(f"{row + 1}. {prompt}")
             self.texts.text(coloured(tokens, report.history[row], TokenDecoder(tokenizer, read)))
         if show:
             self.console.text(f"\n{report}")

@@ -290,7 +290,7 @@ class SpeculationReport:
             )
         if "total" in self.seconds:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
-            lines.append(f"{self.seconds['total']:.2f} s ({phases})")
+            lines.append(f"{self.seconds['total']:.2f} s" + (f" ({phases})" if phases else ""))
         return "\n".join(lines)
 
 

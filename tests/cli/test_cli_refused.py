@@ -94,7 +94,8 @@ def refused(line: str, told: str, names: dict[str, str], lines: int = 1) -> str:
     words = [names.get(word, word.replace("NOTES/", f"{names['NOTES']}/")) for word in line.split()]
     result = command(*words, input="")
     assert (result.exit_code, len(result.stderr.splitlines()) <= lines) == (2, True), result.output
-    assert told in result.stderr.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert (told in last, last.lower().startswith("error: ")) == (True, True), last
     assert Path(names["NOTES"]).read_text() == "notes"
     assert (Path(names["FULL"]) / "thesis.txt").exists()
     return result.stdout
