@@ -60,8 +60,9 @@ class Followed:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def excludes(self, depth: int, token: int) -> bool:
+        """Also where no mask was asked for: a row that drafts no further has any token there."""
         mask = self.masks.get(depth)
-        return mask is not None and (token >= len(mask) or not mask[token])
+        return mask is None or token >= len(mask) or not mask[token]
 
 
 class TokenMasks(RoundProcessor):
