@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
@@ -243,6 +244,8 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     for model in models:
         if model.config.is_encoder_decoder:
             return f"{type(model).__name__} has an encoder"
+        if model.config.model_type in READS_WHOLE:
+            return f"{type(model).__name__} reads prompts without its window"
     if layout.target == layout.draft:
         return "" if layout.target == "ragged" else f"the layout is {layout.target!r}"
     return f"the layout is {layout.target!r}, that of the draft {layout.draft!r}"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
+from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
@@ -240,6 +241,8 @@ class RaggedDecoder(Decoder):
 
 def why_read_anew(model: PreTrainedModel) -> str:
     """Why prompts that begin alike are read anew each; empty if one can have copies of another's keys."""
+    if model.config.model_type in READS_WHOLE:
+        return f"{type(model).__name__} reads prompts without its window"
     several = model.config.get_text_config(decoder=True) is not model.config
     return f"{type(model).__name__} reads more than tokens" if several else ""
 

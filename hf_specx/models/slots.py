@@ -6,7 +6,6 @@ What lies after the end of a row is hidden by the mask and overwritten later, so
 import copy
 import warnings
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +26,13 @@ class SlotCache(Cache):
 
     Args:
         limit, ring: of its `Slots`.
-        new_layer: makes the layer of a number.
+        new_layer: makes the layer of a number; None makes those of the whole text.
     """
 
     def __init__(self, limit: int = 0, ring: int = 0, new_layer: Callable[[Slots, int], SlotLayer] | None = None):
         self.slots = Slots(limit, ring)
-        made: Any = (
-            partial(SlotLayer, self.slots) if new_layer is None else lambda: new_layer(self.slots, len(self.layers))
-        )
-        super().__init__(layer_class_to_replicate=made)
+        make: Any = new_layer or (lambda slots, number: SlotLayer(slots))
+        super().__init__(layer_class_to_replicate=lambda: make(self.slots, len(self.layers)))  # type: ignore[arg-type]
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""

@@ -63,6 +63,15 @@ def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
         assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
 
 
+def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches():
+    """Moshi: its last token of a prompt, fed once more, would see the window alone."""
+    target, text = zoo.build("causal", "moshi").eval(), prompts(1, width=3 * WINDOW)["input_ids"][0]
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    given = {"do_sample": False, "max_new_tokens": 9}
+    plain = target.generate(text[None], **given)[0, len(text) :].tolist()
+    assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **given)] == [plain] * 3
+
+
 def test_what_a_window_has_lost_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
     monkeypatch.setattr(ragged, "LEAST", 1)
