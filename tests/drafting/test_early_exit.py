@@ -84,8 +84,7 @@ def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
 
     def shifted(drafter: EarlyExitDrafter, batch: Batch) -> Decoder:
         decoder = ready(drafter, batch)
-        forward = decoder._forward
-        decoder._forward = lambda batch, tokens, ahead, keep: forward(batch, tokens, ahead - 1, keep)
+        decoder.width -= 1
         return decoder
 
     monkeypatch.setattr(EarlyExitDrafter, "_ready", shifted)
