@@ -15,7 +15,7 @@ MOST = {
     "tests": 24_750,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 30, "functions": 233, "calls": 320}  # of a call of `generate`
+MOST |= {"files": 30, "functions": 234, "calls": 320}  # of a call of `generate`
 
 
 @pytest.fixture
