@@ -61,16 +61,19 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     assert_equals_stock(draft, target, prompts(3), layout=layout)
 
 
+FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "eagle3 of three layers": 2, "peagle": 1}  # of a size, compiled
+
+
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_compiled_forwards(traced: None, tmp_path: Path):
+@pytest.mark.parametrize("names", [list(FORWARDS)[:3], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
+def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
     target = target_of()
-    kinds = {"eagle3": 2, "eagle3 of three layers": 2, "peagle": 1, "dspark rnn": 3, "medusa": 1}
-    for name, number in kinds.items():  # of forwards for each of two sizes of the batch
-        head = head_of(name)
+    for name in names:
+        head, number = head_of(name), FORWARDS[name]
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
-        assert 0 < regions.REGIONS[draft].compilations <= 2 * number
+        assert 0 < regions.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
         for _ in range(2):
             assert_equals_stock(draft, target, prompts(2), compile=True)
         assert regions.REGIONS[draft].compilations <= 2 * number

@@ -12,7 +12,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 
 
-SHORT, LONG = 8, 20  # so that what a call takes once does not count
+SHORT, LONG = 6, 12  # so that what a call takes once does not count
 KINDS: dict[str, tuple[dict[str, Any], float]] = {  # and the most launches of a round, in plain steps
     "eagle3": ({"draft_vocab": 24, "layer_ids": (2, 16, 29)}, 1.35),
     "peagle": ({"draft_vocab": 24, "layer_ids": (2, 16, 29), "layers": 4}, 1.35),
