@@ -173,7 +173,7 @@ def replaced(page: str, text: str) -> str:
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Turns of each row.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="Turns of each row.", min=1)] = 10,
     new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
     out: Annotated[Path, typer.Option(help="File of runs.", dir_okay=False)] = Path("scripts/results/speed.json"),
     readme: Annotated[Path, typer.Option(help="Page with both markers.", dir_okay=False)] = Path("README.md"),
