@@ -50,7 +50,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    config = load_config(find_files(target, study), "", study.trust_remote_code)
+    config = load_config(find_files(target, study), study.trust_remote_code)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -106,7 +106,7 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
     trust, files = study.trust_remote_code, find_files(name, study)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     of_target = None if target is None else target.model
-    model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
+    model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
     on_hub = files.revision is not None
     facts = model_facts(model)
     facts.name, facts.revision = files.name if on_hub else None, files.revision
@@ -115,7 +115,7 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     if target is not None and not model.can_generate():  # a head, whose tokens are the target's
         return Loaded(model, target.tokenizer, facts)
-    return Loaded(model, get_tokenizer(files, "", None, trust), facts)
+    return Loaded(model, get_tokenizer(files, None, trust), facts)
 
 
 def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:

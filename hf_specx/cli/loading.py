@@ -102,7 +102,7 @@ def with_draft(pair: DraftTargetPair, draft: str) -> DraftTargetPair:
 
 def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target that is not loaded yet; None if it has none."""
-    return get_tokenizer(find_files(name, study_of(loading)), "", None, loading.trust_remote_code)
+    return get_tokenizer(find_files(name, study_of(loading)), None, loading.trust_remote_code)
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:

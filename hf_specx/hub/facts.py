@@ -1,6 +1,6 @@
 """What a pair's config records of two loaded models and their tokenizers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,18 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
     )
 
 
-def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Those of these facts that a pair's config knows and that are others for a loaded model."""
+def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Those of these facts that are others for a loaded model than a pair's config knows; each with both values."""
     found = model_facts(model)
-    return (name for name in names if getattr(recorded, name) not in (None, getattr(found, name)))
+    both = {name: (getattr(found, name), getattr(recorded, name)) for name in names}
+    return {name: (now, then) for name, (now, then) in both.items() if then not in (None, now)}
 
 
 def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> None:
     """Whether a loaded model is of the kind that its pair was made with, as far as this is known."""
-    for name in differing(recorded, model, KIND):
-        found = getattr(model_facts(model), name)
-        told = f"{where} has {name}={found!r}, and the pair was made with {getattr(recorded, name)!r}; {AGAIN}."
-        require(found is None, told)  # whose config does not say
+    for name, (now, then) in differing(recorded, model, KIND).items():
+        told = f"{where} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
+        require(now is None, told)  # whose config does not say
 
 
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:

@@ -27,22 +27,28 @@ NO_SETTINGS = ("_name_or_path", "transformers_version")  # entries of a config t
 
 
 class Files(NamedTuple):
-    """A folder, or an id on the Hub and a commit, whose files are on this machine in the folder `root`."""
+    """A folder, or an id on the Hub and a commit, whose files are in `root`; of these perhaps a subfolder alone."""
 
     name: str
     revision: str | None
     root: Path
+    subfolder: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.subfolder
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name} {self.subfolder}".strip()
 
 
 def get_files(
     name: str | Path, revision: str | None, patterns: Sequence[str], subfolder: str = "", **hub: Any
 ) -> Files:
-    """Download the files of these patterns in one folder of a repository; a local folder is taken as it is.
-
-    `revision` is a commit, branch or tag; `subfolder` is "" for the root; `hub` are `HUB_OPTIONS`.
-    """
+    """Download the files of these patterns in one folder of a repository; a local folder is taken as it is."""
     if Path(name).is_dir():
-        return Files(str(name), None, Path(name))
+        return Files(str(name), None, Path(name), subfolder)
     prefix = f"{subfolder}/" if subfolder else ""
     wanted = [prefix + pattern for pattern in patterns]
     others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders in it, except that of chat templates
@@ -50,7 +56,7 @@ def get_files(
         root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
     except LocalEntryNotFoundError as error:
         raise LocalEntryNotFoundError(not_found(name, error)) from error
-    return Files(str(name), Path(root).name, Path(root))
+    return Files(str(name), Path(root).name, Path(root), subfolder)
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
@@ -76,20 +82,18 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
         name, revision = source.name, source.revision
     patterns = (*SMALL_FILES, "*.py") if trust_remote_code and source.is_pinned else SMALL_FILES
     files = get_files(name, revision, patterns, source.subfolder, **hub)
-    folder = files.root / source.subfolder
-    check_links(files.root, folder)
-    check_model(folder, trust_remote_code, source.is_pinned)
-    if not use_safetensors:
-        return get_files(name, files.revision, ["*"], source.subfolder, **hub)
-    weights = [SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS, *shards(folder)]
+    check_links(files.root, files.folder)
+    check_model(files.folder, trust_remote_code, source.is_pinned)
+    weights = [SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS, *shards(files.folder)] if use_safetensors else ["*"]
     get_files(name, files.revision, weights, source.subfolder, **hub)
-    check_weights(folder)
+    if use_safetensors:
+        check_weights(files.folder)
     return files
 
 
 def is_changed(files: Files, source: ModelSource) -> bool:
     """Whether a model in safetensors is not the one that its pair was saved with; if so, it warns."""
-    folder = files.root / source.subfolder
+    folder = files.folder
     if source.fingerprint is None or not (folder / shards(folder)[0]).exists():
         return False
     changed = fingerprint(folder) != source.fingerprint
@@ -100,10 +104,10 @@ def is_changed(files: Files, source: ModelSource) -> bool:
 
 
 def get_tokenizer(
-    files: Files, subfolder: str, facts: TokenizerFacts | DraftTokenizer | None, trust_remote_code: bool
+    files: Files, facts: TokenizerFacts | DraftTokenizer | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer in a folder, which must be what `facts` say; None if there is none, and none is expected."""
-    folder = files.root / subfolder
+    folder = files.folder
     check_links(files.root, folder)
     check_tokenizer(folder, facts is not None, trust_remote_code)
     if not (folder / "tokenizer_config.json").exists():

@@ -13,16 +13,15 @@ from hf_specx.common.errors import require
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
 
-from .facts import COMMIT, KIND, check_kind, commit_of, differing
-from .fetch import HUB_OPTIONS, get_model, get_pair, get_tokenizer, is_changed
-from .load_model import get_head, load_model, with_head
+from .facts import COMMIT, KIND, commit_of, differing
+from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
+from .load_model import find_model
 from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 
 
 SIZE = ("parameters", "max_positions")
-
 
 # the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
 Found = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
@@ -63,24 +62,18 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
         gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
         raise ValueError(told + gone) from error
     warn_of_another_target(config, target)
-    weightless = config.weightless_draft()
-    if weightless is not None:
-        weightless = with_head(weightless, get_head(pair, config, **hub), target)
-        return weightless, *recommended(config, target)
-    files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
-    if is_changed(files, config.draft):
-        config.forget()
-    draft = load_model(files, config.draft.subfolder, False, target, dtype=target.dtype)
-    check_kind(f"the draft of {name}", config.draft, draft)
+    found = find_model(pair, config, "draft", hub, False, True)
+    draft = found.load(target, dtype=target.dtype)
     options, costs = recommended(config, target)
+    if found.files is None:
+        return draft, options, costs
     own = config.draft_tokenizer
     if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
-        tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
-        other = tokenizer
+        tokenizer = other = get_tokenizer(pair, config.tokenizers, trust_remote_code=False)
         if own is not None or config.draft.name is not None:
-            other = get_tokenizer(files, config.draft.subfolder, own or config.tokenizers, trust_remote_code=False)
+            other = get_tokenizer(found.files, own or config.tokenizers, trust_remote_code=False)
         options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
-    return draft.to(last_device(target)), options, costs  # type: ignore[arg-type]
+    return draft.to(last_device(target)), options, costs
 
 
 def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
@@ -91,7 +84,7 @@ def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, 
 
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
-    changed = list(differing(config.target, target, (*KIND, *SIZE)))
+    changed = [*differing(config.target, target, (*KIND, *SIZE))]
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")

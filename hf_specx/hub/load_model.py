@@ -4,10 +4,9 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
@@ -18,10 +17,10 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.reading import is_head
 
-from .facts import COMMIT, auto_class
-from .fetch import Files, get_files
+from .facts import COMMIT, auto_class, check_kind
+from .fetch import Files, get_files, get_model, is_changed
 from .model_files import AGAIN, check_links, check_size, shapes_in
-from .pair_config import PairConfig, WeightlessDraft
+from .pair_config import ModelSource, PairConfig, WeightlessDraft
 
 
 NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
@@ -29,34 +28,73 @@ TABLES = 2**28  # numbers in buffers, more than any real model needs
 HEAD_NAME = "exit_head.safetensors"  # the head of an early exit, a linear map
 
 
-def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTrainedConfig:
+class FoundModel(NamedTuple):
+    """A model of a pair in checked files, not loaded yet; or one that was given, or a draft without weights."""
+
+    files: Files | None
+    source: ModelSource = ModelSource()  # where in the files it is, and what the pair knows of it
+    config: PreTrainedConfig | None = None  # of a head there is none, and it takes little room
+    trusted: bool = False  # whether its code may run
+    made: Any = None
+    head: Path | None = None  # of an early exit
+
+    @property
+    def is_weightless(self) -> bool:
+        return isinstance(self.made, WeightlessDraft)
+
+    def load(self, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
+        """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
+        if self.files is None:
+            return self.made if target is None else with_head(self.made, self.head, target)
+        model = load_model(self.files, self.trusted, target, **kwargs)
+        check_kind(self.files.shown, self.source, model)
+        return model
+
+
+def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
+    """Check the files of a pair's own target or draft; if it was not measured, the config forgets what was."""
+    source, draft = getattr(config, role), config.weightless_draft() if role == "draft" else None
+    if draft is None:
+        files = get_model(pair, source, *trust, **hub)
+        if is_changed(files, source):
+            config.forget()
+        return found_model(role, files, source, trust[0] and source.is_pinned)
+    if config.early_exit is None or not config.early_exit.head:
+        return FoundModel(None, made=draft)
+    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
+    check_links(pair.root, path)
+    shapes_in(path)
+    return FoundModel(None, made=draft, head=path)
+
+
+def found_model(role: str, files: Files, source: ModelSource, trusted: bool) -> FoundModel:
+    """A model in checked files, whose config can be read."""
+    is_head = role == "draft" and holds_head(files)
+    return FoundModel(files, source, None if is_head else load_config(files, trusted), trusted)
+
+
+def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
     """A model's config, from `files` that `fetch` has checked; its code runs only if it is trusted."""
-    folder = files.root / subfolder
-    with _reading(folder):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    assert isinstance(config, transformers.PreTrainedConfig)
+    with _reading(files.folder):
+        config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code)
+    assert isinstance(config, PreTrainedConfig)
     if not trust_remote_code:
         vars(config).pop("auto_map", None)  # transformers has a class of its own for it
     return config
 
 
 def load_model(
-    files: Files,
-    subfolder: str,
-    trust_remote_code: bool,
-    target: PreTrainedModel | None = None,
-    **kwargs: Any,
+    files: Files, trust_remote_code: bool, target: PreTrainedModel | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
 
-    For a `target` it may be a draft head, in the precision of its files. Its code runs only if it is trusted; `kwargs`
-    are for `from_pretrained`. A ValueError says which weights are missing, have another shape, or belong to layers
-    that the model does not have.
+    For a `target` it may be a draft head, in the precision of its files. `kwargs` are for `from_pretrained`. Weights
+    that are missing, have another shape, or belong to layers that the model does not have are a ValueError.
     """
-    if target is not None and holds_head(files, subfolder):
-        return _noted(files, DraftHead.from_pretrained(files.root / subfolder, target=target))
-    config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
-    folder = files.root / subfolder  # not by the repository's name, whose code may have changed since it was checked
+    folder = files.folder  # not by the repository's name, whose code may have changed since it was checked
+    if target is not None and holds_head(files):
+        return _noted(files, DraftHead.from_pretrained(folder, target=target))
+    config, trust = load_config(files, trust_remote_code), {"trust_remote_code": trust_remote_code}
     loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
     if not quantised and kwargs.get("use_safetensors", True):
         with _reading(folder), torch.device("meta"):
@@ -72,7 +110,7 @@ def load_model(
     )
     if "num_hidden_layers" in kwargs:
         seen["unexpected_keys"] = []
-    _check_loaded(f"{files.name} {subfolder}".strip(), seen, list(model.state_dict()))
+    _check_loaded(files.shown, seen, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
     return _noted(files, model).eval()
 
@@ -85,10 +123,9 @@ def _noted(files: Files, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def holds_head(files: Files, subfolder: str) -> bool:
+def holds_head(files: Files) -> bool:
     """Whether what a pair's files have as its draft is a head."""
-    folder = files.root / subfolder
-    return is_head(folder, read_config(folder))
+    return is_head(files.folder, read_config(files.folder))
 
 
 def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:
@@ -117,18 +154,8 @@ def _reading(folder: Path) -> Iterator[None]:
         raise ValueError(told) from error
 
 
-def get_head(pair: Files, config: PairConfig, **hub: Any) -> Path | None:
-    """The file of the head that a pair's early exit has, checked; None if it has none."""
-    if config.early_exit is None or not config.early_exit.head:
-        return None
-    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
-    check_links(pair.root, path)
-    shapes_in(path)
-    return path
-
-
 def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel) -> WeightlessDraft:
-    """An early exit with the head in a file of `get_head`, where and as precise as the target's last layers."""
+    """An early exit with the head in a checked file, where and as precise as the target's last layers."""
     if path is None:
         return draft
     assert isinstance(draft, EarlyExitDraft)

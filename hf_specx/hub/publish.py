@@ -47,10 +47,21 @@ def save(
     overwrite: bool = False,
     with_code: bool = False,
 ) -> PairConfig:
-    """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
+    """Write the pair into a folder: all of it or nothing, in safetensors, with the target at its root.
 
-    Arguments and errors are those of `DraftTargetPair.save_pretrained`; `with_code` writes all that `publish` would
-    upload, to be used from there: also the card, and the code to use the pair, which alone holds the folder's path.
+    Args:
+        folder: where; must be empty or not exist.
+        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
+        overwrite: whether to replace the folder of another pair, with all that is in it.
+        with_code: whether to write all that `publish` would upload, to be used from there: also the card, and the code
+            to use the pair, which alone holds the folder's path.
+
+    Returns:
+        The config that was written.
+
+    Raises:
+        ValueError: the folder is in use (by no pair, with `overwrite`), the draft cannot be saved, or a model is to be
+            a reference and is not from the Hub.
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -171,9 +182,10 @@ def publish(
     revision: str | None = None,
     commit_message: str = "Draft-target pair",
 ) -> str:
-    """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
+    """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
 
-    Of an earlier pair there nothing is left that is of a kind in `SAVED` and at the root or in `draft/`, nor its code.
+    There are two commits, since the code names that of the models. Of an earlier pair nothing is left that is of a
+    kind in `SAVED` and at the root or in `draft/`, nor its code.
 
     Args:
         repo_id: "owner/name"; made if it does not exist.

@@ -1,7 +1,6 @@
 """Draft-target pairs: two models and a tokenizer that are loaded, used and saved together."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from hf_specx.engine.entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended
-from hf_specx.hub.known_pairs import embedded_folder, is_embedded
+from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.publish import publish, save
 
 from .complete import complete as complete_texts
 from .generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
-from .loading import load_pair
+from .loading import embedded_dtype, load_pair
 
 
 PairDraft = PreTrainedModel | WeightlessDraft | list[PreTrainedModel | WeightlessDraft]
@@ -120,34 +119,7 @@ class DraftTargetPair(NoModel):
         options |= {"tokenizer": self.tokenizer, "draft_tokenizer": self.draft_tokenizer, "costs": costs}
         return SpeculativeDecoding(self.draft, **options)
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        device_map: Any = None,
-        dtype: torch.dtype | str | None = "auto",
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        target: PreTrainedModel | str | Path | None = None,
-        draft: PreTrainedModel | str | Path | None = None,
-        draft_device_map: Any = None,
-        **kwargs: Any,
-    ) -> "DraftTargetPair":
-        """Load a pair: `from_pretrained("org/pair", device_map="auto", dtype="auto", revision=..., token=...)`.
-
-        Args:
-            name_or_path: a local folder, else an id on the Hub or "embedded".
-            device_map, ..., **kwargs: see `load_pair`, which also tells the errors.
-        """
-        kwargs |= {"device_map": device_map, "dtype": dtype, "revision": revision, "target": target, "draft": draft}
-        kwargs |= {"trust_remote_code": trust_remote_code, "draft_device_map": draft_device_map}
-        if is_embedded(str(name_or_path)):
-            return cls.embedded(**kwargs)
-        parts, sources = load_pair(name_or_path, **kwargs)
-        pair = cls(**parts)
-        pair.sources = sources
-        return pair
+    from_pretrained = classmethod(load_pair)
 
     @classmethod
     def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
@@ -155,55 +127,15 @@ class DraftTargetPair(NoModel):
 
         Args:
             dtype: None or "auto" is float32 on the CPU, and as saved (bfloat16) on an accelerator.
-            **kwargs: see `load_pair`. With `draft=embedded_folder() / "draft"` a model of 2.7M drafts, not the head.
+            **kwargs: of `from_pretrained`. With `draft=embedded_folder() / "draft"` a model of 2.7M drafts, not the
+                head.
         """
-        if dtype in (None, "auto"):
-            places = kwargs.get("device_map")
-            places = places.values() if isinstance(places, dict) else [places]
-            on_cpu = all(str(place) in ("None", "cpu") for place in places) or not torch.accelerator.is_available()
-            dtype = torch.float32 if on_cpu else "auto"
+        dtype = embedded_dtype(dtype, kwargs.get("device_map"))
         return cls.from_pretrained(embedded_folder(), dtype=dtype, **kwargs)
 
     complete = complete_texts
-
-    def save_pretrained(
-        self, folder: str | Path, *, target: str = "inside", draft: str = "inside", overwrite: bool = False
-    ) -> None:
-        """Write the pair into a folder: all of it or nothing, in safetensors, with the target at its root.
-
-        Args:
-            folder: where; must be empty or not exist.
-            target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
-            overwrite: whether to replace the folder of another pair, with all that is in it.
-
-        Raises:
-            ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference
-                and is not from the Hub.
-        """
-        save(self, folder, target=target, draft=draft, overwrite=overwrite)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        target: str = "inside",
-        draft: str = "inside",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str = "Draft-target pair",
-    ) -> str:
-        """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
-
-        Args:
-            repo_id: "owner/name".
-            target, ..., commit_message: see `hub.publish.publish`, which also tells the errors.
-
-        Returns:
-            The last commit.
-        """
-        where = {"private": private, "token": token, "revision": revision, "commit_message": commit_message}
-        return publish(self, repo_id, target=target, draft=draft, **where)  # type: ignore[arg-type]
+    save_pretrained = save
+    push_to_hub = publish
 
     def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any:
         """The target's `generate` with speculative sampling.

@@ -48,7 +48,6 @@ def plan(
         max_memory: bytes, or text like "10GB", by number of accelerator and for "cpu", whether this machine has them
             or not. None is the free memory, on accelerators less a tenth.
         cache_tokens: rows times tokens for which both caches get room.
-        dtype, quantization_config, trust_remote_code: as for `from_pretrained`; the second is for the target only.
     """
     told = f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small "
     told += "steps wait for the way between them; give one device, or leave it out."

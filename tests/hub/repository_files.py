@@ -94,7 +94,7 @@ CASES = [
     ("has eos_token='<pad>', and its pair was checked with '<end>'; get", tokenizer(eos_token="<pad>")),
     ("has vocab_size=2[0-9]+, and the pair was made with 7", said("target.vocab_size", 7)),
     ("has model_type='mistral', and", model(model_type="mistral")),
-    ("the draft of .* has model_type='llama', and", after(put("draft.model_type", "gpt2"), use=load_draft)),
+    ("pair draft has model_type='llama', and", after(put("draft.model_type", "gpt2"), use=load_draft)),
     # Weights
     ("does not say which file has which weights", r.indexed(weight_map={})),
     ("does not say which file", after(r.shard, cut(r.INDEX, -30))),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repositories import put
 from tiny import near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -16,7 +17,7 @@ import hf_specx
 from hf_specx import DraftTargetPair, SpeculationReport
 from hf_specx.common.devices import hardware
 from hf_specx.hub import find_draft as resolve
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig, SavedCosts
+from hf_specx.hub.pair_config import ModelSource, PairConfig, SavedCosts
 from hf_specx.hub.publish import save
 
 
@@ -29,15 +30,14 @@ def target() -> PreTrainedModel:
     return tiny()
 
 
-def publish(folder: Path, target: PreTrainedModel, noise: float) -> Path:
+def publish(folder: Path, target: PreTrainedModel, noise: float = 0.1) -> Path:
     """A repository in a folder, whose draft has moved so far from its target."""
-    pair = DraftTargetPair(target, near(target, noise))
-    pair.config.num_draft_tokens, pair.config.verification = OURS["num_draft_tokens"], OURS["verification"]
-    save(pair, folder, with_code=True)
+    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), **OURS)
+    save(DraftTargetPair(target, near(target, noise), config=config), folder, with_code=True)
     return folder
 
 
-def expected(target: PreTrainedModel, noise: float) -> torch.Tensor:
+def expected(target: PreTrainedModel, noise: float = 0.1) -> torch.Tensor:
     torch.manual_seed(0)
     return hf_specx.generate(**prompts(3), **SETTINGS, **OURS, model=target, draft_model=near(target, noise))
 
@@ -58,30 +58,29 @@ def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel
 
 
 def test_a_folder_that_was_moved_is_found_beside_its_target(target: PreTrainedModel, tmp_path: Path):
-    publish(tmp_path / "pair", target, 0.1)
-    moved = shutil.move(tmp_path / "pair", tmp_path / "moved")
+    moved = shutil.move(publish(tmp_path / "pair", target), tmp_path / "moved")
     model = AutoModelForCausalLM.from_pretrained(moved)
-    assert torch.equal(by_string(model, moved), expected(target, 0.1))
+    assert torch.equal(by_string(model, moved), expected(target))
     with pytest.raises(ValueError, match="there is no draft: pass draft_model=.*of no pair.*not there"):
         by_string(target, moved)
 
 
 def test_the_commit_of_a_target_is_looked_for_in_the_cache_of_the_call(target: PreTrainedModel, tmp_path: Path):
     """It holds one commit, and does not say which one is the main branch's."""
-    publish(tmp_path / "hub" / "models--org--pair" / "snapshots" / ("c" * 40), target, 0.1)
+    publish(tmp_path / "hub" / "models--org--pair" / "snapshots" / ("c" * 40), target)
     model = copy.deepcopy(target)
     model.name_or_path = "org/pair"
     torch.manual_seed(0)
     output = hf_specx.generate(**prompts(3), **SETTINGS, model=model, cache_dir=str(tmp_path / "hub"))
-    assert torch.equal(output, expected(target, 0.1))
+    assert torch.equal(output, expected(target))
 
 
 def test_a_draft_is_loaded_once_and_goes_with_its_target(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder, loads = publish(tmp_path / "pair", target, 0.1), []
-    load = resolve.load_model
-    monkeypatch.setattr(resolve, "load_model", lambda *args, **kwargs: loads.append(args[:2]) or load(*args, **kwargs))
+    folder, loads = publish(tmp_path / "pair", target), []
+    find = resolve.find_model
+    monkeypatch.setattr(resolve, "find_model", lambda *args: loads.append(args) or find(*args))
     model = AutoModelForCausalLM.from_pretrained(folder)
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
@@ -96,10 +95,8 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
 
 def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):
     """By its sizes or its commit: that is said, and its text is right all the same."""
-    folder = publish(tmp_path / "pair", target, 0.1)
-    config = PairConfig.from_file(folder / CONFIG_NAME)
-    config.target.revision = "1" * 40
-    (folder / CONFIG_NAME).write_text(config.to_text())
+    folder = publish(tmp_path / "pair", target)
+    put("target.revision", "1" * 40)(folder)
     other = tiny(seed=3, num_hidden_layers=1)
     other.config._commit_hash = "2" * 40
     with pytest.warns(UserWarning, match="differs in parameters, revision from the one that the pair was measured w"):
@@ -124,10 +121,9 @@ def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: b
     repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
     shutil.move(tmp_path / "pair" / "draft", repository)
     (tiny_tokenizer(["other words altogether"]) if other else tiny_tokenizer()).save_pretrained(repository)
-    config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
-    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
-    config.tokenizers = config.tokenizers if noted else None
-    (tmp_path / "pair" / CONFIG_NAME).write_text(config.to_text())
+    changes = {"draft.name": "org/draft", "draft.revision": commit, "draft.subfolder": ""}
+    for field, value in (changes | ({} if noted else {"tokenizers": None})).items():
+        put(field, value)(tmp_path / "pair")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair")
     call = {"model": model, "cache_dir": str(tmp_path / "hub"), "verification": "coupled", "num_draft_tokens": 3}
     if message is None:
@@ -146,7 +142,7 @@ def first_number(report: SpeculationReport) -> int:
 
 
 def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target))
     for given in ({"num_draft_tokens": 2}, {"generation_config": GenerationConfig(num_assistant_tokens=2)}):
         output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
         assert output.speculation_report.num_draft_tokens == 2

@@ -18,15 +18,11 @@ from transformers import (
 from vision import seeing
 
 from hf_specx.hub.fetch import Files
-from hf_specx.hub.load_model import auto_class, load_config, load_model
+from hf_specx.hub.load_model import auto_class, load_model
 
 
-def files(folder: Path) -> Files:
-    return Files(str(folder), None, folder)
-
-
-def load(folder: Path, subfolder: str = "", **options) -> PreTrainedModel:
-    return load_model(files(folder), subfolder, False, **options)
+def load(folder: Path, trust: bool = False, **options) -> PreTrainedModel:
+    return load_model(Files(str(folder), None, folder), trust, **options)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +37,8 @@ def load(folder: Path, subfolder: str = "", **options) -> PreTrainedModel:
 def test_each_kind_comes_back(kind: str, model_type: str, expected: type, tmp_path: Path):
     model = seeing(model_type) if kind == "vision" else zoo.build(kind, model_type)
     model.save_pretrained(tmp_path)
-    assert auto_class(load_config(files(tmp_path), "", False)) is expected
     loaded = load(tmp_path)
+    assert auto_class(loaded.config) is expected
     assert type(loaded) is type(model)
     assert not loaded.training
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
@@ -63,7 +59,7 @@ def test_no_function_is_bound(tmp_path: Path):
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(code(tmp_path, "") + "def generate(model, **kw): pass\n")
     assert "generate" in vars(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True))
-    loaded = load_model(files(tmp_path), "", True)
+    loaded = load(tmp_path, trust=True)
     assert "generate" not in vars(loaded)
     assert loaded.generate.__func__ is type(loaded).generate
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
+from hf_specx.hub import load_model as hub_loading
 from hf_specx.pairs import loading as pair_loading
 from hf_specx.pairs.placement import Placement
 
@@ -69,13 +70,13 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
 
 def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
-    seen, load = [], pair_loading.load_model
+    seen, load = [], hub_loading.load_model
 
-    def note(files, subfolder, *trust_and_target, **kwargs):
-        seen.append((subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
-        return load(files, subfolder, *trust_and_target, **kwargs)
+    def note(files, *trust_and_target, **kwargs):
+        seen.append((files.subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
+        return load(files, *trust_and_target, **kwargs)
 
-    monkeypatch.setattr(pair_loading, "load_model", note)
+    monkeypatch.setattr(hub_loading, "load_model", note)
     monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: Placement({}))
     DraftTargetPair.from_pretrained(
         folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}
