@@ -19,7 +19,7 @@ from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
 
 from .fingerprint import arguments_of
-from .results_file import CompletedText, NumberedText, ResultsFile
+from .results_file import CompletedText, NumberedText, open_results
 from .shares import gathered, processes
 
 
@@ -71,11 +71,24 @@ def complete(
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
     told = f"texts={brief(texts)} is not a list of strings, or of chats; put a single prompt into a list."
     require(several and (not isinstance(texts, list) or not any(isinstance(text, dict) for text in texts)), told)
-    work = Completer(pair, batch_size, seed, options)
-    prompts = Numbered(work, texts, num_return_sequences)
-    if out is not None:
-        return _to_file(work, prompts, ResultsFile(out, arguments_of(pair, seed, options | prompts.options)))
-    return _to_list(work, list(prompts))
+    work, number = Completer(pair, batch_size, seed, options), num_return_sequences
+    _check_number(number, setting("do_sample", pair.target, options))
+    for index, prompt in enumerate(texts if isinstance(texts, list) else ()):
+        check_prompt(index, prompt)
+    prompts = _numbered(pair.tokenizer, texts, number)
+    if out is None:
+        return _to_list(work, list(prompts))
+    total = len(texts) * number if isinstance(texts, Sized) else None
+    made_with = options if number == 1 else options | {"num_return_sequences": number}
+    return _to_file(work, prompts, total, Path(out), arguments_of(pair, seed, made_with))
+
+
+def _check_number(number: Any, samples: Any) -> None:
+    """Whether each prompt can have so many texts."""
+    told = f"num_return_sequences={brief(number)} is not an int of 1 or more; give one."
+    require(is_int(number) and number >= 1, told)
+    told = f"num_return_sequences={number} greedy texts would be the same; pass do_sample=True."
+    require(number == 1 or bool(samples), told)
 
 
 def check_prompt(index: int, prompt: Any) -> None:
@@ -85,26 +98,13 @@ def check_prompt(index: int, prompt: Any) -> None:
     require(isinstance(prompt, str) or bool(chat), told)
 
 
-class Numbered:
+def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
-
-    def __init__(self, work: "Completer", prompts: Iterable[Any], count: int):
-        known = is_int(count) and count >= 1
-        require(known, f"num_return_sequences={brief(count)} is not an int of 1 or more; give one.")
-        told = f"num_return_sequences={count} greedy texts would be the same; pass do_sample=True."
-        require(count == 1 or setting("do_sample", work.pair.target, work.options), told)
-        for index, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
-            check_prompt(index, prompt)
-        self.work, self.prompts, self.count = work, prompts, count
-        self.total = len(prompts) * count if isinstance(prompts, Sized) else None
-        self.options = {} if count == 1 else {"num_return_sequences": count}  # that the texts depend on
-
-    def __iter__(self) -> Iterator[NumberedText]:
-        for index, prompt in enumerate(self.prompts):
-            check_prompt(index, prompt)
-            text = prompt if isinstance(prompt, str) else chat_text(self.work.pair.tokenizer, prompt)
-            for copy in range(self.count):
-                yield NumberedText(index * self.count + copy, text)
+    for index, prompt in enumerate(prompts):
+        check_prompt(index, prompt)
+        text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt)
+        for copy in range(count):
+            yield NumberedText(index * count + copy, text)
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
@@ -135,20 +135,21 @@ def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
     return [text for _, text in sorted(gathered(own_part))]
 
 
-def _to_file(work: "Completer", prompts: Numbered, results: ResultsFile) -> Path:
+def _to_file(
+    work: "Completer", prompts: Iterable[NumberedText], total: int | None, out: Path, arguments: dict[str, Any]
+) -> Path:
     refused = 0
-    left: Iterable[NumberedText] = prompts
-    with results, Progress(prompts.total, results.count) as progress:
+    with open_results(out, arguments) as results, Progress(total, results.count) as progress:
         while True:
             elsewhere: list[NumberedText] = []  # other processes are at them
-            for done in work(results.claimed(left, elsewhere), progress):
+            for done in work(results.claimed(prompts, elsewhere), progress):
                 results.append(done)
                 refused += done.error is not None
                 progress.reach(results.count)
             results.look()
-            left = results.without_result(elsewhere)
+            prompts = results.without_result(elsewhere)
             progress.reach(results.count)
-            if not left:
+            if not prompts:
                 break
             time.sleep(LOOK_EVERY)
         results.finish()
@@ -160,11 +161,8 @@ def _to_file(work: "Completer", prompts: Numbered, results: ResultsFile) -> Path
 class Progress(tqdm):
     """How far `complete` is, on stderr: a bar in a terminal, elsewhere a line now and then.
 
-    It counts tokens as a listener of a strategy; of several processes the first one shows it.
-
-    Args:
-        total: prompts; None if that is not known.
-        done: prompts that were done before.
+    It counts tokens as a listener of a strategy; of several processes the first one shows it. `total` and `done` are
+    prompts, of which some may have been done before.
     """
 
     def __init__(self, total: int | None, done: int = 0):
@@ -192,11 +190,7 @@ class Progress(tqdm):
 
 
 class Completer:
-    """Prompts to texts by a pair with a tokenizer; prompt i under the seed `seed + i`, with `options` of `generate`.
-
-    Raises:
-        ValueError: if prompts cannot be completed like this.
-    """
+    """Prompts to texts by a pair with a tokenizer: prompt i under the seed `seed + i`, `options` are of `generate`."""
 
     def __init__(self, pair: Any, batch_size: int, seed: int, options: dict[str, Any]):
         self.pair, self.batch_size, self.seed, self.options = pair, batch_size, seed, options
@@ -230,9 +224,7 @@ class Completer:
         """Whether a short prompt can be completed, before all others are taken and refused."""
         told = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
         require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, told)
-        told = (
-            "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
-        )
+        told = "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it one."
         require(self.pair.tokenizer is not None, told)
         told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
         told += "load a copy of the pair on each process, or call pair.generate with as many rows on each."

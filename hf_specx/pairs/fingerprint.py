@@ -1,9 +1,9 @@
 """What a text depends on, in a few words: so that a file of results is continued by the same call alone."""
 
+import copyreg
 import functools
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -22,10 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def digest_of(parts: Iterable[bytes]) -> str:
     """Twelve hexadecimal digits."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:12]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -38,11 +35,7 @@ def weights_digest(model: PreTrainedModel) -> str:
 
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What the texts of `complete` by a pair depend on, as plain values.
-
-    Raises:
-        ValueError: an option is an object that cannot be told from others of its kind.
-    """
+    """What the texts of `complete` by a pair depend on, as plain values."""
     strategy, tokenizer = pair.strategy, pair.tokenizer
     made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
     made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair)}
@@ -70,8 +63,7 @@ def drafts_of(pair: Any) -> list[Any]:
 def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     """A value as JSON can hold it: the same for equal values, also in another process, and another for others.
 
-    An object is described by its class and its attributes, or by its `fingerprint`, a text that says what it does.
-    `above` are the ids of the objects that it is in, which may refer to each other.
+    An object is told by its class and what it holds, or by its `fingerprint`; `above` are the ids of those it is in.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -111,23 +103,15 @@ def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
     if hasattr(value, "serialize_json"):  # a compiled grammar of xgrammar
         return {"holds": digest_of([str(value.serialize_json()).encode()])}
     try:
-        made = value.__reduce_ex__(4)
-    except TypeError:
-        return {"holds": _pickled(value)}
+        reduce = copyreg.dispatch_table.get(type(value))
+        made: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception as error:  # of any type
+        told = f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued "
+        told += "by the same call alone; where it is held, set an attribute fingerprint, a text that says what it "
+        raise ValueError(f"{told}does.") from error
     if isinstance(made, tuple) and made[1] == (type(value),):  # of a class in Python, with attributes
         return within(made[2] or {}) if isinstance(made[2], dict | None) else {"holds": within(made[2])}
     return {"holds": within(list(made[1:3]) if isinstance(made, tuple) else made)}
-
-
-def _pickled(value: Any) -> str:
-    try:
-        return digest_of([pickle.dumps(value)])
-    except Exception as error:  # of any type
-        told = (
-            f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued by "
-        )
-        remedy = "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
-        raise ValueError(told + remedy) from error
 
 
 def _named(value: Any) -> str:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -55,37 +56,48 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") or 1
 
 
+@contextmanager
+def open_results(path: str | Path, arguments: dict[str, Any]) -> Iterator["ResultsFile"]:
+    """Open a file of results, or make one; if its texts depend on other arguments than these it is refused."""
+    path = Path(path).resolve()  # so that a link stays one
+    told_by = check_results_path(path)
+    OPEN.add(path)
+    try:
+        with open(told_by, "a+b", buffering=0) as file:  # closing it frees all locks
+            results = ResultsFile(path, file, json.dumps(arguments, indent=1).encode())
+            results.agree()
+            yield results
+    finally:
+        OPEN.discard(path)
+
+
 class ResultsFile:
-    """The results of prompts, used as a context; 8 bytes for each are kept in memory.
+    """The results of prompts, of which 16 bytes are kept for each; `told_by` says what made them, or is to say it."""
 
-    Args:
-        path: of the file; made if it is not there.
-        arguments: what the texts depend on, plain values; a file that was made with others is refused.
-    """
-
-    def __init__(self, path: str | Path, arguments: dict[str, Any]):
-        self.path = Path(path).resolve()  # so that a link stays one
-        self.arguments = json.dumps(arguments, indent=1).encode()
+    def __init__(self, path: Path, told_by: FileIO, arguments: bytes):
+        self.path, self.told_by, self.arguments = path, told_by, arguments
         self.prompts = 0  # how many there are, as far as they were claimed
         self._forget()
 
-    def __enter__(self) -> "ResultsFile":
-        check_results_path(self.path)
-        self.told_by = open(arguments_file(self.path), "a+b", buffering=0)  # closing it frees all locks
-        OPEN.add(self.path)
-        try:
-            with self._writing() as file:
-                nobody_is_at_it = self._lock(WRITER + 1, ALL)
-                self._unlock(WRITER + 1, ALL)
-                self._agree(is_new=nobody_is_at_it and os.fstat(file.fileno()).st_size == 0)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        OPEN.discard(self.path)
-        self.told_by.close()
+    def agree(self) -> None:
+        """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
+        with self._writing() as file:
+            nobody_is_at_it = self._lock(WRITER + 1, ALL)
+            self._unlock(WRITER + 1, ALL)
+            if nobody_is_at_it and os.fstat(file.fileno()).st_size == 0:
+                self.told_by.truncate(0)
+                self.told_by.write(self.arguments)
+            made_with, ours = self._read_arguments(), json.loads(self.arguments)
+        earlier: Any = None
+        with suppress(ValueError):
+            earlier = json.loads(made_with)
+        told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."
+        require(isinstance(earlier, dict), told)
+        for key in sorted(ours.keys() | earlier.keys()):
+            then, now = earlier.get(key), ours.get(key)
+            told = f"{self.path} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another "
+            require(then == now, f"{told}file.")
+        self.arguments = made_with
 
     def is_done(self, prompt: NumberedText) -> bool:
         """Whether the file is known to have the result of a prompt, and not that of another one of its index."""
@@ -102,13 +114,12 @@ class ResultsFile:
                 continue
             claimed = self._lock(prompt.index + 1)
             self.look()
-            if not self.is_done(prompt):
-                if claimed:
-                    yield prompt
-                else:
-                    elsewhere[:] = [*self.without_result(elsewhere), prompt]
-            elif claimed:
+            if not claimed:
+                elsewhere[:] = self.without_result([*elsewhere, prompt])
+            elif self.is_done(prompt):
                 self._unlock(prompt.index + 1)
+            else:
+                yield prompt
 
     def without_result(self, prompts: Iterable[NumberedText]) -> list[NumberedText]:
         """Those of these prompts that are known to have none."""
@@ -136,7 +147,7 @@ class ResultsFile:
             require(self.count == self.prompts, f"{told}since some were removed meanwhile; make the same call again.")
             file.truncate(self.end)
             os.fsync(file.fileno())
-            if not self.in_order:
+            if list(self.starts) != sorted(self.starts):
                 self._sort(file)
 
     def look(self) -> None:
@@ -178,27 +189,10 @@ class ResultsFile:
         self.told_by.seek(0)
         return self.told_by.read()
 
-    def _agree(self, is_new: bool) -> None:
-        """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
-        if is_new:
-            self.told_by.truncate(0)
-            self.told_by.write(self.arguments)
-            return
-        made_with, ours = self._read_arguments(), json.loads(self.arguments)
-        earlier: Any = None
-        with suppress(ValueError):
-            earlier = json.loads(made_with)
-        told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."
-        require(isinstance(earlier, dict), told)
-        for key in sorted(ours.keys() | earlier.keys()):
-            then, now = earlier.get(key), ours.get(key)
-            told = f"{self.path} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another "
-            require(then == now, f"{told}file.")
-        self.arguments = made_with
-
     def _forget(self) -> None:
-        self.inode, self.end, self.count, self.in_order = -1, 0, 0, True
+        self.inode, self.end, self.count = -1, 0, 0
         self.hashes = array("Q")  # of prompts, 0 for those without a result
+        self.starts = array("Q")  # where in the file their results are
 
     def _read_on(self, file: BinaryIO) -> None:
         """Take note of the whole lines behind those that are known; of all where another file is in place of ours."""
@@ -213,25 +207,20 @@ class ResultsFile:
             index, prompt_hash = _index_and_hash(line)
             told = f"line {self.count + 1} of {self.path} is no result: {line[:40]!r}; delete it."
             require(index >= 0, told)
-            self.hashes.extend([0] * (index + 1 - len(self.hashes)))
+            for known in (self.hashes, self.starts):
+                known.extend([0] * (index + 1 - len(known)))
             told = f"line {self.count + 1} of {self.path} is a second result for prompt {index}; delete one."
             require(self.hashes[index] == 0, told)
-            self.hashes[index] = prompt_hash
-            self.in_order = self.in_order and index == self.count
+            self.hashes[index], self.starts[index] = prompt_hash, self.end
             self.count += 1
             self.end += len(line)
 
     def _sort(self, file: BinaryIO) -> None:
         """Put a file with the same lines in order in the place of this one."""
-        starts, position = array("Q", bytes(8 * self.count)), 0
-        file.seek(0)
-        for line in file:
-            starts[_index_and_hash(line)[0]] = position
-            position += len(line)
         new = self.path.with_name(f"{self.path.name}.sorting")
         try:
             with open(new, "wb") as in_order:
-                for start in starts:
+                for start in self.starts:
                     file.seek(start)
                     in_order.write(file.readline())
                 in_order.flush()
@@ -251,21 +240,16 @@ def _index_and_hash(line: bytes) -> tuple[int, int]:
     return (index, prompt_hash) if is_int(index) and index >= 0 and 0 < prompt_hash < 2**64 else (-1, 0)
 
 
-def arguments_file(path: Path) -> Path:
-    """The file beside a file of results that says what it was made with."""
-    return path.with_name(f"{path.name}.arguments")
-
-
-def check_results_path(path: Path) -> None:
-    """Whether a path can be that of a file of results; nothing is made there."""
+def check_results_path(path: Path) -> Path:
+    """Whether a path can be that of a file of results; returns that of the file beside it. Nothing is made there."""
     told = "out= needs the file locks of Linux or macOS; leave it out, and keep the texts yourself."
     require(os.name == "posix", told)
     path = path.resolve()
-    name = f"out={str(path)!r}"
+    name, told_by = f"out={str(path)!r}", path.with_name(f"{path.name}.arguments")
     require(path.is_file() or path.is_dir() or not path.exists(), f"{name} is a device; name a file.")
     check_out(path)
-    told_by = arguments_file(path)
     known = not path.exists() or path.stat().st_size == 0 or told_by.exists()
     told = f"{name} is there already, and there is no {told_by.name} that says what made it; name another file."
     require(known, told)
     require(path not in OPEN, f"{name} is being written by another call in this process; wait for it.")
+    return told_by

@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import zoo
-from completing import SAMPLED, TEXTS, load, save
+from completing import SAMPLED, TEXTS, load
 from transformers import LogitsProcessor
 
+from hf_specx import DraftTargetPair
 from hf_specx.common.devices import in_group
-from hf_specx.pairs.complete import complete
 from hf_specx.pairs.results_file import CompletedText, NumberedText
 
 
@@ -53,19 +52,14 @@ def run(folder: Path) -> dict[str, Any]:
     for name, (texts, options) in CASES.items():
         own.clear()
         with mock.patch("hf_specx.pairs.complete.CompletedText", noted):
-            outcomes[name] = {"texts": complete(pair, texts, **options), "own": list(own)}
+            outcomes[name] = {"texts": pair.complete(texts, **options), "own": list(own)}
         out = folder / f"{name} by {os.environ.get('WORLD_SIZE', 1)}.jsonl"
-        outcomes[name]["file"] = complete(pair, texts, **options, out=out).read_text()
+        outcomes[name]["file"] = pair.complete(texts, **options, out=out).read_text()
     try:
-        complete(pair, TEXTS[1:3], max_new_tokens=4, batch_size=1, logits_processor=[Failing()])
+        pair.complete(TEXTS[1:3], max_new_tokens=4, batch_size=1, logits_processor=[Failing()])
     except Exception as error:
         outcomes["failing"] = f"{type(error).__name__}: {error}"
     return outcomes
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +73,7 @@ def together(folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    paths = [
-        Path(__file__).parents[2],
-        Path(zoo.__file__).parent,
-        Path(__file__).parent,
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    told = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CUDA_VISIBLE_DEVICES": ""}
+    told = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     running = [
         subprocess.Popen([sys.executable, __file__, str(folder)], env=told | {"RANK": rank, "LOCAL_RANK": rank})
@@ -117,9 +105,8 @@ def test_an_error_in_one_process_is_raised_in_both(alone: dict[str, Any], togeth
     )
 
 
-def test_texts_are_those_of_stock(folder: Path, alone: dict[str, Any]):
+def test_texts_are_those_of_stock(pair: DraftTargetPair, alone: dict[str, Any]):
     """In the order of the prompts, each under its own seed, and up to its end."""
-    pair = load(folder)
     for name, settings in (("greedy, uneven", GREEDY), ("coupled, uneven", SAMPLED)):
         plain = {option: value for option, value in settings.items() if option != "seed"}
         for place, text in enumerate(TEXTS):
@@ -130,12 +117,12 @@ def test_texts_are_those_of_stock(folder: Path, alone: dict[str, Any]):
             assert alone[name]["texts"][place] == pair.tokenizer.decode(new, skip_special_tokens=True)
 
 
-def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]):
-    pair = load(folder)
+def test_text_does_not_depend_on_batch_mates(pair: DraftTargetPair, alone: dict[str, Any]):
+    expected, later = alone["block, uneven"]["texts"], SAMPLED | {"seed": 6}
     for batch_size in (1, 5):
-        assert complete(pair, TEXTS, **SAMPLED, batch_size=batch_size) == alone["block, uneven"]["texts"]
-    assert complete(pair, TEXTS, **SAMPLED | {"seed": 6})[:4] != alone["block, uneven"]["texts"][:4]
-    assert complete(pair, TEXTS[1:], **SAMPLED | {"seed": 6}) == alone["block, uneven"]["texts"][1:]
+        assert pair.complete(TEXTS, **SAMPLED, batch_size=batch_size) == expected
+    assert pair.complete(TEXTS, **later)[:4] != expected[:4]
+    assert pair.complete(TEXTS[1:], **later) == expected[1:]
 
 
 if __name__ == "__main__":

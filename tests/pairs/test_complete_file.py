@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from completing import MANY, SAMPLED, load, save
+from completing import MANY, SAMPLED
 from tiny_tokenizer import tiny_tokenizer
 from transformers import LogitsProcessor
 from zoo import build
@@ -19,15 +19,10 @@ from zoo import build
 from hf_specx import DraftTargetPair
 from hf_specx.engine.requests import Request
 from hf_specx.pairs import results_file
-from hf_specx.pairs.results_file import CompletedText, NumberedText, ResultsFile
+from hf_specx.pairs.results_file import CompletedText, NumberedText, open_results
 
 
 TEXTS = MANY[:12]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> DraftTargetPair:
-    return load(save(tmp_path_factory.mktemp("pair")))
 
 
 @pytest.fixture(scope="module")
@@ -153,18 +148,6 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"temperature": -1.0}, "temperature"), ({"max_new_token": 3}, "max_new_token")]
-)
-def test_an_error_in_the_options_is_no_fault_of_the_prompts(
-    pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
-):
-    for out in (tmp_path / "done.jsonl", None):
-        with pytest.raises((ValueError, TypeError), match=message):
-            pair.complete(TEXTS, out=out, **SAMPLED | options)
-    assert not [*tmp_path.iterdir()]
-
-
 class Banning(LogitsProcessor):
     """Looks at the text alone, but may keep state for all that is known of it."""
 
@@ -172,14 +155,22 @@ class Banning(LogitsProcessor):
         return scores.masked_fill((torch.arange(scores.shape[1]) - input_ids[:, -1:]) % 3 == 0, -float("inf"))
 
 
-@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
-def test_what_may_keep_state_is_refused_before_any_prompt_is_taken(
-    pair: DraftTargetPair, tmp_path: Path, requests: list[int], name: str
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"logits_processor": [Banning()]}, "^Banning may keep state, and .* share it; "),
+        ({"stopping_criteria": [Banning()]}, "^Banning may keep state, and .* share it; "),
+    ],
+)
+def test_options_are_refused_before_any_prompt_is_taken(
+    pair: DraftTargetPair, tmp_path: Path, requests: list[int], options: dict[str, Any], message: str
 ):
-    """All prompts would share it, so that a text would depend on those beside it and before it."""
+    """What may keep state would be shared, so that a text would depend on those beside it and before it."""
     for out in (tmp_path / "done.jsonl", None):
-        with pytest.raises(ValueError, match="^Banning may keep state, and .* share it; "):
-            pair.complete(TEXTS, **SAMPLED | {name: [Banning()]}, out=out)
+        with pytest.raises((ValueError, TypeError), match=message):
+            pair.complete(TEXTS, **SAMPLED | options, out=out)
     assert requests == []
     assert not [*tmp_path.iterdir()]
 
@@ -232,29 +223,30 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
     """Each is written once, also by one who lost its lock."""
     texts = ["\u2028\x85\r\n", "\ud800 alone", "", '"}', "🙂"]
     prompts = [NumberedText(index, text) for index, text in enumerate(texts)]
-    with ResultsFile(tmp_path / "done.jsonl", {}) as results:
+    with open_results(tmp_path / "done.jsonl", {}) as results:
         for prompt in results.claimed(prompts, []):
             for _ in range(2):
                 results.append(CompletedText(prompt, prompt.text.replace("\ud800", "?"), "stop"))
         results.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments"}
-    with ResultsFile(tmp_path / "done.jsonl", {}) as results:
+    with open_results(tmp_path / "done.jsonl", {}) as results:
         assert results.without_result(prompts) == []
         assert results.count == 5
 
 
 def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with pytest.raises(ValueError, match="cannot be locked, which out= needs; name one on another disk"):
-        ResultsFile(tmp_path / "done.jsonl", {}).__enter__()
+    opened = open_results(tmp_path / "done.jsonl", {})
+    with pytest.raises(ValueError, match="cannot be locked, which out= needs; name one on another disk"), opened:
+        pass
 
 
 def test_a_file_that_another_call_has_begun_anew_is_left_to_it(tmp_path: Path):
     """Neither had a result by then, so that the later call did not know of the first."""
     done = CompletedText(NumberedText(0, "x"), "y", "stop")
-    with ResultsFile(tmp_path / "done.jsonl", {"seed": 1}) as one:
+    with open_results(tmp_path / "done.jsonl", {"seed": 1}) as one:
         results_file.OPEN.clear()  # as in another process
-        with ResultsFile(tmp_path / "done.jsonl", {"seed": 2}):
+        with open_results(tmp_path / "done.jsonl", {"seed": 2}):
             assert [*one.claimed([done.prompt], [])] == [done.prompt]
         with pytest.raises(ValueError, match="another call has begun .*done.jsonl anew"):
             one.append(done)

@@ -5,18 +5,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from completing import MANY, SAMPLED, SECONDS, Gate, ended, load, save, start
+from completing import MANY, SAMPLED, SECONDS, Gate, ended, start
+
+from hf_specx import DraftTargetPair
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> bytes:
+def undisturbed(pair: DraftTargetPair, folder: Path) -> bytes:
     """The bytes of a file that one process has completed at once."""
-    return load(folder).complete(MANY, out=folder / "undisturbed.jsonl", **SAMPLED).read_bytes()
+    return pair.complete(MANY, out=folder / "undisturbed.jsonl", **SAMPLED).read_bytes()
 
 
 def lines(out: Path) -> int:

@@ -6,21 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from completing import SAMPLED, load, save
+from completing import SAMPLED
 
 from hf_specx import DraftTargetPair
 
 
-pytestmark = pytest.mark.slow
-
 PAGE = resource.getpagesize()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> DraftTargetPair:
-    return load(save(tmp_path_factory.mktemp("pair")))
-
-
+@pytest.mark.slow
 def test_ten_thousand_prompts(pair: DraftTargetPair, tmp_path: Path):
     """From the thousandth prompt on, memory grows by less than 16 MiB: were each to leave one position's logits, which
     are 16 kB, it would be 140."""
