@@ -1,8 +1,6 @@
 """Model cards: the README.md of a pair's repository, rendered from its config and nothing else.
 
-The text is in `card.md.jinja`, with the sections of the Hub's own repositories that have a `custom_generate` folder.
-Text from a config is put into code spans and fenced blocks that it cannot end, except for `notes`, which are the
-author's own markdown.
+Text from a config stands in code spans and fenced blocks that it cannot end, but for `notes`, the author's markdown.
 """
 
 import json
@@ -11,7 +9,6 @@ import shlex
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -38,25 +35,25 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         title: what the pair is called; `name` unless given.
     """
     models, weightless = (config.target, config.draft), config.suffix or config.early_exit
-    shown: dict[str, Any] = {
-        "config": config,
-        "name": name,
-        "title": title or name,
-        "published": published,
-        "embedded": name == EMBEDDED and not published,
-        "saved": published or any(model.name is None or model.revision is not None for model in models),
-        "weightless_class": type(config.weightless_draft()).__name__,
-        "options": vars(weightless) if weightless else {},
-        "auto_class": auto_class_of(config.target),
-        "is_head": config.draft.model_type in HEADS,
-        "ids": shlex.join([model.name or "" for model in models]),
-        "runs": [
-            list(rows) for _, rows in groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
-        ],
-        "json": json.dumps,
-    }
-    shown |= {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
-    card = ModelCard.from_template(_metadata(config, published, title or name), str(TEMPLATE), **shown)
+    runs = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
+    card = ModelCard.from_template(
+        _metadata(config, published, title or name),
+        str(TEMPLATE),
+        config=config,
+        name=name,
+        title=title or name,
+        published=published,
+        embedded=name == EMBEDDED and not published,
+        saved=published or any(model.name is None or model.revision is not None for model in models),
+        weightless_class=type(config.weightless_draft()).__name__,
+        options=vars(weightless) if weightless else {},
+        auto_class=auto_class_of(config.target),
+        is_head=config.draft.model_type in HEADS,
+        ids=shlex.join([model.name or "" for model in models]),
+        runs=[list(rows) for _, rows in runs],
+        json=json.dumps,
+        **{helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)},
+    )
     return f"{card.content}\n"
 
 

@@ -21,14 +21,7 @@ from .schema import FULL_COMMIT
 AGAIN = "get it again, or save the pair anew"
 TRUST = "read it, and load it yourself with trust_remote_code=True if you trust it"
 FILES_FOR_MODELS = ("configuration_files", "transformers_weights")  # read in place of those that were checked
-FILES_FOR_TOKENIZERS = (
-    "fast_tokenizer_files",
-    "gguf_file",
-    "init_inputs",
-    "merges",
-    "merges_file",
-    "vocab",
-)  # likewise
+FILES_FOR_TOKENIZERS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "merges_file", "vocab")
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 TOKENIZER_CLASSES = ("Tokenizer", "TokenizerFast", "Backend")  # how their names end
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -55,20 +48,21 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
     """Whether a model's settings can be loaded; only trusted ones that are always the same (`pinned`) bring code."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
-    require(isinstance(_json(path), dict), f"{path} is not a JSON object; {AGAIN}.")
+    config, settings = _object_in(path), _object_in(generation)
+    require(config is not None, f"{path} is not a JSON object; {AGAIN}.")
     told = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
-    require(not generation.exists() or isinstance(_json(generation), dict), told)
-    beams = _object_in(generation).get("num_beams")
+    require(not generation.exists() or settings is not None, told)
+    beams = (settings or {}).get("num_beams")
     told = f"{generation} has num_beams={beams!r}, which transformers would make room for before we are asked; "
     require(beams in (None, 1), f"{told}take it out.")
     told = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the model."
     require(not (folder / "adapter_config.json").exists(), told)
-    _check_code(path, trust_remote_code, pinned)
+    _check_code(path, config, trust_remote_code, pinned)
 
 
-def _check_code(path: Path, trust_remote_code: bool, pinned: bool) -> None:
+def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool) -> None:
     """Whether a model's config asks for code that may not run, or for files that are not checked."""
-    config, *parts = _objects(_object_in(path))
+    config, *parts = _objects(settings)
     unknown = "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING
     brings, told = unknown or any("auto_map" in part for part in parts), f"the model in {path.parent} brings code of "
     require(not brings or trust_remote_code, f"{told}its own, which is not run; {TRUST}.")
@@ -100,12 +94,12 @@ def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> No
     path = folder / "tokenizer_config.json"
     told = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
     require(path.exists() or not expected, told)
-    config = _object_in(path)
+    config = _object_in(path) or {}
     told = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
     require("auto_map" not in config or trust_remote_code, told)
     _check_own_code(path, config)
     for each in (path, folder / "config.json"):
-        name = _object_in(each).get("tokenizer_class")
+        name = (_object_in(each) or {}).get("tokenizer_class")
         told = f"{each} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
         require(name is None or str(name).endswith(TOKENIZER_CLASSES), told)
     for name in FILES_FOR_TOKENIZERS:
@@ -113,16 +107,12 @@ def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> No
 
 
 def shards(folder: Path) -> list[str]:
-    """Names of the files that have a model's weights, as its index gives them; one file where there is no index.
-
-    Raises:
-        ValueError: the index is cut, or names a file that is elsewhere or that may run code.
-    """
+    """Names of the files that have a model's weights, by its index, which is checked; one file where there is none."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():  # the order of `from_pretrained`
         names = [name for name in (SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS) if (folder / name).exists()]
         return names[:1] or [SAFE_WEIGHTS_NAME]
-    files, metadata = (_object_in(index).get(name) for name in ("weight_map", "metadata"))
+    files, metadata = ((_object_in(index) or {}).get(name) for name in ("weight_map", "metadata"))
     known = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
     require(bool(known), f"{index} does not say which file has which weights; {AGAIN}.")
     require(isinstance(metadata, dict), f"{index} has no metadata, so it may be cut; {AGAIN}.")
@@ -147,11 +137,13 @@ def check_weights(folder: Path) -> None:
     told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
     require(part is None, told)
     number = len(_shapes(folder))
-    if is_head(folder, _object_in(folder / "config.json")):  # whose config may count the layers of its target
+    path = folder / "config.json"
+    config = _object_in(path) or {}
+    if is_head(folder, config):  # whose config may count the layers of its target
         return
-    for settings in _objects(_object_in(folder / "config.json")):
+    for settings in _objects(config):
         for name, value in settings.items():
-            told = f"{folder / 'config.json'} has {name}={value}, and there are {number} weights; {AGAIN}."
+            told = f"{path} has {name}={value}, and there are {number} weights; {AGAIN}."
             require(not ("layer" in name and isinstance(value, int)) or value <= number, told)
 
 
@@ -163,7 +155,7 @@ def check_size(folder: Path, needed: int) -> None:
 
 
 def shapes_in(path: Path) -> list[list[int]]:
-    """The shapes of the tensors in a file, of which only the header is read; it has to be whole safetensors."""
+    """The shapes of the tensors in a file of whole safetensors, of which only the header is read."""
     told = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {AGAIN}."
     require(path.is_file(), told)
     try:
@@ -190,14 +182,10 @@ def _everything(value: Any) -> Iterator[Any]:
         waiting.extend(each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
 
 
-def _object_in(path: Path) -> dict[str, Any]:
-    """A JSON object in a file, {} if there is none."""
-    values = _json(path)
-    return values if isinstance(values, dict) else {}
-
-
-def _json(path: Path) -> Any:
+def _object_in(path: Path) -> dict[str, Any] | None:
+    """A JSON object in a file, None if there is none."""
     try:
-        return json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
+    return values if isinstance(values, dict) else None

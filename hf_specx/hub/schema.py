@@ -55,10 +55,8 @@ def read_text(text: bytes, known: int, where: str) -> dict[str, Any]:
 
 
 def read(wanted: Any, value: Any, where: str) -> Any:
-    """Check a value from JSON against an annotation, and convert it; `where` names it in errors.
-
-    `wanted` is a type, a union of types, one of these `Annotated` with a `FieldRule`, or a dataclass, which is made.
-    """
+    """Check a value from JSON, which `where` names, against an annotation, and convert it: a type, a union of types,
+    one of these `Annotated` with a `FieldRule`, or a dataclass, which is made."""
     if get_origin(wanted) is Annotated:
         wanted, rule = get_args(wanted)
         found = read(wanted, value, where)

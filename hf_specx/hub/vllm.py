@@ -1,7 +1,6 @@
 """The command that serves a pair by vLLM, for those who outgrow one process.
 
-The fields are those of vLLM 0.33.0, read in its source (`vllm/config/speculative.py`) and its documentation
-(`docs/features/speculative_decoding/draft_model.md`). Neither this nor another version was run.
+Fields are those in the source of vLLM 0.33.0, `vllm/config/speculative.py`. Neither this nor another version was run.
 """
 
 import json
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
-from hf_specx.engine.check_options import check_choices
 
 from .cards import SPEECH, auto_class_of
 from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
@@ -29,32 +27,30 @@ DIFFERENCES = (
 
 
 class Export(NamedTuple):
-    """How to serve a pair: `--speculative-config`, the command as words and as a line, what is different in vLLM."""
+    """How to serve a pair: `--speculative-config`, the command that has it, and what is different in vLLM."""
 
     speculative_config: dict[str, Any]
-    arguments: list[str]
     command: str
     remarks: list[str]
 
     def __str__(self) -> str:
         """The command, with the remarks as comments."""
-        return "\n".join([*(f"# {' '.join(remark.split())}" for remark in self.remarks), self.command])
+        return "\n".join([*(f"# {remark}" for remark in self.remarks), self.command])
 
 
-def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draft_tokens: int | None = None) -> Export:
-    """The `vllm serve` command of a pair, and its `--speculative-config`.
+def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Export:
+    """The `vllm serve` command of a pair; a ValueError says why vLLM cannot load it, or refuses it.
+
+    The number of candidates is the config's; if that is "auto" or 0, that of its fastest measurement in transformers,
+    or `FIXED_DRAFT_TOKENS` if nothing was measured.
 
     Args:
-        config: of the pair. A ValueError says why vLLM cannot load it, or refuses it.
+        config: of the pair.
         name: a local folder, else the id of its repository; "embedded" is the pair in the package.
         revision: of that repository; models by reference have theirs in the config.
-        num_draft_tokens: None takes the config's; if that is "auto" or 0, the number of its fastest measurement
-            in transformers, or `FIXED_DRAFT_TOKENS` if nothing was measured.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
     require(config.weightless_draft() is None, told)
-    number = config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-    check_choices(number, config.verification)
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None
@@ -66,7 +62,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "
     told += "which a draft inside does not have: save the pair with draft='reference'."
     require(not mapped or own or config.draft.name is not None, told)
-    best = max(config.measurements, key=lambda m: m.measured_speedup, default=None)
+    best, number = max(config.measurements, key=lambda m: m.measured_speedup, default=None), config.num_draft_tokens
     if number in ("auto", 0):
         number = FIXED_DRAFT_TOKENS if best is None else best.num_draft_tokens
     method = "block" if config.verification in (None, "block") else "standard"
@@ -82,9 +78,9 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         "Not checked: both models must score equally many tokens in vLLM; specx tune tells.": None in sizes,
     }
     options = ["--revision", target["revision"]] if "revision" in target else []
-    arguments = ["vllm", "serve", target["model"], *options, "--speculative-config", json.dumps(speculative)]
+    command = ["vllm", "serve", target["model"], *options, "--speculative-config", json.dumps(speculative)]
     said = [*(remark for remark, holds in remarks.items() if holds), *DIFFERENCES]
-    return Export(speculative, arguments, shlex.join(arguments), said)
+    return Export(speculative, shlex.join(command), said)
 
 
 def _served(model: ModelSource, role: str, name: str, revision: str | None) -> dict[str, str]:

@@ -17,22 +17,22 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def model():
-    return tiny(vocab_size=50).bfloat16()
+    made = tiny(vocab_size=50).bfloat16()
+    made.name_or_path = "org/model"
+    return made
 
 
-@pytest.mark.parametrize("why", [None, "no commit", "a folder of that name", "a path"])
-def test_facts_of_a_model(model, tmp_path, monkeypatch, why):
-    """With where it is, unless that is not known."""
+def test_facts_of_a_model(model, tmp_path, monkeypatch):
+    """With where it is, unless that is not known, or is a folder here."""
     kind = {"auto_class": "AutoModelForCausalLM", "model_type": "llama", "vocab_size": 50}
     parameters = sum(p.numel() for p in model.parameters())
-    expected = ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
-    model.name_or_path = str(tmp_path) if why == "a path" else "org/model"
-    model.config._commit_hash = None if why == "no commit" else COMMIT
+    here = ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
     monkeypatch.chdir(tmp_path)
-    if why == "a folder of that name":
-        (tmp_path / "org" / "model").mkdir(parents=True)
-    known = {"name": "org/model", "revision": COMMIT} if why is None else {}
-    assert model_facts(model) == replace(expected, **known)
+    assert model_facts(model) == here
+    model.config._commit_hash = COMMIT
+    assert model_facts(model) == replace(here, name="org/model", revision=COMMIT)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert model_facts(model) == here
 
 
 def test_of_another_tokenizer_the_overlap_is_noted():
@@ -48,7 +48,6 @@ def test_of_another_tokenizer_the_overlap_is_noted():
 def test_a_commit_is_that_of_the_only_snapshot(model, tmp_path: Path, monkeypatch, commits: list[str], known: str):
     """transformers does not say which one it has loaded, and we do not guess."""
     monkeypatch.setattr(facts.constants, "HF_HUB_CACHE", str(tmp_path))
-    model.name_or_path = "org/model"
     for commit in commits:
         snapshot = tmp_path / "models--org--model" / "snapshots" / (40 * commit)
         snapshot.mkdir(parents=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from card_cases import measured
+from card_cases import full
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -25,11 +25,8 @@ COSTS = SavedCosts("a clock", "float32", {"2": {"target": {"1": 1.0, "9": 2.0}, 
 
 @pytest.fixture
 def pair() -> DraftTargetPair:
-    target = tiny(vocab_size=4096)
-    config = PairConfig(
-        ModelSource(), ModelSource(), num_draft_tokens=3, verification="token", layout="padded", prompts=["a", "b"]
-    )
-    config.costs, config.license, config.notes, config.measurements = COSTS, "mit", "## Notes\n", [measured()]
+    target, config = tiny(vocab_size=4096), full(target=ModelSource(), draft=ModelSource(), costs=COSTS)
+    config.prompts = ["a", "b"]
     return DraftTargetPair(target, near(target, 0.1), AutoTokenizer.from_pretrained(EMBEDDED), config)
 
 
@@ -86,33 +83,19 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
 
 
 @pytest.mark.parametrize("place", ["new", "pair"])
+@pytest.mark.parametrize("step", ["writing", "renaming"])
 def test_what_goes_wrong_leaves_nothing(
-    pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, step: str
 ):
-    """Also in place of an earlier pair, which stays as it was."""
+    """Also in place of an earlier pair, which stays as it was or is put back."""
     pair.save_pretrained(tmp_path / "pair")
-    before = content(tmp_path)
-    monkeypatch.setattr(pair.draft, "save_pretrained", lambda *args, **kwargs: 1 / 0)
+    before, rename, other = content(tmp_path), Path.rename, DraftTargetPair(pair.target, near(pair.target, 0.3))
+    if step == "writing":
+        monkeypatch.setattr(other.draft, "save_pretrained", lambda *args, **kwargs: 1 / 0)
+    else:
+        monkeypatch.setattr(Path, "rename", lambda path, to: 1 / 0 if path.name == "new" else rename(path, to))
     with pytest.raises(ZeroDivisionError):
-        pair.save_pretrained(tmp_path / place, overwrite=True)
-    assert content(tmp_path) == before
-
-
-def test_a_folder_that_cannot_be_put_in_its_place(
-    pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The earlier pair is put back."""
-    pair.save_pretrained(tmp_path / "pair")
-    before, rename = content(tmp_path), Path.rename
-
-    def failing(path: Path, to: Path) -> Path:
-        if path.name == "new":
-            raise OSError("no room")
-        return rename(path, to)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no room"):
-        DraftTargetPair(pair.target, near(pair.target, 0.3)).save_pretrained(tmp_path / "pair", overwrite=True)
+        other.save_pretrained(tmp_path / place, overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -177,7 +160,7 @@ def test_what_was_measured_is_of_those_models(role: str, how: str, pair: DraftTa
             loaded = DraftTargetPair.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "again")
     config = PairConfig.from_file(tmp_path / "again" / CONFIG_NAME)
-    assert (config.costs, config.measurements, config.prompts, config.license) == (None, [], ["a", "b"], "mit")
+    assert (config.costs, config.measurements, config.prompts, config.license) == (None, [], ["a", "b"], "apache-2.0")
     assert (config.num_draft_tokens, config.verification, config.layout) == ("auto", None, "auto")
     assert weights_equal(getattr(DraftTargetPair.from_pretrained(tmp_path / "again"), role), other)
 

@@ -53,10 +53,9 @@ def test_a_downloaded_folder_gives_paths(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_how_many_to_draft():
     runs = [measured(measured_speedup=1.2, num_draft_tokens=2), measured(measured_speedup=1.6, num_draft_tokens=6)]
-    for given, recommended, expected in ((None, "auto", 6), (None, 3, 3), (7, 3, 7)):
+    for recommended, expected in (("auto", 6), (3, 3)):
         config = by_reference(measurements=runs, num_draft_tokens=recommended)
-        found = vllm(config, "org/pair", num_draft_tokens=given).speculative_config
-        assert found["num_speculative_tokens"] == expected
+        assert vllm(config, "org/pair").speculative_config["num_speculative_tokens"] == expected
 
 
 @pytest.mark.parametrize(("verification", "method"), [(None, "block"), ("token", "standard"), ("coupled", "standard")])
@@ -67,10 +66,3 @@ def test_how_candidates_are_judged(verification: str | None, method: str):
     mapped = vllm(by_reference(draft=ModelSource("org/draft", vocab_size=40)), "org/pair").speculative_config
     assert mapped["use_heterogeneous_vocab"] is True
     assert not SAMPLED.keys() & mapped.keys()
-
-
-def test_remarks_stay_comments():
-    """A text from a config cannot become a command."""
-    run = measured(hardware="a processor\nrm -rf pair")
-    lines = str(vllm(by_reference(measurements=[run]), "org/pair")).splitlines()
-    assert [line for line in lines if not line.startswith("# ")] == lines[-1:]
