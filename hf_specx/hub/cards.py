@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -36,6 +37,7 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
     """
     models, weightless = (config.target, config.draft), config.suffix or config.early_exit
     runs = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
+    helpers: dict[str, Any] = {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
     card = ModelCard.from_template(
         _metadata(config, published, title or name),
         str(TEMPLATE),
@@ -52,7 +54,7 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         ids=shlex.join([model.name or "" for model in models]),
         runs=[list(rows) for _, rows in runs],
         json=json.dumps,
-        **{helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)},
+        **helpers,
     )
     return f"{card.content}\n"
 

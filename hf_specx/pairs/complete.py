@@ -68,13 +68,12 @@ def complete(
         OSError: the file cannot be written; what it holds stays good.
         RuntimeError: another process failed (without `out`).
     """
-    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is not a list of strings, or of chats; put a single prompt into a list."
-    require(several and (not isinstance(texts, list) or not any(isinstance(text, dict) for text in texts)), told)
+    _check_texts(texts)
     work, number = Completer(pair, batch_size, seed, options), num_return_sequences
-    _check_number(number, setting("do_sample", pair.target, options))
-    for index, prompt in enumerate(texts if isinstance(texts, list) else ()):
-        check_prompt(index, prompt)
+    told = f"num_return_sequences={brief(number)} is not an int of 1 or more; give one."
+    require(is_int(number) and number >= 1, told)
+    told = f"num_return_sequences={number} greedy texts would be the same; pass do_sample=True."
+    require(number == 1 or bool(setting("do_sample", pair.target, options)), told)
     prompts = _numbered(pair.tokenizer, texts, number)
     if out is None:
         return _to_list(work, list(prompts))
@@ -83,16 +82,18 @@ def complete(
     return _to_file(work, prompts, total, Path(out), arguments_of(pair, seed, made_with))
 
 
-def _check_number(number: Any, samples: Any) -> None:
-    """Whether each prompt can have so many texts."""
-    told = f"num_return_sequences={brief(number)} is not an int of 1 or more; give one."
-    require(is_int(number) and number >= 1, told)
-    told = f"num_return_sequences={number} greedy texts would be the same; pass do_sample=True."
-    require(number == 1 or bool(samples), told)
+def _check_texts(texts: Any) -> None:
+    """Whether these are several prompts; each of a list is looked at."""
+    listed = texts if isinstance(texts, list) else []
+    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    told = f"texts={brief(texts)} is not a list of strings, or of chats; put a single prompt into a list."
+    require(several and not any(isinstance(text, dict) for text in listed), told)
+    for index, prompt in enumerate(listed):
+        _check_prompt(index, prompt)
 
 
-def check_prompt(index: int, prompt: Any) -> None:
-    """Raise a ValueError for what is neither a text nor a list of messages."""
+def _check_prompt(index: int, prompt: Any) -> None:
+    """Whether this is a text or a list of messages."""
     chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(message, dict) for message in prompt)
     told = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
     require(isinstance(prompt, str) or bool(chat), told)
@@ -101,7 +102,7 @@ def check_prompt(index: int, prompt: Any) -> None:
 def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
     for index, prompt in enumerate(prompts):
-        check_prompt(index, prompt)
+        _check_prompt(index, prompt)
         text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt)
         for copy in range(count):
             yield NumberedText(index * count + copy, text)
@@ -140,18 +141,15 @@ def _to_file(
 ) -> Path:
     refused = 0
     with open_results(out, arguments) as results, Progress(total, results.count) as progress:
-        while True:
+        while prompts:
             elsewhere: list[NumberedText] = []  # other processes are at them
             for done in work(results.claimed(prompts, elsewhere), progress):
                 results.append(done)
                 refused += done.error is not None
                 progress.reach(results.count)
-            results.look()
-            prompts = results.without_result(elsewhere)
+            time.sleep(LOOK_EVERY if elsewhere else 0)
+            prompts = results.look(elsewhere)
             progress.reach(results.count)
-            if not prompts:
-                break
-            time.sleep(LOOK_EVERY)
         results.finish()
     if refused:
         warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)

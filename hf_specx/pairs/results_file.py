@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -113,17 +114,13 @@ class ResultsFile:
             if self.is_done(prompt):
                 continue
             claimed = self._lock(prompt.index + 1)
-            self.look()
+            left = self.look([*elsewhere, prompt])
             if not claimed:
-                elsewhere[:] = self.without_result([*elsewhere, prompt])
+                elsewhere[:] = left
             elif self.is_done(prompt):
                 self._unlock(prompt.index + 1)
             else:
                 yield prompt
-
-    def without_result(self, prompts: Iterable[NumberedText]) -> list[NumberedText]:
-        """Those of these prompts that are known to have none."""
-        return [prompt for prompt in prompts if not self.is_done(prompt)]
 
     def append(self, result: CompletedText) -> None:
         """Write the result of a prompt that was claimed; it is in the hands of the system then."""
@@ -147,13 +144,13 @@ class ResultsFile:
             require(self.count == self.prompts, f"{told}since some were removed meanwhile; make the same call again.")
             file.truncate(self.end)
             os.fsync(file.fileno())
-            if list(self.starts) != sorted(self.starts):
+            if any(start > after for start, after in pairwise(self.starts)):
                 self._sort(file)
 
-    def look(self) -> None:
-        """Take note of the results that any process has written since the last time."""
+    def look(self, prompts: list[NumberedText]) -> list[NumberedText]:
+        """Those of these prompts that no process has written a result of until now."""
         with self._writing():
-            pass
+            return [prompt for prompt in prompts if not self.is_done(prompt)]
 
     def _lock(self, first: int, count: int = 1, wait: bool = False) -> bool:
         """Lock bytes for this process; False if another one has locked any, unless we wait for that."""

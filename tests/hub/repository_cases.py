@@ -5,13 +5,14 @@ import os
 from dataclasses import asdict
 
 import card_cases
-from repositories import after, cut, remove, said, write
+from repositories import after, cut, put, remove, said, write
 
 from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 ROW = {"target": {"1": 1.0, "5": 2.0}, "draft": 0.5}
 COSTS = {"hardware": "a clock", "dtype": "float32", "table": {}, "alpha": {}}
+EXIT, SHORT = {"exit_layer": 1}, {"min_match": 3, "max_match": 2}
 NO_ROW = "costs: table is .* for 1 and at least one more number; measure it anew with specx tune"
 
 
@@ -77,4 +78,10 @@ CASES = [
     ("alpha is nan, no probability", measured(alpha=float("nan"))),
     (r"alpha\['block'\] is -0.5, no probability", said("costs", COSTS | {"alpha": {"block": -0.5}})),
     ("measured_speedup is -1.0, which nothing measures", measured(measured_speedup=-1.0)),
+    ("early_exit: exit_layer is 0, no int from 1 to", said("early_exit", {"exit_layer": 0})),
+    ("early_exit has no 'exit_layer'", said("early_exit", {})),
+    ("has both a suffix and an early_exit; take one of them out", after(put("suffix", {}), put("early_exit", EXIT))),
+    ("has a draft without weights, and says where a draft model is; take", said("early_exit", EXIT)),
+    ("suffix: max_candidates is 65, no int from 1 to 64", said("suffix", {"max_candidates": 65})),
+    ("max_match of suffix is 2, less than min_match=3", after(put("draft", {}), put("suffix", SHORT))),
 ]

@@ -1,14 +1,13 @@
-"""What a config records of models and tokenizers."""
+"""What a config records of models."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import tiny
-from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx.hub import facts
-from hf_specx.hub.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
+from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import ModelSource
 
 
@@ -33,15 +32,6 @@ def test_facts_of_a_model(model, tmp_path, monkeypatch):
     assert model_facts(model) == replace(here, name="org/model", revision=COMMIT)
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert model_facts(model) == here
-
-
-def test_of_another_tokenizer_the_overlap_is_noted():
-    target, draft, other = tiny(vocab_size=280), tiny(vocab_size=300), tiny_tokenizer(["other words altogether"])
-    assert tokenizer_facts(tiny_tokenizer(), other) == replace(tokenizer_facts(tiny_tokenizer()), method="own")
-    assert draft_tokenizer_facts(tiny_tokenizer(), tiny_tokenizer(), target, draft) is None
-    found = draft_tokenizer_facts(tiny_tokenizer(), other, target, draft)
-    assert found.tokens == len(other)
-    assert 0.9 < found.overlap < 1
 
 
 @pytest.mark.parametrize(("commits", "known"), [([], None), (["1", "2"], None), (["2"], "2")])

@@ -32,17 +32,16 @@ def undisturbed(pair: DraftTargetPair, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
-def requests(pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seeds of the requests that were made, less that of the call."""
     made: list[int] = []
-    prepare = Request.__init__
 
-    def noting(self: Request, *args: Any, **kwargs: Any) -> None:
-        if kwargs["seed"]:  # else it only shows whether any can be completed
-            made.append(kwargs["seed"] - SAMPLED["seed"])
-        prepare(self, *args, **kwargs)
+    def noting(ids: list[int], seed: int) -> Request:
+        if seed:  # else it only shows whether any can be completed
+            made.append(seed - SAMPLED["seed"])
+        return Request(ids, seed=seed)
 
-    monkeypatch.setattr(Request, "__init__", noting)
+    monkeypatch.setattr("hf_specx.pairs.complete.Request", noting)
     return made
 
 
@@ -230,7 +229,7 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
         results.finish()
     assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments"}
     with open_results(tmp_path / "done.jsonl", {}) as results:
-        assert results.without_result(prompts) == []
+        assert results.look(prompts) == []
         assert results.count == 5
 
 

@@ -1,4 +1,4 @@
-"""Pairs whose draft is a head: saved, loaded, published, used by string, tuned and exported like any other."""
+"""Pairs whose draft is a head: saved, loaded, published, used by string and exported like any other."""
 
 from pathlib import Path
 
@@ -10,8 +10,6 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftHead, DraftTargetPair
-from hf_specx.bench.study import Study
-from hf_specx.bench.tune import tune
 from hf_specx.hub.publish import save
 from hf_specx.hub.vllm import vllm
 
@@ -69,14 +67,3 @@ def test_a_published_pair_with_a_head_by_string(pair, tmp_path: Path):
     assert torch.equal(out.sequences, wanted)
     assert out.speculation_report.drafted > 0
     assert type(out.speculation_report).__module__.startswith("transformers_modules")
-
-
-def test_a_head_is_tuned_like_a_model(pair, head_folder, tmp_path: Path):
-    pair.save_pretrained(tmp_path / "pair")
-    study = Study(["some words", "other words"], (1,), {"max_new_tokens": 8, "do_sample": True}, repeats=1)
-    (trial,) = tune(str(tmp_path / "pair"), [str(head_folder)], study)
-    assert trial.error is None
-    assert trial.config.draft.model_type == "eagle3"
-    assert isinstance(trial.pair.draft, DraftHead)
-    (trial,) = tune(str(tmp_path / "pair"), [str(write(random_head(vocab=64), tmp_path / "other"))], study)
-    assert "64 tokens" in trial.error

@@ -62,25 +62,6 @@ def test_a_model_may_take_its_place(tmp_path: Path, kind: str):
     assert getattr(PairConfig.from_file(tmp_path / "with model" / CONFIG_NAME), kind) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("early_exit", {"early_exit": {"exit_layer": 0}}, "early_exit: exit_layer is 0, no int from 1 to"),
-        ("early_exit", {"early_exit": {}}, "early_exit has no 'exit_layer'"),
-        ("early_exit", {"suffix": {}}, "has both a suffix and an early_exit; take one of them out"),
-        ("early_exit", {"draft": {"name": "org/draft"}}, "has a draft without weights, and says where"),
-        ("suffix", {"suffix": {"max_candidates": 65}}, "suffix: max_candidates is 65, no int from 1 to 64"),
-        ("suffix", {"suffix": {"min_match": 3, "max_match": 2}}, "max_match of suffix is 2, less than min_match=3"),
-    ],
-)
-def test_configs_that_are_refused(tmp_path: Path, kind: str, changes: dict, message: str):
-    DraftTargetPair(tiny(), KINDS[kind][0]).save_pretrained(tmp_path / "pair")
-    path = tmp_path / "pair" / CONFIG_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ValueError, match=message):
-        DraftTargetPair.from_pretrained(tmp_path / "pair")
-
-
 def with_trained_head(target: PreTrainedModel, bias: bool = False) -> EarlyExitDraft:
     """An exit whose head swaps two numbers of the hidden state, so that other tokens are drafted than without it."""
     width = target.config.hidden_size
