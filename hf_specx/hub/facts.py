@@ -35,10 +35,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
     knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
     known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
     named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
-    for each in known:
-        if each._model_mapping[type(config)].__name__ in (config.architectures or []):
-            return each
-    return next(iter([*known, *named]), AutoModelForCausalLM)
+    exact = [each for each in known if each._model_mapping[type(config)].__name__ in (config.architectures or [])]
+    return next(iter([*exact, *known, *named]), AutoModelForCausalLM)
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:

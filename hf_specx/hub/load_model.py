@@ -38,10 +38,6 @@ class FoundModel(NamedTuple):
     made: Any = None
     head: Path | None = None  # of an early exit
 
-    @property
-    def is_weightless(self) -> bool:
-        return isinstance(self.made, WeightlessDraft)
-
     def load(self, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
         if self.files is None:

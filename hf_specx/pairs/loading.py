@@ -23,7 +23,7 @@ from hf_specx.hub.fetch import (
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model, found_model
-from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
 from .placement import CACHE_TOKENS, Placement, plan
@@ -131,7 +131,8 @@ def _check_used(found: dict[str, FoundModel], of_target: dict[str, Any], draft_d
     of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
     of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": kwargs or None}
     for role, given in {"target": of_target, "draft": of_draft}.items():
-        why = "of this pair has no weights of its own" if found[role].is_weightless else "is given as a model"
+        is_model = isinstance(found[role].made, PreTrainedModel)
+        why = "is given as a model" if is_model else "of this pair has no weights of its own"
         for name, value in given.items():
             told = f"{name}= says how the {role} is loaded, and the {role} {why}; leave it out."
             require(found[role].files is not None or value is None, told)
@@ -158,7 +159,7 @@ def _tokenizers(
         if each.files is not None and (each.files.root != pair.root or facts is not None):
             others[role] = get_tokenizer(each.files, facts, each.trusted)
     target, draft = others.get("target"), others.get("draft")
-    drafts = target is not None and not found["draft"].is_weightless
+    drafts = target is not None and not isinstance(found["draft"].made, WeightlessDraft)
     return {"tokenizer": target or own, "draft_tokenizer": draft or (own if drafts else None)}
 
 

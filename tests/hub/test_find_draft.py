@@ -4,6 +4,7 @@ import copy
 import gc
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,17 @@ def publish(folder: Path, target: PreTrainedModel, noise: float = 0.1) -> Path:
     return folder
 
 
+def seeded(generate: Callable, **options) -> torch.Tensor:
+    torch.manual_seed(0)
+    return generate(**prompts(3), **SETTINGS, **options)
+
+
 def expected(target: PreTrainedModel, noise: float = 0.1) -> torch.Tensor:
-    torch.manual_seed(0)
-    return hf_specx.generate(**prompts(3), **SETTINGS, **OURS, model=target, draft_model=near(target, noise))
+    return seeded(hf_specx.generate, **OURS, model=target, draft_model=near(target, noise))
 
 
-def by_string(model: PreTrainedModel, folder: Path, **kwargs) -> torch.Tensor:
-    torch.manual_seed(0)
-    loaded = {"custom_generate": str(folder), "trust_remote_code": True}
-    return model.generate(**prompts(3), **SETTINGS, **loaded, **kwargs)
+def by_string(model: PreTrainedModel, folder: Path, **options) -> torch.Tensor:
+    return seeded(model.generate, custom_generate=str(folder), trust_remote_code=True, **options)
 
 
 def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel, tmp_path: Path):
@@ -70,8 +73,7 @@ def test_the_commit_of_a_target_is_looked_for_in_the_cache_of_the_call(target: P
     publish(tmp_path / "hub" / "models--org--pair" / "snapshots" / ("c" * 40), target)
     model = copy.deepcopy(target)
     model.name_or_path = "org/pair"
-    torch.manual_seed(0)
-    output = hf_specx.generate(**prompts(3), **SETTINGS, model=model, cache_dir=str(tmp_path / "hub"))
+    output = seeded(hf_specx.generate, model=model, cache_dir=str(tmp_path / "hub"))
     assert torch.equal(output, expected(target))
 
 
@@ -101,8 +103,7 @@ def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel,
     other.config._commit_hash = "2" * 40
     with pytest.warns(UserWarning, match="differs in parameters, revision from the one that the pair was measured w"):
         output = by_string(other, folder, verification="coupled")
-    torch.manual_seed(0)
-    assert torch.equal(output, other.generate(**prompts(3), **SETTINGS))
+    assert torch.equal(output, seeded(other.generate))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +128,10 @@ def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: b
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair")
     call = {"model": model, "cache_dir": str(tmp_path / "hub"), "verification": "coupled", "num_draft_tokens": 3}
     if message is None:
-        torch.manual_seed(0)
-        output = hf_specx.generate(**prompts(3), **SETTINGS, **call)
-        torch.manual_seed(0)
-        assert torch.equal(output, model.generate(**prompts(3), **SETTINGS))
+        assert torch.equal(seeded(hf_specx.generate, **call), seeded(model.generate))
         return
     with pytest.raises(ValueError, match=message):
-        hf_specx.generate(**prompts(3), **SETTINGS, **call)
+        seeded(hf_specx.generate, **call)
 
 
 def first_number(report: SpeculationReport) -> int:
@@ -160,8 +158,7 @@ def test_what_a_pair_has_measured_is_gone_by(
     pair.config.costs = SavedCosts(hardware(torch.device("cpu")), "float32", FREE_DRAFTS, alpha)
     save(pair, tmp_path / "pair", with_code=True)
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    torch.manual_seed(0)
-    expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")
+    expected = seeded(loaded.generate, verification="block")
     assert first_number(loaded.report) == number  # then it goes by what it sees
     output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
     assert first_number(output.speculation_report) == number

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repositories import Change, code, edit, load, load_draft, pair, pickled, put, ran, with_code
+from repositories import Change, code, edit, load, load_draft, pair, pickled, put, ran, weights_equal, with_code
 from repository_cases import CASES as OF_CONFIGS
 from repository_files import CASES as OF_FILES
 from tiny import prompts
@@ -14,10 +14,6 @@ from tiny import prompts
 CASES = OF_CONFIGS + OF_FILES
 COMMIT = "c0ffee" + 34 * "0"
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def weights_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_what_is_whole_is_loaded(folder: Path):
@@ -64,10 +60,8 @@ def elsewhere(folder: Path, tmp_path: Path) -> Path:
     for name in ("main", "c0ffee"):
         (repository / "refs" / name).write_text(COMMIT)
     shutil.move(folder / "draft", repository / "snapshots" / COMMIT)
-    put("draft.name", "org/draft")(folder)
-    put("draft.subfolder", "")(folder)
-    put("draft.fingerprint", None)(folder)
-    put("draft.model_type", None)(folder)
+    for field, value in {"name": "org/draft", "subfolder": "", "fingerprint": None, "model_type": None}.items():
+        put(f"draft.{field}", value)(folder)
     return repository / "snapshots" / COMMIT
 
 

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from card_cases import full
+from repositories import weights_equal
 from tiny import near, prompts, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.facts import tokenizer_facts
@@ -28,10 +28,6 @@ def pair() -> DraftTargetPair:
     target, config = tiny(vocab_size=4096), full(target=ModelSource(), draft=ModelSource(), costs=COSTS)
     config.prompts = ["a", "b"]
     return DraftTargetPair(target, near(target, 0.1), AutoTokenizer.from_pretrained(EMBEDDED), config)
-
-
-def weights_equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -33,6 +33,10 @@ def pair() -> DraftTargetPair:
     return DraftTargetPair(target, near(target, 0.1), tokenizer)
 
 
+def weights_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+
+
 def ran(folder: Path) -> bool:
     """Whether code in a folder was run."""
     return (folder / RAN).exists()
