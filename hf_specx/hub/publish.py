@@ -46,7 +46,7 @@ def save(
     draft: str = INSIDE,
     overwrite: bool = False,
     with_code: bool = False,
-) -> PairConfig:
+) -> None:
     """Write the pair into a folder: all of it or nothing, in safetensors, with the target at its root.
 
     Args:
@@ -55,9 +55,6 @@ def save(
         overwrite: whether to replace the folder of another pair, with all that is in it.
         with_code: whether to write all that `publish` would upload, to be used from there: also the card, and the code
             to use the pair, which alone holds the folder's path.
-
-    Returns:
-        The config that was written.
 
     Raises:
         ValueError: the folder is in use (by no pair, with `overwrite`), the draft cannot be saved, or a model is to be
@@ -87,7 +84,6 @@ def save(
             if old.exists():
                 old.rename(folder)
             raise
-    return config
 
 
 def _check_draft(draft: Any, where: str) -> None:
@@ -202,7 +198,8 @@ def publish(
     try:
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / "pair"
-            config = save(pair, folder, target=target, draft=draft)
+            save(pair, folder, target=target, draft=draft)
+            config = PairConfig.from_file(folder / CONFIG_NAME)
             (folder / "README.md").write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)

@@ -1,7 +1,6 @@
 """Room for two models on the same devices: loaded one by one, each would be given all the free memory."""
 
 import copy
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -100,9 +99,7 @@ def weights_of(
     if quantizer is not None:
         options = {"dtype": chosen, "device_map": device_map, "checkpoint_files": None, "use_kernels": False}
         quantizer.preprocess_model(model=model, **options)
-    sizes, _ = compute_module_sizes(model, quantizer, only_modules=False)
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    return sum(sizes[name] for name, _ in tensors)
+    return compute_module_sizes(model, quantizer)[0][""]
 
 
 def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> int:

@@ -1,7 +1,5 @@
 """Chats as prompts, several texts of each, and what the target's own generation config says, in `pair.complete`."""
 
-import inspect
-
 import pytest
 import torch
 from tiny import near, tiny
@@ -67,11 +65,3 @@ def test_a_pair_moves_as_one(pair: DraftTargetPair):
     assert pair.to("meta") is pair
     assert pair.target.device.type == pair.draft.device.type == "meta"
     assert not pair.strategy.costs.table
-
-
-def test_editors_see_the_arguments():
-    named = inspect.signature(DraftTargetPair.from_pretrained).parameters.keys()
-    assert named >= {"device_map", "dtype", "revision", "trust_remote_code", "target", "draft"}
-    pushed = inspect.signature(DraftTargetPair.push_to_hub).parameters
-    assert pushed.keys() >= {"target", "draft", "private", "token", "revision", "commit_message"}
-    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in pushed.values())
