@@ -26,24 +26,22 @@ TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "Aut
 TASKS = {TEXT: "text-generation", SPEECH: "automatic-speech-recognition", VISION: "image-text-to-text"}
 
 
-def render(config: PairConfig, name: str, published: bool = False, title: str | None = None) -> str:
+def render(config: PairConfig, name: str, published: bool = False) -> str:
     """The model card of a pair, with front matter; equal arguments give the same text.
 
     Args:
         config: of the pair. A fact that is None is shown as "not checked", a missing figure as "not measured".
         name: id or folder of its repository, "embedded", or both models' ids for a pair that is not published.
         published: whether its repository has the code to use it, in `custom_generate/`.
-        title: what the pair is called; `name` unless given.
     """
     models, weightless = (config.target, config.draft), config.suffix or config.early_exit
     runs = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
     helpers: dict[str, Any] = {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
     card = ModelCard.from_template(
-        _metadata(config, published, title or name),
+        _metadata(config, published, name),
         str(TEMPLATE),
         config=config,
         name=name,
-        title=title or name,
         published=published,
         embedded=name == EMBEDDED and not published,
         saved=published or any(model.name is None or model.revision is not None for model in models),
@@ -91,7 +89,7 @@ def auto_class_of(model: ModelSource) -> str:
     return str(model.auto_class) if model.auto_class in known else TEXT
 
 
-def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:
+def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
     """The front matter; speeds are in the form that the Hub calls `model-index`."""
     models, task = (config.target, config.draft), TASKS.get(auto_class_of(config.target))
     speeds = [
@@ -111,7 +109,7 @@ def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:
         pipeline_tag=task,
         license=config.license,
         base_model=list(dict.fromkeys(model.name for model in models if model.name)) or None,
-        model_name=title if speeds else None,
+        model_name=name if speeds else None,
         eval_results=speeds or None,
     )
 

@@ -98,17 +98,11 @@ def tokenizer_facts(
     return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_of(tokenizer).digest)
 
 
-def draft_tokenizer_facts(
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-) -> DraftTokenizer | None:
+def draft_tokenizer_facts(pair: Any) -> DraftTokenizer | None:
     """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens."""
-    if same_tokens(tokenizer, draft_tokenizer):
+    tokenizer, own = pair.tokenizer, pair.draft_tokenizer
+    if same_tokens(tokenizer, own):
         return None
-    assert tokenizer is not None
-    assert draft_tokenizer is not None
-    facts, sizes = tokenizer_facts(draft_tokenizer), (vocabulary(target), vocabulary(draft))
-    overlap = vocabulary_map(tokenizer, draft_tokenizer, sizes).overlap
+    facts, sizes = tokenizer_facts(own), (vocabulary(pair.target), vocabulary(pair.draft))
+    overlap = vocabulary_map(tokenizer, own, sizes).overlap
     return DraftTokenizer(facts.tokens, overlap, facts.special_tokens, facts.vocabulary)

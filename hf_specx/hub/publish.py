@@ -117,8 +117,7 @@ def _write(pair: Any, folder: Path, target: str, draft: str) -> PairConfig:
     config.draft_tokenizer = None
     if isinstance(pair.draft, PreTrainedModel):
         config.draft = _write_model(pair, "draft", draft, folder)
-        models = pair.target, pair.draft
-        config.draft_tokenizer = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, *models)
+        config.draft_tokenizer = draft_tokenizer_facts(pair)
         if config.draft_tokenizer is not None and draft == INSIDE:
             pair.draft_tokenizer.save_pretrained(folder / SUBFOLDERS["draft"])
     config.target = _write_model(pair, "target", target, folder)
