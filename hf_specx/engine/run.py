@@ -221,8 +221,8 @@ class Run:
         self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + now - self.lapped
         self.lapped = now
 
-    def finish(self) -> torch.Tensor:
-        """End the call, and remember what it has shown; returns the text, [B, L + N]."""
+    def finish(self) -> None:
+        """End the call, and remember what it has shown."""
         columns, report, draft = self.stopping.columns, self.report, self.drafter.decoder
         self.rule.finish(columns)
         self.schedule.end()
@@ -232,11 +232,11 @@ class Run:
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
-        return self.batch.output(columns)
 
-    def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
-        """What `generate` returns: the text, or an output with this report; a cache of the user is filled."""
+    def output(self, report: SpeculationReport | None) -> Any:
+        """What `generate` returns: the text [B, L + N], or an output with this report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.columns
+        text = self.batch.output(columns)
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = fill(prompt.past, past)

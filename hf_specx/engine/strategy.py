@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import free_tokens
-from hf_specx.common.round import Listener
+from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
@@ -29,7 +29,7 @@ from hf_specx.models.prompts import Prompt, prepare
 
 from .call import Call, make_call, warn_once
 from .check_options import check_options
-from .decode import decode, rounds
+from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
@@ -209,14 +209,10 @@ class SpeculativeDecoding(NoModel):
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = self.begin(call := self.call(given, seeds, queue))
-                warn_once(call, self.layout, self._said)
-                self.report = run.report
-                for _ in rounds(run):
+                run = self.begin(self.call(given, seeds, queue))
+                for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
-                run.finish()
-                self.report = run.report if earlier is None else earlier + run.report
             earlier = self.report
             yield from queue.handed_on()
         yield from queue.handed_on()
@@ -276,18 +272,24 @@ class SpeculativeDecoding(NoModel):
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
-        warn_once(call, self.layout, self._said)
         if not call.plain:
             run = self.begin(call)
-            self.report = run.report
-            text = decode(run)
-            self.report = run.report if earlier is None else earlier + run.report
-            return run.output(text, self.report)
+            for _ in self._rounds(run, earlier):
+                pass
+            return run.output(self.report)
+        warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
-        self.report = report if earlier is None else earlier + report
+        self.report = report.after(earlier)
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = self.report
         return output
+
+    def _rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:
+        """The same, round by round."""
+        warn_once(run.call, self.layout, self._said)
+        self.report = run.report
+        yield from decode(run)
+        self.report = run.report.after(earlier)
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
