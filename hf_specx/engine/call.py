@@ -20,21 +20,11 @@ from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_read_anew
 from hf_specx.models.slots import CACHE, has_columns
-from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import (
-    as_list,
-    check_guidance,
-    check_inputs,
-    check_mode,
-    check_noise,
-    check_positions,
-    check_seeds,
-    positions_of,
-    width_of,
-)
+from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default
@@ -123,7 +113,9 @@ def make_call(
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
-    synced, shared = _on_ranks(models, synced_gpus)
+    ranks = world_size() > 1
+    synced = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
+    shared = ranks and shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
     prompt = replace(
@@ -153,13 +145,6 @@ def make_call(
     return call
 
 
-def _on_ranks(models: list[PreTrainedModel], synced_gpus: bool | None) -> tuple[bool, bool]:
-    """`synced` and `shared` of a `Call`."""
-    if world_size() == 1:
-        return False, False
-    return synced_by_default(*models) if synced_gpus is None else synced_gpus, shares_rows(*models)
-
-
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
     """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once."""
     if call.plain and PLAINLY not in said:
@@ -175,12 +160,11 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Check that both models can be served, and what they are given to read."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
-    of_rows = [width_of(prompt) + prompt.max_new_tokens] if queue is None else [x.longest for x in queue.entries]
-    check_target(model, max(of_rows))
+    check_target(model)
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
-        check_positions(model, positions_of(prompt), prompt.max_new_tokens)
+        check_length(prompt, prompt.max_new_tokens)
     for processor in prompt.processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
@@ -195,11 +179,10 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
     if options.num_draft_tokens == 0:
         return prompt.processors, SWITCHED_OFF
-    processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-    stateful = []
-    for each in processors:
-        if not (can_look_ahead(each) or is_guidance(each, prompt)):
-            stateful.append(type(each).__name__)
+    processors: Sequence[Processor] = prompt.processors
+    if not all(type(each) in WARPERS for each in processors):
+        processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
     stateful += prompt.stopping.stateful
     if stateful:
         told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "

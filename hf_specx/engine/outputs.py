@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.models.slots import CACHE
-from hf_specx.sampling.stopping import Stopping
+
+from .call import Call
 
 
 class Outputs:
@@ -55,14 +56,13 @@ class Stream:
     """Hands the text of one call to a streamer, never a token that may be taken back: `stopping` knows that.
 
     A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
-    and gets what `generate` gives it. `by` "token" it gets one at a time, by "run" all that a round has emitted.
-    `shown` says whether it has the prompts already.
+    and gets what `generate` gives it. By "token" it gets one at a time, by "run" all that a round has emitted.
     """
 
-    def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping, shown: bool = False):
-        self.stopping, self.by, self.shown = stopping, by, shown
-        self.streamer: Any = streamer
-        self.tags_rows = hasattr(streamer, "put_row")
+    def __init__(self, call: Call):
+        self.stopping, self.by, self.shown = call.stopping, call.options.stream_by, call.shown
+        self.streamer = call.options.streamer
+        self.tags_rows = hasattr(self.streamer, "put_row")
         self.given: list[int] = []  # how many emitted tokens of each row were handed over
         self.waiting: list[list[int]] = []  # those that were not
         self.ended: set[int] = set()

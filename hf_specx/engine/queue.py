@@ -57,11 +57,9 @@ class RequestQueue:
         """Take as many requests as may share a batch of at most so many rows; False if none are left."""
         self.entries = []
         while len(self.entries) < rows and (entry := self._peek()) is not None and self._fits([*self.entries, entry]):
-            if self.entries and entry.alone:
+            if self.entries and (entry.alone or self.entries[0].alone):
                 break
             self.entries.append(self._take())
-            if entry.alone:
-                break
         self.chances = [[] for _ in self.entries]
         if self.entries:
             self.stopping = RequestStopping([entry.stopping for entry in self.entries])
@@ -180,7 +178,7 @@ class RequestQueue:
 
     def _fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
         """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
-        width = max(width, *(entry.longest - entry.limit for entry in entries))
+        width = max(width, *(entry.width for entry in entries))
         longest = width + max(entry.limit for entry in entries)
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 

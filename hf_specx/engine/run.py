@@ -1,14 +1,11 @@
 """What decodes one call: put together before anything is read, so that refusals come before any forward."""
 
-import copy
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
@@ -69,17 +66,12 @@ class Run:
         if back < most:
             name = self.processors.limited_by
             told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
-        described = call.verification, call.layout.target, call.layout.reason, rows
-        self.report = SpeculationReport(
-            *described,
-            limit_reason=told,
-            costs=costs,
-            keeps=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
-        )
-        config, streamer = prompt.generation_config, options.streamer
+        described = call.verification, call.layout.target, call.layout.reason, rows, told
+        keeps = None if call.queue is None else KEPT_ROUNDS
+        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
+        config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
-        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping, call.shown)
+        self.stream = None if options.streamer is None else Stream(call)
         self.listeners: list[Listener] = [self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
@@ -177,10 +169,8 @@ class Run:
 
     def idle(self) -> None:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
-        batch = copy.copy(self.batch)
-        counts = [batch.counts[row] for row in batch.rows]
+        batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
-        batch.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
         draft = batch.take(self.drafter.propose(batch, self.schedule.idle(batch)))
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 

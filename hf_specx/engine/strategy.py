@@ -209,7 +209,7 @@ class SpeculativeDecoding(NoModel):
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = self.begin(self.call(given, seeds, queue))
+                run = Run(self.call(given, seeds, queue), self.costs)
                 for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
@@ -256,12 +256,9 @@ class SpeculativeDecoding(NoModel):
         drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
         options.streamer = self.streamer if streamer is None else streamer
         withheld["shown"] = streamer is not None
-        return make_call(options, given, drafter, *seeds_and_queue, **withheld)
-
-    def begin(self, call: Call) -> Run:
-        """What decodes a call; nothing is read yet."""
-        self.meet(call.prompt.model)
-        return Run(call, self.costs)
+        call = make_call(options, given, drafter, *seeds_and_queue, **withheld)
+        self.meet(given.model)
+        return call
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs if the last call had another target."""
@@ -273,7 +270,7 @@ class SpeculativeDecoding(NoModel):
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
         if not call.plain:
-            run = self.begin(call)
+            run = Run(call, self.costs)
             for _ in self._rounds(run, earlier):
                 pass
             return run.output(self.report)
@@ -297,4 +294,4 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         given = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
-        self.begin(self.call(given)).calibrate()
+        Run(self.call(given), self.costs).calibrate()

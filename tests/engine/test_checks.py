@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from misuse import MODELS, full_window, get, two_tokens
-from misuse_cases import PLAIN, WRONG_TEXT
+from misuse import MODELS, PLAIN, WRONG_TEXT, full_window, get, two_tokens
 from tiny import near, prompts, tiny
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
