@@ -158,13 +158,11 @@ def check_many(
 ) -> None:
     """Check the arguments of `generate_many`; `most` is its `max_batch_tokens`."""
     check_entry(model)
-    told = "give a list of prompts, each a list of token ids, as tokenizer(texts).input_ids."
-    is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
-    require(is_iterable, f"requests is {kind(requests)}; {told}")
     single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
-    dimensions = getattr(requests, "ndim", None)
-    require(not single and dimensions != 1, f"requests is a single prompt; {told}")
-    require(dimensions is None, f"requests is {kind(requests)}, whose rows may hold pads; {told}")
+    several = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
+    given = "a single prompt" if single else kind(requests)
+    told = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
+    require(several and not single and not hasattr(requests, "ndim"), f"requests is {given}; {told}")
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
     told = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
     require(most is None or (is_int(most) and most >= 1), told)

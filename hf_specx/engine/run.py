@@ -90,15 +90,9 @@ class Run:
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
+        call = self.call
         if self.stream is not None:
             self.stream.prompt(self.batch)
-        self.read()
-        self.schedule = self._make_schedule()
-        self.lapped = time.perf_counter()
-
-    def read(self) -> None:
-        """Read the prompts with both models."""
-        call = self.call
         self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
         reading = Reading(
@@ -117,6 +111,8 @@ class Run:
             alpha=None if call.shared else self.costs.alpha.get(call.verification),
         )
         self.drafter.read(reading)
+        self.schedule = self._make_schedule()
+        self.lapped = time.perf_counter()
 
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
@@ -155,7 +151,7 @@ class Run:
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
-        self.read()
+        self.begin()
         step = self.drafter.cost(self.batch) or (lambda _: None)
         self.costs.measure(len(self.batch.rows), partial(self.target.rehearse, self.batch), step)
 

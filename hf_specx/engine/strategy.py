@@ -4,7 +4,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,11 +144,12 @@ class SpeculativeDecoding(NoModel):
 
         A `streamer` of `generate` has got the prompt from it already.
         """
-        with ExitStack() as at_end:
-            for each in (self.streamer, streamer):
-                if each is not None:
-                    at_end.callback(each.end)
-            return self.complete(self.call(given, seeds, streamer=streamer, **withheld), earlier)
+        withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
+        try:
+            return self.complete(self.call(given, seeds, **withheld), earlier)
+        finally:
+            if withheld["streamer"] is not None:
+                withheld["streamer"].end()
 
     def generate_many(
         self,
@@ -252,10 +253,9 @@ class SpeculativeDecoding(NoModel):
         return make_drafter(draft, target)
 
     def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
-        """What a call asks for, or a batch of a queue, checked; with a `streamer` that has the prompt already."""
+        """What a call asks for, or a batch of a queue, checked."""
         drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
-        options.streamer = self.streamer if streamer is None else streamer
-        withheld["shown"] = streamer is not None
+        options.streamer = streamer
         call = make_call(options, given, drafter, *seeds_and_queue, **withheld)
         self.meet(given.model)
         return call

@@ -12,7 +12,7 @@ import pytest
 import torch
 from all_pairs import all_pairs, once
 from criteria import Counting, Raising
-from many import GREEDY, SAMPLED, alone, assert_alone, completed, repeating, requests
+from many import DRAFTS, GREEDY, MODES, PENALTIES, SAMPLED, alone, assert_alone, completed, repeating, requests
 from plain import coupled
 from rounds import numbers
 from tiny import VOCAB_SIZE, Forwards, near, tiny
@@ -21,22 +21,13 @@ from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import (
-    Drafter,
-    EarlyExitDraft,
-    Request,
-    SampledCandidateGenerator,
-    SpeculativeDecoding,
-    SuffixDraft,
-    SuffixPool,
-)
+from hf_specx import Drafter, Request, SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.drafting.drafter import no_candidates
 from hf_specx.engine import run
 
 
-MODES = {"greedy": GREEDY, "coupled": SAMPLED}
 OPTIONS = MODES | {
-    "penalties": SAMPLED | {"repetition_penalty": 1.2, "min_new_tokens": 4, "top_p": 0.9, "no_repeat_ngram_size": 3},
+    "penalties": PENALTIES,
     "words and ends": GREEDY | {"bad_words_ids": [[7], [8, 9]], "min_new_tokens": 6, "forced_eos_token_id": 5},
     "prefix": SAMPLED
     | {"prefix_allowed_tokens_fn": lambda row, ids: [int(i) for i in (ids[-1] + torch.arange(1, 20)) % 48]},
@@ -78,16 +69,6 @@ def test_compiled_forwards(traced: None, model_type: str, options: dict, batch_s
         compilations.append(strategy.report.compilations)
     assert strategy.report.accepted > 0
     assert compilations[0] > compilations[1] == 0
-
-
-DRAFTS = {
-    "model": lambda target: near(target, 0.2),
-    "early exit": lambda target: EarlyExitDraft(1),
-    "suffix": lambda target: SuffixDraft(min_match=1),
-    "suffix with a pool": lambda target: SuffixDraft(pool=SuffixPool(max_tokens=1000), min_match=1),
-    "mixture": lambda target: [SuffixDraft(min_match=1), near(target, 0.2)],
-    "mixture with an early exit": lambda target: [SuffixDraft(min_match=1), EarlyExitDraft(1)],
-}
 
 
 @pytest.mark.parametrize(("model_type", "mode", "kind"), once(["llama", "gpt2"], MODES, DRAFTS))
