@@ -93,36 +93,34 @@ class SpeculationReport:
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
+        positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
-            drafted, gained = draft.lengths[index], done.gained[index]
+            drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
+            gained = done.gained[index]
             if drafted or self.emitted_per_row[row]:
                 self.steps[drafted, steps, longest] += 1
                 self.gained_in_steps += gained
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            history.append(RoundRecord(drafted, done.accepted[index], done.emitted[index], forced))
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
             if self.keeps is not None and len(history) > 2 * self.keeps:
                 del history[: self.keeps]
             self.emitted_per_row[row] += done.emitted[index]
-            if drafted:
-                self.forced += len(forced)
-                self.gained += gained
-                self.overlap += sum(done.overlap[index][: done.judged[index]])
-                self._count(row, sources[index], drafted, done.accepted[index], done.judged[index])
-
-    def _count(self, row: int, source: str, drafted: int, accepted: int, judged: int) -> None:
-        """Count the candidates of one row in a round, by row, position and source."""
-        self.rounds_per_row[row] += 1
-        self.drafted_per_row[row] += drafted
-        self.accepted_per_row[row] += accepted
-        positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
-        for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-            counts += [0] * (drafted - len(counts))
-            for position in range(number):
-                counts[position] += 1
-        of_source = self.sources.setdefault(source, {"rounds": 0, "drafted": 0, "accepted": 0})
-        for name, number in zip(of_source, (1, drafted, accepted), strict=True):
-            of_source[name] += number
+            if not drafted:
+                continue
+            self.forced += len(forced)
+            self.gained += gained
+            self.overlap += sum(done.overlap[index][:judged])
+            self.rounds_per_row[row] += 1
+            self.drafted_per_row[row] += drafted
+            self.accepted_per_row[row] += accepted
+            for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
+                counts += [0] * (drafted - len(counts))
+                for position in range(number):
+                    counts[position] += 1
+            of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
+            for name, number in zip(of_source, (1, drafted, accepted), strict=True):
+                of_source[name] += number
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""

@@ -10,6 +10,7 @@ from plain import assert_plain, coupled
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import Request, SpeculativeDecoding
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.models import ragged
 from hf_specx.models.prompts import prepare
 
@@ -94,19 +95,11 @@ def test_what_all_begin_with_is_read_once(batch_size: int):
         assert sum(ids.numel() for ids in forwards.ids if ids.shape[1] > 5) == 40 + 12 * 7
 
 
-def together(texts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Left-padded."""
-    width = max(map(len, texts))
-    pads = torch.tensor([width - len(text) for text in texts])
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    return {"input_ids": ids, "attention_mask": (torch.arange(width) >= pads[:, None]).long()}
-
-
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
 def test_rows_of_one_call(model_type: str):
     """The scores and the cache as well."""
     target, begin = tiny(model_type), words(20, 0)
-    inputs = together([begin + words(3, 1), begin + words(9, 2), begin, begin[:12] + words(2, 3)])
+    inputs = padded_rows([begin + words(3, 1), begin + words(9, 2), begin, begin[:12] + words(2, 3)], "left")
     strategy = coupled(target, 0.0)
     settings = SAMPLED | {"return_dict_in_generate": True, "output_logits": True, "num_return_sequences": 2}
     with Forwards(target) as forwards:
@@ -120,7 +113,7 @@ def test_rows_of_one_call(model_type: str):
 def test_tokens_that_are_not_counted_from_the_first(name: str):
     """Gaps and positions of the user's own: nothing is copied, and each row has its text."""
     target, begin = tiny(), words(20, 0)
-    inputs = together([begin + words(3, 1), begin + words(9, 2)])
+    inputs = padded_rows([begin + words(3, 1), begin + words(9, 2)], "left")
     inputs[name] = inputs["attention_mask"].clone() if name == "attention_mask" else torch.arange(29).expand(2, -1)
     inputs["attention_mask"][0, 12] = inputs["attention_mask"][0, 12] * (name != "attention_mask")
     strategy = coupled(target, 0.0)
@@ -130,7 +123,7 @@ def test_tokens_that_are_not_counted_from_the_first(name: str):
 
 def test_ranks_that_keep_step_run_no_forward_more():
     """Each has texts of its own."""
-    target, inputs = tiny(), together([words(20, 0)] * 3)
+    target, inputs = tiny(), padded_rows([words(20, 0)] * 3, "left")
     alone = []
     for in_step in (False, True):
         prompt = prepare(target, 8, inputs)
