@@ -46,14 +46,12 @@ class Layout:
 
     Attributes:
         target, draft: that of each model; `reason` says why the target's.
-        states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
         refills: whether prompts can be read in the places of rows that have ended.
     """
 
     target: str
     draft: str
     reason: str
-    states: bool = False
     refills: bool = True
 
     @property
@@ -196,7 +194,6 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
-    able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
     past: Any = prompt.kwargs.get(CACHE)
     if chosen != "lockstep" and past is not None and not has_columns(past):
@@ -205,12 +202,11 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         require(options.layout == "auto", told)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     if drafter.model is None:
-        return Layout(chosen, chosen, reason, able[0] == "lockstep")
+        return Layout(chosen, chosen, reason)
     of_draft = layouts_of(drafter.model, drafts=True)
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
-    states = "lockstep" in (able[0], of_draft[0])
-    return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason, states)
+    return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
 
 
 def _refilled(models: Sequence[PreTrainedModel], prompt: Prompt, layout: Layout) -> tuple[Prompt, Layout]:
@@ -255,4 +251,4 @@ def _check_together(call: Call) -> None:
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
-        check_synced(call.layout.states, drafting, drafter)
+        check_synced(call.prompt.model, drafting, drafter)

@@ -148,7 +148,16 @@ def check_length(prompt: Prompt, new_tokens: int) -> None:
     model, width, mask = prompt.model, prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
     if not model.config.is_encoder_decoder:  # the text may be passed as embeddings, or without what a cache holds
         width = getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
-    _check_frequencies(model, width + new_tokens)
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        limit = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
+        told += f"keep prompt and new tokens within {limit} (they may be {width + new_tokens})."
+        require(kind not in ("dynamic", "longrope") or limit is None or width + new_tokens <= limit, told)
     table = position_table(model)
     if table is None:
         return
@@ -161,22 +170,6 @@ def check_length(prompt: Prompt, new_tokens: int) -> None:
     remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
     told = f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
     raise ValueError(f"{told}of {table} positions, beyond which plain generate fails; {remedy}.")
-
-
-def _check_frequencies(model: PreTrainedModel, most: int) -> None:
-    """Check that rotary frequencies stay the same up to this length."""
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind not in ("dynamic", "longrope"):
-            continue
-        limit = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            limit = rope.get("original_max_position_embeddings", limit)
-        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
-        told += f"keep prompt and new tokens within {limit} (they may be {most})."
-        require(limit is None or most <= limit, told)
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
