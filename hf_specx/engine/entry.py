@@ -47,15 +47,12 @@ def prepared(
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
     """
-    one_row = len(input_ids) == 1
-    criteria = StoppingCriteriaList(map(of_one_row, stopping_criteria)) if one_row else stopping_criteria
+    criteria = stopping_criteria
+    if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
+        own = (OneStop(each) if type(each).__name__ == "MultiTokenEOSCriteria" else each for each in criteria)
+        criteria = StoppingCriteriaList(own)
     given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
     return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
-
-
-def of_one_row(criterion: Any) -> Any:
-    """A criterion that depends on the text of its one row alone, in place of lm-eval's; any other as it is."""
-    return OneStop(criterion) if type(criterion).__name__ == "MultiTokenEOSCriteria" else criterion
 
 
 class OneStop(StoppingCriteria):

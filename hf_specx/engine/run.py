@@ -117,8 +117,7 @@ class Run:
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
         call, batch, drafter, pace = self.call, self.batch, self.drafter, None
-        requests = [] if call.queue is None else call.queue.entries
-        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in requests)
+        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in call.queue.entries)
         fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
         # other ranks, and requests that come later, may have longer texts
         if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):

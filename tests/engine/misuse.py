@@ -227,10 +227,6 @@ LOCKSTEP = {"verification": "token", "layout": "lockstep"}
 TWO_ENCODERS = {"target": "encoder", "draft": "encoder"}
 
 
-def static() -> StaticCache:
-    return StaticCache(get("target").config, max_cache_len=40)
-
-
 def continued(cache, options=None, target="target", **settings):
     """A call that goes on in a copy of a cache."""
     return call(options, target, **{CACHE: copy.deepcopy(cache())}, **settings)
@@ -264,7 +260,7 @@ WRONG_TEXT = [
     ("^penalty_alpha=.* selects .*; for greedy.* leave it out", partial(call, top_k=4, penalty_alpha=0.6)),
     ("^prompt_lookup_.* selects .*; a draft.*Draft.* leave it out", partial(call, prompt_lookup_num_tokens=3)),
     ("^force_words_ids=.* selects .*; for greedy.* leave it out", partial(call, force_words_ids=[[1]])),
-    (f"{CACHE} is a StaticCache, .*pass a DynamicCache", partial(continued, static)),
+    ("is a StaticCache, .*pass a DynamicCache", lambda: continued(lambda: StaticCache(get("target").config, 40))),
     ("needs the keys of all.*use", lambda: continued(full_window, {"layout": "ragged"}, "sliding", **later())),
     ("starts empty, and .* holds 2 tokens; use layout=", partial(continued, two_tokens, {"layout": "packed"})),
     ("cannot redraw the noise .* on 'cpu'; use verification=", without_a_model_elsewhere),
@@ -288,10 +284,6 @@ WRONG_TEXT = [
 ]
 
 
-def of_a_class():
-    return get("target").generate(**prompts(2), max_new_tokens=2, custom_generate=SpeculativeDecoding)
-
-
 lookup = partial(function, draft_model=..., num_draft_tokens=...)
 
 
@@ -300,7 +292,7 @@ PLAIN = [
     # What a strategy is made of
     ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
     ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
-    ("give it an object: custom_generate=SpeculativeDecoding.draft_model.", of_a_class),
+    ("give it an object: cust", lambda: get("target").generate(IDS, custom_generate=SpeculativeDecoding)),
     ("input_ids is on the meta device, which has shapes", partial(function, input_ids=IDS.to("meta"))),
     ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
