@@ -57,9 +57,10 @@ class RequestQueue:
         """Take as many requests as may share a batch of at most so many rows; False if none are left."""
         self.entries = []
         while len(self.entries) < rows and (entry := self._peek()) is not None and self._fits([*self.entries, entry]):
-            if self.entries and (entry.alone or self.entries[0].alone):
+            if self.entries and entry.alone:
                 break
             self.entries.append(self._take())
+            rows = 1 if entry.alone else rows
         self.chances = [[] for _ in self.entries]
         if self.entries:
             self.stopping = RequestStopping([entry.stopping for entry in self.entries])
