@@ -8,69 +8,50 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:  # what type checkers and editors see
-    from hf_specx.common.round import Draft
-    from hf_specx.drafting.candidates import SampledCandidateGenerator
-    from hf_specx.drafting.costs import Costs
-    from hf_specx.drafting.drafter import Drafter
-    from hf_specx.drafting.early_exit import EarlyExitDraft
-    from hf_specx.drafting.heads.head import DraftHead
-    from hf_specx.drafting.heads.mtp import MtpDraft
-    from hf_specx.drafting.suffix import SuffixDraft
-    from hf_specx.drafting.suffix_pool import SuffixPool
-    from hf_specx.engine.outputs import BatchStreamer
-    from hf_specx.engine.report import SpeculationReport
-    from hf_specx.engine.requests import Completion, Request
-    from hf_specx.engine.strategy import SpeculativeDecoding
-    from hf_specx.metrics.check import check
-    from hf_specx.metrics.result import CheckResult
-    from hf_specx.pairs.generate import generate
-    from hf_specx.pairs.pair import DraftTargetPair
-    from hf_specx.training.distill import distill
+    from hf_specx.common.round import Draft as Draft
+    from hf_specx.drafting.candidates import SampledCandidateGenerator as SampledCandidateGenerator
+    from hf_specx.drafting.costs import Costs as Costs
+    from hf_specx.drafting.drafter import Drafter as Drafter
+    from hf_specx.drafting.early_exit import EarlyExitDraft as EarlyExitDraft
+    from hf_specx.drafting.heads.head import DraftHead as DraftHead
+    from hf_specx.drafting.heads.mtp import MtpDraft as MtpDraft
+    from hf_specx.drafting.suffix import SuffixDraft as SuffixDraft
+    from hf_specx.drafting.suffix_pool import SuffixPool as SuffixPool
+    from hf_specx.engine.outputs import BatchStreamer as BatchStreamer
+    from hf_specx.engine.report import SpeculationReport as SpeculationReport
+    from hf_specx.engine.requests import Completion as Completion
+    from hf_specx.engine.requests import Request as Request
+    from hf_specx.engine.strategy import SpeculativeDecoding as SpeculativeDecoding
+    from hf_specx.metrics.check import check as check
+    from hf_specx.metrics.result import CheckResult as CheckResult
+    from hf_specx.pairs.generate import generate as generate
+    from hf_specx.pairs.pair import DraftTargetPair as DraftTargetPair
+    from hf_specx.training.distill import distill as distill
 
 
 __version__ = "0.1.0"
-__all__ = [
-    "BatchStreamer",
-    "CheckResult",
-    "Completion",
-    "Costs",
-    "Draft",
-    "DraftHead",
-    "DraftTargetPair",
-    "Drafter",
-    "EarlyExitDraft",
-    "MtpDraft",
-    "Request",
-    "SampledCandidateGenerator",
-    "SpeculationReport",
-    "SpeculativeDecoding",
-    "SuffixDraft",
-    "SuffixPool",
-    "check",
-    "distill",
-    "generate",
-]
-_MODULES = {
-    "common.round": ("Draft",),
-    "drafting.candidates": ("SampledCandidateGenerator",),
-    "drafting.costs": ("Costs",),
-    "drafting.drafter": ("Drafter",),
-    "drafting.early_exit": ("EarlyExitDraft",),
-    "drafting.heads.head": ("DraftHead",),
-    "drafting.heads.mtp": ("MtpDraft",),
-    "drafting.suffix": ("SuffixDraft",),
-    "drafting.suffix_pool": ("SuffixPool",),
-    "engine.outputs": ("BatchStreamer",),
-    "engine.report": ("SpeculationReport",),
-    "engine.requests": ("Completion", "Request"),
-    "engine.strategy": ("SpeculativeDecoding",),
-    "metrics.check": ("check",),
-    "metrics.result": ("CheckResult",),
-    "pairs.generate": ("generate",),
-    "pairs.pair": ("DraftTargetPair",),
-    "training.distill": ("distill",),
+_MODULE_OF = {
+    "BatchStreamer": "engine.outputs",
+    "CheckResult": "metrics.result",
+    "Completion": "engine.requests",
+    "Costs": "drafting.costs",
+    "Draft": "common.round",
+    "DraftHead": "drafting.heads.head",
+    "DraftTargetPair": "pairs.pair",
+    "Drafter": "drafting.drafter",
+    "EarlyExitDraft": "drafting.early_exit",
+    "MtpDraft": "drafting.heads.mtp",
+    "Request": "engine.requests",
+    "SampledCandidateGenerator": "drafting.candidates",
+    "SpeculationReport": "engine.report",
+    "SpeculativeDecoding": "engine.strategy",
+    "SuffixDraft": "drafting.suffix",
+    "SuffixPool": "drafting.suffix_pool",
+    "check": "metrics.check",
+    "distill": "training.distill",
+    "generate": "pairs.generate",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:  # PEP 562

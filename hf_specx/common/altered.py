@@ -5,8 +5,6 @@ Other parts are position tables that count the slots before a token: they are to
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .architectures import CACHE
+from .wrappers import shallow
 
 
 COUNT = f"{CACHE}_length"  # the argument of a position table that says how many slots come before
@@ -42,34 +41,6 @@ def without_limits(model: nn.Module) -> dict[nn.Module, nn.Module]:
     for made in found.values():
         made.time_step_limit = NO_LIMIT
     return found
-
-
-def shallow(module: Any) -> Any:
-    """A copy of a module that holds the same things; what was bound to the module is bound to the copy.
-
-    What torch has compiled of the module is left out: it would run the module itself.
-    """
-    made = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
-    held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
-    vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
-    made._modules = dict(module._modules)
-    return made
-
-
-def _rebound(value: Any, module: nn.Module, made: nn.Module) -> Any:
-    if isinstance(value, FunctionType):  # a forward that torch has compiled
-        value = getattr(value, "_torchdynamo_orig_callable", value)
-    if value is module:
-        return made
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, made) if value.__self__ is module else value
-    if not isinstance(value, partial):
-        return value
-    args = [_rebound(x, module, made) for x in value.args]
-    named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
-    bound = partial(_rebound(value.func, module, made), *args, **named)
-    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
-    return bound
 
 
 class ColumnTable(nn.Module):

@@ -181,8 +181,7 @@ class Batch:
 
     def row(self, row: int) -> torch.Tensor:
         """The tokens of one row, without pads: [length]."""
-        end = self.width + self.counts[row]
-        return self.ids[row, end - self.prompt_lengths[row] - self.counts[row] : end]
+        return self.ids[row, self.width - self.prompt_lengths[row] : self.width + self.counts[row]]
 
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""

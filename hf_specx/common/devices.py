@@ -66,7 +66,8 @@ def synchronize(device: torch.device) -> None:
 
 def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
     """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
-    free, needed = _free_bytes(execution_device(models[0])), sum(map(_bytes_per_token, models))
+    free = _free_bytes(execution_device(models[0]))
+    needed = sum(cached_numbers(model.config) * model.dtype.itemsize for model in models)
     return None if free is None or not needed else max(1, free // 2 // needed)
 
 
@@ -78,10 +79,6 @@ def _free_bytes(device: torch.device) -> int | None:
         return None
     facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
     return 1024 * int(facts["MemAvailable"].split()[0]) if "MemAvailable" in facts else None
-
-
-def _bytes_per_token(model: PreTrainedModel) -> int:
-    return cached_numbers(model.config) * model.dtype.itemsize
 
 
 def cached_numbers(config: PreTrainedConfig) -> int:

@@ -88,20 +88,14 @@ class RoundRecord(NamedTuple):
     """One row's part in one round, in numbers alone.
 
     Attributes:
-        accepted, emitted, judged, gained: as in `Round`; `drafted`: candidates of the row.
-        width: candidates that the forwards of the round were made for: those of the row that had most of them.
+        accepted, emitted: as in `Round`; `drafted`: candidates of the row.
         forced: positions of candidates that were the only token allowed.
-        draft_steps: steps of a draft model in the round.
     """
 
     drafted: int
     accepted: int
     emitted: int
-    judged: int = 0
-    gained: int = 0
-    width: int = 0
     forced: tuple[int, ...] = ()
-    draft_steps: int = 0
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""Models inside the wrappers of `torch.compile` and PEFT, their vocabulary and their names; and what is no model."""
+"""Models inside the wrappers of `torch.compile` and PEFT, copies, vocabularies and names of models; and no models."""
 
+from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,34 @@ def unwrapped(model: Any, adapters: bool = False) -> Any:
 def unwrapped_draft(draft: Any) -> Any:
     """The same for what drafts, a model or anything else; of a list each item."""
     return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)
+
+
+def shallow(module: Any) -> Any:
+    """A copy of a module that holds the same things; what was bound to the module is bound to the copy.
+
+    What torch has compiled of the module is left out: it would run the module itself.
+    """
+    made = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
+    held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+    vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
+    made._modules = dict(module._modules)
+    return made
+
+
+def _rebound(value: Any, module: torch.nn.Module, made: torch.nn.Module) -> Any:
+    if isinstance(value, FunctionType):  # a forward that torch has compiled
+        value = getattr(value, "_torchdynamo_orig_callable", value)
+    if value is module:
+        return made
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, made) if value.__self__ is module else value
+    if not isinstance(value, partial):
+        return value
+    args = [_rebound(x, module, made) for x in value.args]
+    named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
+    bound = partial(_rebound(value.func, module, made), *args, **named)
+    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
+    return bound
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specx.common.altered import shallow
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
+from hf_specx.common.wrappers import shallow
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 

@@ -20,21 +20,11 @@ from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_read_anew
 from hf_specx.models.slots import CACHE, has_columns
-from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import (
-    as_list,
-    check_guidance,
-    check_inputs,
-    check_mode,
-    check_noise,
-    check_positions,
-    check_seeds,
-    positions_of,
-    width_of,
-)
+from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default
@@ -56,14 +46,12 @@ class Layout:
 
     Attributes:
         target, draft: that of each model; `reason` says why the target's.
-        states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
         refills: whether prompts can be read in the places of rows that have ended.
     """
 
     target: str
     draft: str
     reason: str
-    states: bool = False
     refills: bool = True
 
     @property
@@ -123,7 +111,9 @@ def make_call(
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
-    synced, shared = _on_ranks(models, synced_gpus)
+    ranks = world_size() > 1
+    synced = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
+    shared = ranks and shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
     wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
     prompt = replace(
@@ -153,13 +143,6 @@ def make_call(
     return call
 
 
-def _on_ranks(models: list[PreTrainedModel], synced_gpus: bool | None) -> tuple[bool, bool]:
-    """`synced` and `shared` of a `Call`."""
-    if world_size() == 1:
-        return False, False
-    return synced_by_default(*models) if synced_gpus is None else synced_gpus, shares_rows(*models)
-
-
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
     """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once."""
     if call.plain and PLAINLY not in said:
@@ -175,12 +158,11 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Check that both models can be served, and what they are given to read."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
-    of_rows = [width_of(prompt) + prompt.max_new_tokens] if queue is None else [x.longest for x in queue.entries]
-    check_target(model, max(of_rows))
+    check_target(model)
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
-        check_positions(model, positions_of(prompt), prompt.max_new_tokens)
+        check_length(prompt, prompt.max_new_tokens)
     for processor in prompt.processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
@@ -195,11 +177,10 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
     if options.num_draft_tokens == 0:
         return prompt.processors, SWITCHED_OFF
-    processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-    stateful = []
-    for each in processors:
-        if not (can_look_ahead(each) or is_guidance(each, prompt)):
-            stateful.append(type(each).__name__)
+    processors: Sequence[Processor] = prompt.processors
+    if not all(type(each) in WARPERS for each in processors):
+        processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
     stateful += prompt.stopping.stateful
     if stateful:
         told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
@@ -213,7 +194,6 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
-    able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
     past: Any = prompt.kwargs.get(CACHE)
     if chosen != "lockstep" and past is not None and not has_columns(past):
@@ -222,12 +202,11 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         require(options.layout == "auto", told)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     if drafter.model is None:
-        return Layout(chosen, chosen, reason, able[0] == "lockstep")
+        return Layout(chosen, chosen, reason)
     of_draft = layouts_of(drafter.model, drafts=True)
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
-    states = "lockstep" in (able[0], of_draft[0])
-    return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason, states)
+    return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
 
 
 def _refilled(models: Sequence[PreTrainedModel], prompt: Prompt, layout: Layout) -> tuple[Prompt, Layout]:
@@ -272,4 +251,4 @@ def _check_together(call: Call) -> None:
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
-        check_synced(call.layout.states, drafting, drafter)
+        check_synced(call.prompt.model, drafting, drafter)

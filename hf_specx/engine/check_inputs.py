@@ -121,18 +121,15 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
     told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
     told += f"came with input_ids, with columns before them for the {held} tokens of {CACHE}."
     require(known is None or known in widths or known - held in widths, told)
-    if mask is not None:
-        _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once
     positions = None if decodes else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
         new = max(widths) - held
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
         told = f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
         require(fits, f"{told}{(rows, new)}; pass one a token, or leave it out.")
-
-
-def _check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> None:
-    """Check what a mask [B, W] says of each row."""
+    if mask is None:
+        return
+    mask = mask.cpu()  # so that all that follow wait for the device once
     seen = mask.bool()
     strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
     require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
@@ -141,40 +138,38 @@ def _check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> None:
         require(filled, f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. {unset}")
         told = f"row {row} of {name} ends in 0: pad prompts on the left, set tokenizer.padding_side='left'. {unset}"
         require(last, told)
-    no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
-    told = f"{name} has zeros between tokens of a row, which {type(model).__name__} ignores; pad on the left only."
-    require(bool(no_holes), told)
+    no_holes = prompt.model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
+    told = f"{name} has zeros between tokens of a row, which {type(prompt.model).__name__} ignores; pad on the left "
+    require(bool(no_holes), f"{told}only.")
 
 
-def width_of(prompt: Prompt) -> int:
-    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
-    if prompt.model.config.is_encoder_decoder:
-        return prompt.input_ids.shape[1]
-    mask = prompt.kwargs.get("attention_mask")
-    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
-    return known if mask is None else mask.shape[-1]
-
-
-def positions_of(prompt: Prompt) -> int:
-    """Positions of the text so far, of its longest row; pads have none, unless positions are those of columns."""
-    positions = None if prompt.model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2 or position_table(prompt.model) is None:
-        return width_of(prompt)
-    return int(positions.max()) + 1
-
-
-def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Check that a table of positions, if the model has one, is long enough; plain `generate` fails beyond its end.
-
-    The last one of the new tokens is not fed. Of an encoder-decoder the prompt is what its decoder reads.
-    """
+def check_length(prompt: Prompt, new_tokens: int) -> None:
+    """Check that a text can get so many new tokens: by its rotary frequencies, or by its table of positions."""
+    model, width, mask = prompt.model, prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
+    if not model.config.is_encoder_decoder:  # the text may be passed as embeddings, or without what a cache holds
+        width = getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        limit = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
+        told += f"keep prompt and new tokens within {limit} (they may be {width + new_tokens})."
+        require(kind not in ("dynamic", "longrope") or limit is None or width + new_tokens <= limit, told)
     table = position_table(model)
-    if table is None or prompt_tokens + new_tokens - 1 <= table:
+    if table is None:
         return
-    room = table + 1 - prompt_tokens
+    positions = None if model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 2:  # pads have none
+        width = int(positions.max()) + 1
+    if width + new_tokens - 1 <= table:  # the last one is not fed
+        return
+    room = table + 1 - width
     remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
-    told = f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has "
-    raise ValueError(f"{told}a table of {table} positions, beyond which plain generate fails; {remedy}.")
+    told = f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
+    raise ValueError(f"{told}of {table} positions, beyond which plain generate fails; {remedy}.")
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.hub import try_to_load_from_cache
 
 from hf_specx.common.architectures import ENCODERS, WHOLE
+from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
@@ -30,35 +30,18 @@ COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKey
 TokenizerOrNone = PreTrainedTokenizerBase | None
 
 
-def check_target(model: PreTrainedModel, max_length: int) -> None:
-    """Check that the target can be decoded exactly, whatever the draft; `max_length` is the most tokens of a row."""
+def check_target(model: PreTrainedModel) -> None:
+    """Check that the target can be decoded exactly, whatever the draft."""
     check_adapter(model)
     _check_ready("target", model)
     config = model.config.get_text_config(decoder=True)
     told = f"{type(model).__name__} attends in both directions, so that candidates would change what stands before "
     require(config.model_type not in ENCODERS or config.is_decoder, f"{told}them; set is_decoder=True in its config.")
-    frequencies_that_change(model, max_length)
 
 
 def why_uncached(model: PreTrainedModel) -> str:
     """Why the cache of a model cannot be used, so that transformers' own sampler has to; empty if it can."""
     return f"{type(model).__name__} is exact without a cache only" if model.config.model_type in WHOLE else ""
-
-
-def frequencies_that_change(target: PreTrainedModel, max_length: int) -> None:
-    """Check that rotary frequencies stay the same up to this length."""
-    config = target.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind not in ("dynamic", "longrope"):
-            continue
-        limit = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            limit = rope.get("original_max_position_embeddings", limit)
-        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
-        told += f"keep prompt and new tokens within {limit} (they may be {max_length})."
-        require(limit is None or max_length <= limit, told)
 
 
 def check_adapter(inner: PreTrainedModel) -> None:
@@ -214,14 +197,11 @@ def compare_vocabularies(
 
 def _file_of(model: PreTrainedModel) -> Path | None:
     """The tokenizer's file beside the files that a model was loaded from, if it is on this disk."""
-    name = str(getattr(model, "name_or_path", None) or "")
-    path: Any = Path(name) / TOKENIZER_FILE
-    if name and not Path(name).is_dir():
-        try:
-            path = try_to_load_from_cache(name, TOKENIZER_FILE, revision=getattr(model.config, "_commit_hash", None))
-        except ValueError:  # a name that is no id on the Hub
-            return None
-    return Path(path) if name and isinstance(path, str | Path) and Path(path).is_file() else None
+    name, commit = str(getattr(model, "name_or_path", None) or ""), getattr(model.config, "_commit_hash", None)
+    try:
+        return find_file(name, TOKENIZER_FILE, revision=commit, local_files_only=True) if name else None
+    except ValueError:  # a name that is no id on the Hub
+        return None
 
 
 def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | None:

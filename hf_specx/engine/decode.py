@@ -1,8 +1,7 @@
 """The loop: draft, one target forward, verify and append until a stop (Leviathan et al. 2022, Algorithm 1)."""
 
 from collections.abc import Iterator
-
-import torch
+from contextlib import nullcontext
 
 from hf_specx.common.round import Round
 from hf_specx.sampling.rewindable import in_use
@@ -10,33 +9,25 @@ from hf_specx.sampling.rewindable import in_use
 from .run import Run
 
 
-def decode(run: Run) -> torch.Tensor:
-    """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it.
-
-    Users' own processors are left where plain `generate` leaves them.
-    """
-    with in_use(run.processors.at_once, run.batch):
-        for _ in rounds(run):
-            pass
-        return run.finish()
-
-
-def rounds(run: Run) -> Iterator[Round]:
+def decode(run: Run) -> Iterator[Round]:
     """Each round of a call, until every row has stopped and nothing waits for its place.
 
     After a round the target's cache holds exactly each row's prompt and emitted tokens except the last. The draft's
-    holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention.
+    holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention. Users'
+    own processors are left where plain `generate` leaves them.
     """
-    run.begin()  # read the prompts
-    while run.active():  # here or on another rank
-        lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
-        draft = run.batch.take(run.drafter.propose(run.batch, lengths))
-        run.lap("draft")
-        forward = run.target(run.batch, draft)
-        run.lap("target")
-        scores = run.processors(run.batch, draft, forward.logits)
-        judgement = run.rule.judge(run.batch, draft, scores)
-        done = run.batch.append(draft, judgement, run.stopping, forward, scores)
-        run.publish(done)
-        run.admit(done)  # rows that ended leave, or new prompts have their places
-        yield done
+    with in_use(run.processors.at_once, run.batch) if run.processors.mask_size else nullcontext():
+        run.begin()  # read the prompts
+        while run.active():  # here or on another rank
+            lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
+            draft = run.batch.take(run.drafter.propose(run.batch, lengths))
+            run.lap("draft")
+            forward = run.target(run.batch, draft)
+            run.lap("target")
+            scores = run.processors(run.batch, draft, forward.logits)
+            judgement = run.rule.judge(run.batch, draft, scores)
+            done = run.batch.append(draft, judgement, run.stopping, forward, scores)
+            run.publish(done)
+            run.admit(done)  # rows that ended leave, or new prompts have their places
+            yield done
+        run.finish()

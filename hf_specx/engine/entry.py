@@ -3,7 +3,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
-from hf_specx.common.errors import check_names, is_int, kind, require, similar
+from hf_specx.common.errors import check_names, is_int, kind, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
 from hf_specx.models.prompts import Prompt
@@ -47,15 +47,12 @@ def prepared(
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
     """
-    one_row = len(input_ids) == 1
-    criteria = StoppingCriteriaList(map(of_one_row, stopping_criteria)) if one_row else stopping_criteria
+    criteria = stopping_criteria
+    if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
+        own = (OneStop(each) if type(each).__name__ == "MultiTokenEOSCriteria" else each for each in criteria)
+        criteria = StoppingCriteriaList(own)
     given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
     return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
-
-
-def of_one_row(criterion: Any) -> Any:
-    """A criterion that depends on the text of its one row alone, in place of lm-eval's; any other as it is."""
-    return OneStop(criterion) if type(criterion).__name__ == "MultiTokenEOSCriteria" else criterion
 
 
 class OneStop(StoppingCriteria):
@@ -86,30 +83,7 @@ def check_entry(model: Any, custom_generate: Any = None) -> None:
     require(not isinstance(custom_generate, Path), told)
 
 
-def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Collection[str]) -> None:
-    """Check the arguments of `generate`; `options` are names of those that we know and transformers does not."""
-    ids = "a tensor of token ids, as tokenizer(texts, return_tensors='pt', padding=True) gives"
-    kinds: dict[str, tuple[Any, str]] = {
-        "inputs": (torch.Tensor, ids),
-        "input_ids": (torch.Tensor, ids),
-        "generation_config": (GenerationConfig, "GenerationConfig(...), or its fields as arguments"),
-        "logits_processor": (list | tuple, "a list of such objects"),
-        "stopping_criteria": (list | tuple, "a list of such objects"),
-    }
-    given = {"inputs": inputs} | kwargs
-    for name, (expected, what) in kinds.items():
-        value = given.get(name)
-        require(value is None or isinstance(value, expected), f"{name} is {kind(value)}; pass {what}.")
-    check_values(given)
-    told = "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; "
-    paged = kwargs.get("cache_implementation") == "paged"
-    require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
-    for name in sorted(kwargs.keys() - set(options) - _known_arguments(model)):
-        if similar(name, options):  # others may be what the model reads
-            check_names("generate", [name], options)
-
-
-def _known_arguments(model: Any) -> set[str]:
+def known_arguments(model: Any) -> set[str]:
     """Names of what `generate` takes for a model: its own arguments, fields of a config, inputs of the model."""
     callables = [GenerationMixin.generate, type(model).generate, model.forward, model.prepare_inputs_for_generation]
     if model.config.is_encoder_decoder:
@@ -181,13 +155,11 @@ def check_many(
 ) -> None:
     """Check the arguments of `generate_many`; `most` is its `max_batch_tokens`."""
     check_entry(model)
-    told = "give a list of prompts, each a list of token ids, as tokenizer(texts).input_ids."
-    is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
-    require(is_iterable, f"requests is {kind(requests)}; {told}")
     single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
-    dimensions = getattr(requests, "ndim", None)
-    require(not single and dimensions != 1, f"requests is a single prompt; {told}")
-    require(dimensions is None, f"requests is {kind(requests)}, whose rows may hold pads; {told}")
+    several = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
+    given = "a single prompt" if single else kind(requests)
+    told = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
+    require(several and not single and not hasattr(requests, "ndim"), f"requests is {given}; {told}")
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
     told = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
     require(most is None or (is_int(most) and most >= 1), told)
@@ -195,7 +167,7 @@ def check_many(
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
     told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...)."
-    check_names("generate_many", kwargs, _known_arguments(model) | {"tokenizer"}, told)
+    check_names("generate_many", kwargs, known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
 
 
@@ -226,8 +198,8 @@ def frame_of_generate(frame: FrameType | None) -> FrameType | None:
 
 def withheld(frame: FrameType) -> dict[str, Any]:
     """What `generate`, below the given frame, has kept for itself, and a decoding method needs."""
-    found = frame_of_generate(frame)
-    return {} if found is None else {name: found.f_locals.get(name) for name in ("streamer", "synced_gpus")}
+    given = {} if (found := frame_of_generate(frame)) is None else found.f_locals
+    return {"streamer": given.get("streamer"), "synced_gpus": given.get("synced_gpus")}
 
 
 def check_call(frame: FrameType, own_streamer: Any) -> None:

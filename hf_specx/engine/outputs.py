@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.models.slots import CACHE
-from hf_specx.sampling.stopping import Stopping
+
+from .call import Call
 
 
 class Outputs:
@@ -55,14 +56,14 @@ class Stream:
     """Hands the text of one call to a streamer, never a token that may be taken back: `stopping` knows that.
 
     A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
-    and gets what `generate` gives it. `by` "token" it gets one at a time, by "run" all that a round has emitted.
-    `shown` says whether it has the prompts already.
+    and gets what `generate` gives it. By "token" it gets one at a time, by "run" all that a round has emitted.
     """
 
-    def __init__(self, streamer: BaseStreamer, by: str, stopping: Stopping, shown: bool = False):
-        self.stopping, self.by, self.shown = stopping, by, shown
-        self.streamer: Any = streamer
-        self.tags_rows = hasattr(streamer, "put_row")
+    def __init__(self, call: Call):
+        self.stopping, self.by, self.shown = call.stopping, call.options.stream_by, call.shown
+        self.streamer = call.options.streamer
+        self.tags_rows = hasattr(self.streamer, "put_row")
+        self.put = self.streamer.put_row if self.tags_rows else lambda row, tokens: self.streamer.put(tokens)
         self.given: list[int] = []  # how many emitted tokens of each row were handed over
         self.waiting: list[list[int]] = []  # those that were not
         self.ended: set[int] = set()
@@ -72,10 +73,8 @@ class Stream:
         self.given, self.waiting = [0] * len(batch.counts), [[] for _ in batch.counts]
         if self.shown:
             return
-        if not self.tags_rows:
-            self.streamer.put(batch.prefix(0).cpu())
-        for row in range(len(batch.counts)) if self.tags_rows else ():
-            self.streamer.put_row(row, batch.row(row).cpu())
+        for row in range(len(batch.counts)):
+            self.put(row, batch.row(row).cpu() if self.tags_rows else batch.prefix(0).cpu())
 
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
@@ -95,11 +94,7 @@ class Stream:
         for row, tokens in enumerate(new):
             step = 1 if self.by == "token" else max(1, len(tokens))
             for first in range(0, len(tokens), step):
-                part = torch.tensor(tokens[first : first + step])
-                if self.tags_rows:
-                    self.streamer.put_row(row, part)
-                else:
-                    self.streamer.put(part)
+                self.put(row, torch.tensor(tokens[first : first + step]))
         for row in ended if self.tags_rows else ():
             self.streamer.end_row(row)
 

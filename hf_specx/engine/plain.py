@@ -17,13 +17,12 @@ from .run import make_batch
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report."""
-    prompt, options, begun = call.prompt, call.options, time.perf_counter()
+    prompt, begun = call.prompt, time.perf_counter()
     ids, config = prompt.input_ids, prompt.generation_config
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
     alone = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
-    streamed = options.streamer, options.stream_by, call.stopping, call.shown
-    stream = None if options.streamer is None else Stream(*streamed)
+    stream = None if call.options.streamer is None else Stream(call)
     watch = _Watch(call.stopping, stream, ids)
     if stream is not None:
         stream.prompt(make_batch(prompt))

@@ -60,8 +60,7 @@ class RequestQueue:
             if self.entries and entry.alone:
                 break
             self.entries.append(self._take())
-            if entry.alone:
-                break
+            rows = 1 if entry.alone else rows
         self.chances = [[] for _ in self.entries]
         if self.entries:
             self.stopping = RequestStopping([entry.stopping for entry in self.entries])
@@ -180,7 +179,7 @@ class RequestQueue:
 
     def _fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
         """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
-        width = max(width, *(entry.longest - entry.limit for entry in entries))
+        width = max(width, *(entry.width for entry in entries))
         longest = width + max(entry.limit for entry in entries)
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 

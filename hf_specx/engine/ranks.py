@@ -14,6 +14,7 @@ from hf_specx.common.devices import world_size
 from hf_specx.common.errors import require
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting
+from hf_specx.models.choose import layouts_of
 
 
 def of_first_rank(number: int, device: torch.device) -> int:
@@ -47,8 +48,8 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, parts))
 
 
-def check_synced(states: bool, drafting: Drafting, drafter: Drafter) -> None:
-    """Check that ranks that hold parts of the models can keep step; `states` cannot be cropped."""
+def check_synced(target: PreTrainedModel, drafting: Drafting, drafter: Drafter) -> None:
+    """Check that ranks that hold parts of the models can keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
     told = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
     require(drafting.schedule == "constant", f"{told}accept, and {where_fixed}; use 'constant'.")
@@ -58,6 +59,7 @@ def check_synced(states: bool, drafting: Drafting, drafter: Drafter) -> None:
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     told = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often; use "
     told += "a target and a draft that take another layout, or replicas without synced_gpus."
-    require(not states, f"{same}{told}")
+    models = [target] if drafter.model is None else [target, drafter.model]
+    require(all(layouts_of(model, drafts=True)[0] != "lockstep" for model in models), f"{same}{told}")
     told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     require(not drafter.own_text, told)

@@ -80,52 +80,47 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        self.history += [[] for _ in range(self.rows - len(self.history))]
+        self.history = [[] for _ in range(self.rows)]
 
     def observe(self, done: Round) -> None:
         """Count a round."""
-        longest = max(done.draft.lengths)
+        draft, longest = done.draft, max(done.draft.lengths)
+        steps, sources = draft.steps, draft.sources
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        for shares, judged in zip(done.overlap, done.judged, strict=True):
-            self.overlap += sum(shares[:judged])
         kept, tried = self.survival
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
-        lengths, steps, flags = done.draft.lengths, done.draft.steps, done.draft.forced
-        counts = zip(lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
-        for index, (row, numbers, source) in enumerate(zip(done.rows, counts, done.draft.sources, strict=True)):
-            forced = () if flags is None else tuple(compress(range(len(flags[index])), flags[index]))
-            record = RoundRecord(*numbers, longest, forced, steps)
-            if record.drafted or self.emitted_per_row[row]:
-                self.steps[record.drafted, record.draft_steps, record.width] += 1
-                self.gained_in_steps += record.gained
-            self.emitted_per_row[row] += record.emitted
-            history = self.history[row]
-            history.append(record)
+        positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
+        for index, row in enumerate(done.rows):
+            drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
+            gained = done.gained[index]
+            if drafted or self.emitted_per_row[row]:
+                self.steps[drafted, steps, longest] += 1
+                self.gained_in_steps += gained
+            flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
+            forced = tuple(compress(range(drafted), flags))
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
             if self.keeps is not None and len(history) > 2 * self.keeps:
                 del history[: self.keeps]
-            if record.drafted:
-                self._count(row, record, source)
-
-    def _count(self, row: int, record: RoundRecord, source: str) -> None:
-        """Count the candidates of one row in a round."""
-        self.forced += len(record.forced)
-        self.gained += record.gained
-        self.rounds_per_row[row] += 1
-        self.drafted_per_row[row] += record.drafted
-        self.accepted_per_row[row] += record.accepted
-        positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
-        for counts, number in zip(positions, (record.drafted, record.judged, record.accepted), strict=True):
-            counts += [0] * (record.drafted - len(counts))
-            for position in range(number):
-                counts[position] += 1
-        of_source = self.sources.setdefault(source, {"rounds": 0, "drafted": 0, "accepted": 0})
-        of_source["rounds"] += 1
-        of_source["drafted"] += record.drafted
-        of_source["accepted"] += record.accepted
+            self.emitted_per_row[row] += done.emitted[index]
+            if not drafted:
+                continue
+            self.forced += len(forced)
+            self.gained += gained
+            self.overlap += sum(done.overlap[index][:judged])
+            self.rounds_per_row[row] += 1
+            self.drafted_per_row[row] += drafted
+            self.accepted_per_row[row] += accepted
+            for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
+                counts += [0] * (drafted - len(counts))
+                for position in range(number):
+                    counts[position] += 1
+            of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
+            for name, number in zip(of_source, (1, drafted, accepted), strict=True):
+                of_source[name] += number
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""
@@ -139,6 +134,10 @@ class SpeculationReport:
                 cut = min(beyond, records[last].emitted)
                 records[last] = records[last]._replace(emitted=records[last].emitted - cut)
                 beyond -= cut
+
+    def after(self, earlier: "SpeculationReport | None") -> "SpeculationReport":
+        """This call and an earlier one; it alone if there was none."""
+        return self if earlier is None else earlier + self
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""

@@ -20,8 +20,8 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import MAX_SEED, check_encoder_positions, check_positions, unknown_token
-from .check_models import check_adapter, frequencies_that_change, why_uncached
+from .check_inputs import MAX_SEED, check_encoder_positions, check_length, unknown_token
+from .check_models import check_adapter, why_uncached
 from .entry import bind_stop_strings, prepared
 
 
@@ -101,9 +101,9 @@ class Entry:
         return self.stopping.max_new_tokens
 
     @property
-    def longest(self) -> int:
-        """Tokens of its prompt, also one that an encoder reads, and its limit."""
-        return max(len(self.given), len(self.input_ids)) + self.limit
+    def width(self) -> int:
+        """Tokens of its prompt, also one that an encoder reads."""
+        return max(len(self.given), len(self.input_ids))
 
 
 class Preparing:
@@ -144,8 +144,7 @@ class Preparing:
             seed = int(torch.randint(MAX_SEED - 1, ())) if given.generation_config.do_sample else 0
         alike = not any(x is not None for x in (request.logits_processor, *warps.values()))
         entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
-        frequencies_that_change(self.model, entry.longest)
-        check_positions(self.model, len(start), entry.limit)
+        check_length(given, entry.limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))
         return entry

@@ -1,14 +1,11 @@
 """What decodes one call: put together before anything is read, so that refusals come before any forward."""
 
-import copy
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
@@ -69,17 +66,12 @@ class Run:
         if back < most:
             name = self.processors.limited_by
             told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
-        described = call.verification, call.layout.target, call.layout.reason, rows
-        self.report = SpeculationReport(
-            *described,
-            limit_reason=told,
-            costs=costs,
-            keeps=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
-        )
-        config, streamer = prompt.generation_config, options.streamer
+        described = call.verification, call.layout.target, call.layout.reason, rows, told
+        keeps = None if call.queue is None else KEPT_ROUNDS
+        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
+        config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
-        self.stream = None if streamer is None else Stream(streamer, options.stream_by, call.stopping, call.shown)
+        self.stream = None if options.streamer is None else Stream(call)
         self.listeners: list[Listener] = [self.report]
         for listener in (self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
@@ -98,15 +90,9 @@ class Run:
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
+        call = self.call
         if self.stream is not None:
             self.stream.prompt(self.batch)
-        self.read()
-        self.schedule = self._make_schedule()
-        self.lapped = time.perf_counter()
-
-    def read(self) -> None:
-        """Read the prompts with both models."""
-        call = self.call
         self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
         reading = Reading(
@@ -125,12 +111,13 @@ class Run:
             alpha=None if call.shared else self.costs.alpha.get(call.verification),
         )
         self.drafter.read(reading)
+        self.schedule = self._make_schedule()
+        self.lapped = time.perf_counter()
 
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
         call, batch, drafter, pace = self.call, self.batch, self.drafter, None
-        requests = [] if call.queue is None else call.queue.entries
-        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in requests)
+        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in call.queue.entries)
         fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
         # other ranks, and requests that come later, may have longer texts
         if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):
@@ -163,7 +150,7 @@ class Run:
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
-        self.read()
+        self.begin()
         step = self.drafter.cost(self.batch) or (lambda _: None)
         self.costs.measure(len(self.batch.rows), partial(self.target.rehearse, self.batch), step)
 
@@ -177,10 +164,8 @@ class Run:
 
     def idle(self) -> None:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
-        batch = copy.copy(self.batch)
-        counts = [batch.counts[row] for row in batch.rows]
+        batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
-        batch.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
         draft = batch.take(self.drafter.propose(batch, self.schedule.idle(batch)))
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 
@@ -221,8 +206,8 @@ class Run:
         self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + now - self.lapped
         self.lapped = now
 
-    def finish(self) -> torch.Tensor:
-        """End the call, and remember what it has shown; returns the text, [B, L + N]."""
+    def finish(self) -> None:
+        """End the call, and remember what it has shown."""
         columns, report, draft = self.stopping.columns, self.report, self.drafter.decoder
         self.rule.finish(columns)
         self.schedule.end()
@@ -232,11 +217,11 @@ class Run:
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
-        return self.batch.output(columns)
 
-    def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
-        """What `generate` returns: the text, or an output with this report; a cache of the user is filled."""
+    def output(self, report: SpeculationReport | None) -> Any:
+        """What `generate` returns: the text [B, L + N], or an output with this report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.columns
+        text = self.batch.output(columns)
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = fill(prompt.past, past)

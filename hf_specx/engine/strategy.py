@@ -4,7 +4,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import free_tokens
-from hf_specx.common.round import Listener
+from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
@@ -29,7 +29,7 @@ from hf_specx.models.prompts import Prompt, prepare
 
 from .call import Call, make_call, warn_once
 from .check_options import check_options
-from .decode import decode, rounds
+from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
@@ -144,11 +144,12 @@ class SpeculativeDecoding(NoModel):
 
         A `streamer` of `generate` has got the prompt from it already.
         """
-        with ExitStack() as at_end:
-            for each in (self.streamer, streamer):
-                if each is not None:
-                    at_end.callback(each.end)
-            return self.complete(self.call(given, seeds, streamer=streamer, **withheld), earlier)
+        withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
+        try:
+            return self.complete(self.call(given, seeds, **withheld), earlier)
+        finally:
+            if withheld["streamer"] is not None:
+                withheld["streamer"].end()
 
     def generate_many(
         self,
@@ -209,14 +210,10 @@ class SpeculativeDecoding(NoModel):
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = self.begin(call := self.call(given, seeds, queue))
-                warn_once(call, self.layout, self._said)
-                self.report = run.report
-                for _ in rounds(run):
+                run = Run(self.call(given, seeds, queue), self.costs)
+                for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
-                run.finish()
-                self.report = run.report if earlier is None else earlier + run.report
             earlier = self.report
             yield from queue.handed_on()
         yield from queue.handed_on()
@@ -256,16 +253,12 @@ class SpeculativeDecoding(NoModel):
         return make_drafter(draft, target)
 
     def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
-        """What a call asks for, or a batch of a queue, checked; with a `streamer` that has the prompt already."""
+        """What a call asks for, or a batch of a queue, checked."""
         drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
-        options.streamer = self.streamer if streamer is None else streamer
-        withheld["shown"] = streamer is not None
-        return make_call(options, given, drafter, *seeds_and_queue, **withheld)
-
-    def begin(self, call: Call) -> Run:
-        """What decodes a call; nothing is read yet."""
-        self.meet(call.prompt.model)
-        return Run(call, self.costs)
+        options.streamer = streamer
+        call = make_call(options, given, drafter, *seeds_and_queue, **withheld)
+        self.meet(given.model)
+        return call
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs if the last call had another target."""
@@ -276,18 +269,24 @@ class SpeculativeDecoding(NoModel):
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
-        warn_once(call, self.layout, self._said)
         if not call.plain:
-            run = self.begin(call)
-            self.report = run.report
-            text = decode(run)
-            self.report = run.report if earlier is None else earlier + run.report
-            return run.output(text, self.report)
+            run = Run(call, self.costs)
+            for _ in self._rounds(run, earlier):
+                pass
+            return run.output(self.report)
+        warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
-        self.report = report if earlier is None else earlier + report
+        self.report = report.after(earlier)
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = self.report
         return output
+
+    def _rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:
+        """The same, round by round."""
+        warn_once(run.call, self.layout, self._said)
+        self.report = run.report
+        yield from decode(run)
+        self.report = run.report.after(earlier)
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -295,4 +294,4 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         given = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
-        self.begin(self.call(given)).calibrate()
+        Run(self.call(given), self.costs).calibrate()

@@ -14,9 +14,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.common.altered import shallow
 from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import shallow
 from hf_specx.sampling.stopping import Stopping
 
 from .slots import CACHE, cache_name

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.common.altered import shallow
 from hf_specx.common.devices import execution_device, hardware
-from hf_specx.common.errors import require
-from hf_specx.common.wrappers import unwrapped
+from hf_specx.common.errors import check_names, kind, require, similar
+from hf_specx.common.wrappers import shallow, unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.heads.mtp import MtpDraft
@@ -22,9 +21,10 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.entry import (
     bind_stop_strings,
-    check_arguments,
     check_entry,
     check_lifted,
+    check_values,
+    known_arguments,
     prepared,
     setting,
     unset,
@@ -35,6 +35,7 @@ from hf_specx.hub.find_draft import find_draft
 
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
 STRATEGY_OPTIONS += ("draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+OWN = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")  # arguments that transformers has not
 NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
 LOADER_OPTIONS: tuple[str, ...] = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
@@ -72,7 +73,7 @@ def generate(
         other = kwargs.pop("custom_generate", None)
         if other is not None:
             reached.append(True)
-            return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
+            return owner.generate(model, *(() if inputs is None else (inputs,)), custom_generate=other, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
         check_before_loading(inputs, model, kwargs)
@@ -156,11 +157,6 @@ def ending(streamer: Any) -> Iterator[list[bool]]:
         raise
 
 
-def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """`inputs` as a positional argument, since a class may name its first argument differently."""
-    return [] if inputs is None else [inputs]
-
-
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name; `owner.generate` names those given by position after the first."""
     parameters = inspect.signature(owner.generate).parameters.values()
@@ -172,8 +168,25 @@ def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Check the arguments of a call by name and type, before anything is loaded for it."""
-    named = {name: value for name, value in kwargs.items() if name not in LOADER_OPTIONS}
-    check_arguments(inputs, model, named, (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds"))
+    ids = "a tensor of token ids, as tokenizer(texts, return_tensors='pt', padding=True) gives"
+    kinds: dict[str, tuple[Any, str]] = {
+        "inputs": (torch.Tensor, ids),
+        "input_ids": (torch.Tensor, ids),
+        "generation_config": (GenerationConfig, "GenerationConfig(...), or its fields as arguments"),
+        "logits_processor": (list | tuple, "a list of such objects"),
+        "stopping_criteria": (list | tuple, "a list of such objects"),
+    }
+    given = {"inputs": inputs} | kwargs
+    for name, (expected, what) in kinds.items():
+        value = given.get(name)
+        require(value is None or isinstance(value, expected), f"{name} is {kind(value)}; pass {what}.")
+    check_values(given)
+    told = "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; "
+    paged = kwargs.get("cache_implementation") == "paged"
+    require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
+    for name in sorted(kwargs.keys() - {*OWN, *LOADER_OPTIONS} - known_arguments(model)):
+        if similar(name, OWN):  # others may be what the model reads
+            check_names("generate", [name], OWN)
 
 
 def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +232,8 @@ def run(
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)
     served = healing(model, strategy.tokenizer) if heals else model
-    result = owner.generate(served, *first(inputs), custom_generate=called, **kwargs)
+    first = () if inputs is None else (inputs,)  # which a class may name differently
+    result = owner.generate(served, *first, custom_generate=called, **kwargs)
     if isinstance(result, ModelOutput):
         result.speculation_report = strategy.report
     elif isinstance(result, dict):  # what Whisper makes of several windows
@@ -230,8 +244,7 @@ def run(
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
-    plain = shallow(model)
-    vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
-    healed, heal = shallow(plain), GenerationMixin.heal_tokens
-    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)
+    healed, heal = shallow(model), GenerationMixin.heal_tokens
+    vars(healed).pop("generate", None)  # healing calls `generate`, and an override would want a draft
+    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(healed, input_ids, tokenizer)
     return healed

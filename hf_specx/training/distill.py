@@ -98,7 +98,7 @@ def distill(
 
 def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
     """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
-    check_target(target, 0)
+    check_target(target)
     return TrainingRecipe.of(with_settings(target, given))
 
 

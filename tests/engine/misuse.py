@@ -1,8 +1,11 @@
-"""Bad input and misuse, put into practice: models of all kinds, and calls with them that should be refused."""
+"""Calls that are refused, as (a part of what is said, what is done): what would give wrong text, and plain misuse."""
 
 import copy
+import string
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,8 +17,11 @@ from transformers import (
     BertLMHeadModel,
     DynamicCache,
     GenerationMixin,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    StaticCache,
+    TextStreamer,
     WhisperConfig,
     WhisperForCausalLM,
     WhisperForConditionalGeneration,
@@ -25,8 +31,12 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.engine import call as calls
 from hf_specx.engine import check_inputs
+from hf_specx.engine.check_inputs import check_noise
 from hf_specx.models import compiled, regions
 from hf_specx.models.slots import CACHE
+from hf_specx.pairs.complete import complete
+from hf_specx.pairs.generate import NAMED
+from hf_specx.pairs.results_file import check_results_path
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -49,22 +59,15 @@ class Reader(CandidateGenerator):
     requires_model_outputs = True
 
 
-def checkpointing() -> PreTrainedModel:
-    """A model that trains with gradient checkpointing."""
-    model = tiny().train()
-    model.gradient_checkpointing_enable()
-    return model
-
-
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "target": tiny,
     "draft": lambda: tiny(seed=1),
     "narrow": lambda: tiny(hidden_size=16, head_dim=4),
     "other vocabulary": lambda: tiny(vocab_size=50),
     "training": lambda: tiny(attention_dropout=0.1).train(),
-    "checkpointing": lambda: checkpointing(),
+    "checkpointing": lambda: checkpointing(tiny().train()),
     "no head": lambda: tiny().model,
-    "empty": lambda: on_meta(),
+    "empty": lambda: empty(),
     "both ways": lambda: BertLMHeadModel(BertConfig(**SMALL)).eval(),
     "sliding": lambda: tiny("mistral"),
     "unknown": lambda: called("never_heard_of"),
@@ -87,7 +90,12 @@ def get(name: str) -> PreTrainedModel:
     return MODELS[name]()
 
 
-def on_meta() -> PreTrainedModel:
+def checkpointing(model: PreTrainedModel) -> PreTrainedModel:
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def empty() -> PreTrainedModel:
     with torch.device("meta"):
         return tiny()
 
@@ -105,21 +113,16 @@ def whisper(bins: int, **changes) -> PreTrainedModel:
     return WhisperForConditionalGeneration(WhisperConfig(num_mel_bins=bins, **sizes | special | changes)).eval()
 
 
-def strategy(draft: str = "draft", **options) -> SpeculativeDecoding:
-    return SpeculativeDecoding(get(draft), **{"num_draft_tokens": 2} | options)
+def strategy(draft: Any = "draft", **options) -> SpeculativeDecoding:
+    draft = get(draft) if isinstance(draft, str) else draft
+    return SpeculativeDecoding(draft, **{"num_draft_tokens": 2} | options)
 
 
-def call(options: dict | None = None, target: str = "target", draft: str = "draft", **settings):
+def call(options: dict | None = None, target: str = "target", draft: Any = "draft", **settings):
     """Two rows through the strategy."""
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False} | settings
     given = {name: value for name, value in given.items() if value is not ...}
     return GenerationMixin.generate(get(target), **given, custom_generate=strategy(draft, **options or {}))
-
-
-def early(**options):
-    """With the target's first layer as the draft."""
-    strategy = SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=2, **options)
-    return get("target").generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, custom_generate=strategy)
 
 
 def function(target: str = "target", **settings):
@@ -131,12 +134,6 @@ def function(target: str = "target", **settings):
 
 def pair() -> DraftTargetPair:
     return DraftTargetPair(get("target"), get("draft"))
-
-
-def of_pair(**settings):
-    """Two rows through a pair."""
-    given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
-    return pair().generate(**given | settings)
 
 
 def masked(change: Callable[[torch.Tensor], object], **settings):
@@ -192,19 +189,14 @@ def to_compile(options: dict | None = None, found: bool = True, **settings):
 
 def without_a_model_elsewhere():
     """Sampling by default, "coupled" there, as if this device had other noise."""
-    given = {"do_sample": True, "custom_generate": SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)}
     with patch.object(check_inputs, "NOISE_DEVICES", ()):
-        return get("target").generate(**prompts(2, width=6), max_new_tokens=2, **given)
+        return call(draft=SuffixDraft(), do_sample=True)
 
 
 def later() -> dict[str, torch.Tensor]:
     """The text of `full_window` and one token more."""
     ids = torch.ones(2, 16, dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.cat([prompts(2, width=6)["attention_mask"], ids[:, 6:]], 1)}
-
-
-def call_of_1(**settings):
-    return get("target").generate(**prompts(1), **settings, max_new_tokens=2, custom_generate=strategy())
 
 
 def directly(input_ids: torch.Tensor):
@@ -224,3 +216,130 @@ def only_encoded():
 def holed_decoder():
     text = {"decoder_input_ids": ONES, "decoder_attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
     return call(target="led", draft="led", **text)
+
+
+NONE = {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}  # that OTHER has too
+MORE = {"draft_tokenizer": letters(string.ascii_letters)}
+LETTERS = string.ascii_letters[:48]
+ALL = letters(LETTERS)
+RENAMED = {"tokenizer": ALL, "draft_tokenizer": letters("!" + LETTERS[1:])}
+LOCKSTEP = {"verification": "token", "layout": "lockstep"}
+TWO_ENCODERS = {"target": "encoder", "draft": "encoder"}
+
+
+def continued(cache, options=None, target="target", **settings):
+    """A call that goes on in a copy of a cache."""
+    return call(options, target, **{CACHE: copy.deepcopy(cache())}, **settings)
+
+
+def lifted():
+    return generate(model=get("whisper"), **dict.fromkeys(NAMED) | {"assistant_model": get("draft")})
+
+
+WRONG_TEXT = [
+    # What a strategy is made of
+    ("would be decoded in 'padded'.*use compile=False", partial(to_compile, {"layout": "padded"})),
+    # The models
+    ("the target is in training mode.*target.eval", partial(call, target="training")),
+    ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
+    ("the draft model has parameters on the meta device", partial(call, draft="empty")),
+    ("attends in both directions.*set is_decoder", partial(call, target="both ways")),
+    ("T5ForConditionalGeneration is an encoder-decoder.*choose a dec", partial(call, draft="encoder")),
+    ("input_ids and the draft Whisper.* input_features; choose", partial(call, target="encoder", draft="whisper")),
+    ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
+    ("differ, .* in '!' with id 0; choose", partial(call, RENAMED, draft=EarlyExitDraft(1))),
+    ("only 0% of the tokens of a sample text are in both.*choose", partial(call, OTHER | NONE)),
+    ("has another tokenizer .*one row at a time; choose a draft with", partial(call, OTHER, draft="recurrent")),
+    ("not that of LlamaForCausalLM: 'W' has id 48.*pass", partial(call, OTHER | MORE)),
+    ("drops begin_suppress_tokens .*pass the draft as draft_model=", lifted),
+    ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
+    ("by position only.*load it with attn_impl", partial(call, target="by mask")),
+    ("'padded' has not been shown .*'never_heard_of'.*use", partial(call, {"layout": "padded"}, target="unknown")),
+    # What a call asks for
+    ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
+    ("^penalty_alpha=.* selects .*; for greedy.* leave it out", partial(call, top_k=4, penalty_alpha=0.6)),
+    ("^prompt_lookup_.* selects .*; a draft.*Draft.* leave it out", partial(call, prompt_lookup_num_tokens=3)),
+    ("^force_words_ids=.* selects .*; for greedy.* leave it out", partial(call, force_words_ids=[[1]])),
+    ("is a StaticCache, .*pass a DynamicCache", lambda: continued(lambda: StaticCache(get("target").config, 40))),
+    ("needs the keys of all.*use", lambda: continued(full_window, {"layout": "ragged"}, "sliding", **later())),
+    ("starts empty, and .* holds 2 tokens; use layout=", partial(continued, two_tokens, {"layout": "packed"})),
+    ("cannot redraw the noise .* on 'cpu'; use verification=", without_a_model_elsewhere),
+    # Its text
+    ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
+    ("of width 16 .* the target.* in 32; make", partial(call, **embeds(width=16))),
+    ("the draft T5.* has an encoder of its own; pass what", only_encoded),
+    (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
+    ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
+    ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
+    ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
+    ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
+    ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
+    ("the whole text has 2; pass", lambda: continued(two_tokens, input_ids=IDS[:, :2], attention_mask=ONES[:, :2])),
+    # What ties rows together
+    ("'token' and layout='lockstep', where.*use", partial(call, LOCKSTEP, seeds=[1, 2], do_sample=True, top_k=0)),
+    ("guidance_scale= works for dec.*T5.* has an encoder; leave", partial(call, **TWO_ENCODERS, guidance_scale=1.5)),
+    ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
+    ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
+    ("'heuristic' changes the number.*use", partial(spread, num_assistant_tokens_schedule="heuristic")),
+]
+
+
+lookup = partial(function, draft_model=..., num_draft_tokens=...)
+
+
+# values of the wrong type, out of range or of no known choice, one for each check
+PLAIN = [
+    # What a strategy is made of
+    ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
+    ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
+    ("give it an object: cust", lambda: get("target").generate(IDS, custom_generate=SpeculativeDecoding)),
+    ("input_ids is on the meta device, which has shapes", partial(function, input_ids=IDS.to("meta"))),
+    ("LlamaModel, which scores no next token", lambda: strategy("no head")),
+    ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
+    ("'num_drafts'; did you mean 'num_draft_tokens'. known: num_draft_tokens, ", partial(strategy, num_drafts=5)),
+    ("'assistant_model'; did you mean 'draft_model'", partial(strategy, assistant_model=3)),
+    ("model is a str; give the target itself", lambda: strategy().attached("x").__enter__()),
+    ("the target is given by name", lambda: generate(get("target"), IDS, draft_model=get("draft"))),
+    ("as custom_generate= .* give SpeculativeDecoding", lambda: get("target").generate(IDS, custom_generate=generate)),
+    ("num_draft_tokens=-1 is below 0; give 1", partial(strategy, num_draft_tokens=-1)),
+    ("verification='typical' is unknown; choose", partial(strategy, verification="typical")),
+    ("compile='max' is not a bool; use True", partial(strategy, compile="max")),
+    ("streamer is an int without put and end; pass a", partial(strategy, streamer=3)),
+    ("tokens=-1 is not an int of 1 or", partial(function, num_assistant_tokens=-1, num_draft_tokens=...)),
+    ("threshold=1.5 is no probability; give a number", partial(function, assistant_confidence_threshold=1.5)),
+    # What a call asks for
+    ("device type 'mps' does not have; use do_sample=False", lambda: check_noise(torch.device("mps"), "block")),
+    ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
+    ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
+    ("a TextStreamer takes one row, and", lambda: call({"streamer": TextStreamer(tokenizer=None)})),
+    ("assistant_model= is of no use beside.*leave", lambda: call(assistant_model=get("draft"))),
+    ("needs the tokenizer; pass tok", partial(call, stop_strings="x")),
+    ("have a streamer each; leave", lambda: call({"streamer": TextStreamer(ALL)}, streamer=TextStreamer(ALL))),
+    ("several drafts are chosen by the text; give one", lambda: spread(draft_model=[SuffixDraft(), get("draft")])),
+    # Its text
+    ("of shape .2, 6, 1. is no batch.*; pass", partial(call, input_ids=IDS[..., None], attention_mask=...)),
+    ("input_ids has dtype torch.float32; pass int", partial(call, input_ids=IDS.float())),
+    ("the prompt is empty.*pass at least one token", lambda: directly(IDS[:, :0])),
+    ("of shape .2, 1, 6. is no 2D mask .*; pass", partial(masked, lambda mask: mask[:, None] * 0, **embeds())),
+    # What ties rows together
+    ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
+    ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, do_sample=True, top_k=0)),
+    ("the seed -1 is outside of what torch takes; give ints", partial(call, seeds=[1, -1])),
+    ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
+    # The function, and pairs
+    ("there is no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
+    ("lookup_num_tokens=2.5 is not an int", partial(lookup, prompt_lookup_num_tokens=2.5)),
+    ("ngram_size=3 is for prompt_lookup", partial(lookup, max_matching_ngram_size=3)),
+    ("ngram_size=-1 is not", partial(lookup, max_matching_ngram_size=-1, prompt_lookup_num_tokens=4)),
+    ("custom_generate= has no .*; use", lambda: pair().generate(IDS, custom_generate="org/x")),
+    ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),
+    ("transformers ignores; pass it as a str", partial(function, custom_generate=Path("here"))),
+    ("generation_config is a dict; pass", partial(function, generation_config={})),
+    ("'num_draft_token'; did you mean 'num_draft_tokens'", partial(function, num_draft_token=3)),
+    ("needs the tokenizer; pass tok", partial(function, stop_strings=["x"])),
+    ("token_healing=True needs.*pass", partial(function, token_healing=True)),
+    # Results in files
+    ("the pair has no tokenizer to read texts with", lambda: complete(pair(), ["a"])),
+    ("out='.*/misuse.py' is there already, and .*; name another", lambda: check_results_path(Path(__file__))),
+    ("out='/dev/null' is a device; name a file", lambda: check_results_path(Path("/dev/null"))),
+]

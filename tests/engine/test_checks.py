@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from misuse import MODELS, full_window, get, two_tokens
-from misuse_cases import PLAIN, WRONG_TEXT
+from misuse import MODELS, PLAIN, WRONG_TEXT, full_window, get, two_tokens
 from tiny import near, prompts, tiny
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -32,6 +31,12 @@ def forwards():
     handle.remove()
 
 
+@pytest.fixture(scope="module")
+def before() -> dict[str, tuple]:
+    full_window(), two_tokens()
+    return state()
+
+
 def state() -> dict[str, tuple]:
     """What a call must leave alone in all models: mode, attributes, settings and weights."""
     return {name: state_of(get(name)) for name in MODELS}
@@ -44,12 +49,10 @@ def state_of(model: PreTrainedModel) -> tuple:
 
 
 @pytest.mark.parametrize(("message", "misuse"), CASES, ids=[told for told, _ in CASES])
-def test_misuse(message: str, misuse: Callable[[], object], forwards: list):
-    full_window(), two_tokens()
-    before, passed = state(), len(forwards)
+def test_misuse(message: str, misuse: Callable[[], object], before: dict, forwards: list):
     with pytest.raises((ValueError, TypeError), match=message):
         misuse()
-    assert len(forwards) == passed
+    assert not forwards
     assert state() == before
 
 

@@ -1,34 +1,33 @@
-"""`generate_many`: each request gets the text of a batch of one, whatever has the other places."""
+"""`generate_many`: each request gets the text of a batch of one, whatever has the other places.
 
+That what is sampled in places that are filled again has the right distribution follows: over seeds the text of a batch
+of one has the distribution of the target (test_law.py).
+"""
+
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from all_pairs import all_pairs, once
-from criteria import Counting
-from many import GREEDY, SAMPLED, alone, assert_alone, completed, repeating, requests
+from criteria import Counting, Raising
+from many import DRAFTS, GREEDY, MODES, PENALTIES, SAMPLED, alone, assert_alone, completed, repeating, requests
 from plain import coupled
 from rounds import numbers
-from tiny import Forwards, near, tiny
+from tiny import VOCAB_SIZE, Forwards, near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import (
-    Drafter,
-    EarlyExitDraft,
-    Request,
-    SampledCandidateGenerator,
-    SpeculativeDecoding,
-    SuffixDraft,
-    SuffixPool,
-)
+from hf_specx import Drafter, Request, SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.drafting.drafter import no_candidates
+from hf_specx.engine import run
 
 
-MODES = {"greedy": GREEDY, "coupled": SAMPLED}
 OPTIONS = MODES | {
-    "penalties": SAMPLED | {"repetition_penalty": 1.2, "min_new_tokens": 4, "top_p": 0.9, "no_repeat_ngram_size": 3},
+    "penalties": PENALTIES,
     "words and ends": GREEDY | {"bad_words_ids": [[7], [8, 9]], "min_new_tokens": 6, "forced_eos_token_id": 5},
     "prefix": SAMPLED
     | {"prefix_allowed_tokens_fn": lambda row, ids: [int(i) for i in (ids[-1] + torch.arange(1, 20)) % 48]},
@@ -70,16 +69,6 @@ def test_compiled_forwards(traced: None, model_type: str, options: dict, batch_s
         compilations.append(strategy.report.compilations)
     assert strategy.report.accepted > 0
     assert compilations[0] > compilations[1] == 0
-
-
-DRAFTS = {
-    "model": lambda target: near(target, 0.2),
-    "early exit": lambda target: EarlyExitDraft(1),
-    "suffix": lambda target: SuffixDraft(min_match=1),
-    "suffix with a pool": lambda target: SuffixDraft(pool=SuffixPool(max_tokens=1000), min_match=1),
-    "mixture": lambda target: [SuffixDraft(min_match=1), near(target, 0.2)],
-    "mixture with an early exit": lambda target: [SuffixDraft(min_match=1), EarlyExitDraft(1)],
-}
 
 
 @pytest.mark.parametrize(("model_type", "mode", "kind"), once(["llama", "gpt2"], MODES, DRAFTS))
@@ -200,3 +189,75 @@ def test_auto_beside_requests_with_seeds(draft_pays: None, verification: str):
     found = completed(strategy, target, asked, batch_size=2, **SAMPLED)  # two without a seed come first
     assert all(found[n].tokens == alone(target, asked[n], by, **SAMPLED) for n in range(2, 12, 3))
     assert max(seen) > 5
+
+
+STOPS = [None, ["a b"], "cd", ["e", "xyz"]]
+CALL = {"repetition_penalty": 1.15, "min_new_tokens": 2, "no_repeat_ngram_size": 4}
+
+
+def made(number: int, seed: int = 0) -> list[Request]:
+    """Prompts of 1 to 40 tokens, limits of 1 to 40, stop strings and processors of some, seeds of all."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, limits, kinds = (torch.randint(1, 41, (3, number), generator=generator)).tolist()
+    return [
+        Request(
+            torch.randint(1, VOCAB_SIZE, (length,), generator=generator),
+            limit,
+            seed=1000 + index,
+            stop_strings=STOPS[kind % 4],
+            logits_processor=[Raising(kind)] if kind % 5 == 0 else None,
+        )
+        for index, (length, limit, kind) in enumerate(zip(lengths, limits, kinds, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("number", "batch_sizes"), [(16, (3,)), pytest.param(500, (1, 3, 8, 16, 8), marks=pytest.mark.slow)]
+)
+def test_orders_and_batch_sizes(number: int, batch_sizes: Sequence[int], options: dict):
+    """The target runs fewer forwards than plain decoding."""
+    target, asked, options = tiny(vocab_size=280), made(number), options | CALL
+    expected = [alone(target, request, tokenizer=tiny_tokenizer(), **options) for request in asked]
+    draft = near(target, 0.2)
+    for turn, batch_size in enumerate(batch_sizes):
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(turn)).tolist()
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", tokenizer=tiny_tokenizer())
+        with Forwards(target) as forwards:
+            found = completed(strategy, target, [asked[n] for n in order], batch_size=batch_size, **options)
+        assert [found[place].tokens for place in range(number)] == [expected[n] for n in order]
+        assert len(forwards.ids) < sum(map(len, expected)) / min(2, batch_size) + number
+
+
+def test_stop_strings_of_a_config():
+    """As if they had been given to the call: its options are tried at once, when no tokenizer is bound to them yet."""
+    target, asked, tokenizer = tiny(vocab_size=280), made(3), tiny_tokenizer()
+    config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=24, stop_strings=list("aeiou"))
+    asked = [Request(request.input_ids, request.max_new_tokens) for request in asked]
+    expected = [alone(target, request, generation_config=config, tokenizer=tokenizer) for request in asked]
+    assert any(len(tokens) < request.max_new_tokens for tokens, request in zip(expected, asked, strict=True))
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tokenizer=tokenizer)
+    found = completed(strategy, target, asked, generation_config=config)
+    assert [found[place].tokens for place in range(3)] == expected
+
+
+@pytest.mark.slow
+def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
+    """The number of objects after 100 and after 400 requests of an endless input differs by less than one a request.
+
+    Without letting go of old rounds a request leaves some four.
+    """
+    monkeypatch.setattr(run, "KEPT_ROUNDS", 8)
+    target = tiny(num_hidden_layers=1)
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    endless = (Request([1 + number % 40] * (1 + number % 7), 2 + number % 9) for number in itertools.count())
+    completions = strategy.generate_many(target, endless, batch_size=4, do_sample=True, pad_token_id=0)
+    counts = []
+    for number in range(1, 401):
+        emitted = len(next(completions).tokens)
+        assert emitted
+        if number % 100 == 0:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    completions.close()
+    assert counts[-1] - counts[0] < 300

@@ -1,25 +1,21 @@
 """Prompts that begin alike: what they share is read once, and each request has the text of `generate`."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from all_pairs import all_pairs
-from many import GREEDY, SAMPLED, assert_alone
+from many import DRAFTS, MODES, PENALTIES, SAMPLED, assert_alone
 from plain import assert_plain, coupled
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
-from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import Request, SpeculativeDecoding
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.models import ragged
 from hf_specx.models.prompts import prepare
 
 
-OPTIONS = {
-    "greedy": GREEDY,
-    "coupled": SAMPLED,
-    "penalties": SAMPLED | {"repetition_penalty": 1.2, "min_new_tokens": 4, "top_p": 0.9, "no_repeat_ngram_size": 3},
-}
+OPTIONS = MODES | {"penalties": PENALTIES}
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +53,12 @@ def test_each_has_its_own_text(model_type: str, order: int, batch_size: int, opt
     assert strategy.report.acceptance_rate > 0.999
 
 
-DRAFTS: dict[str, Callable] = {
-    "early exit": lambda target: EarlyExitDraft(1),
-    "suffix": lambda target: SuffixDraft(min_match=1),
-    "mixture": lambda target: [SuffixDraft(min_match=1), near(target, 0.1)],
-}
-
-
 def after(row: int, ids: torch.Tensor) -> list[int]:
     """What may follow, by the last token."""
     return [int(i) for i in (ids[-1] + torch.arange(1, 20)) % VOCAB_SIZE]
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", ["early exit", "suffix", "mixture"])
 def test_other_drafts_under_a_mask(kind: str):
     target = tiny()
     strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=3, verification="coupled")
@@ -106,19 +95,11 @@ def test_what_all_begin_with_is_read_once(batch_size: int):
         assert sum(ids.numel() for ids in forwards.ids if ids.shape[1] > 5) == 40 + 12 * 7
 
 
-def together(texts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Left-padded."""
-    width = max(map(len, texts))
-    pads = torch.tensor([width - len(text) for text in texts])
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    return {"input_ids": ids, "attention_mask": (torch.arange(width) >= pads[:, None]).long()}
-
-
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
 def test_rows_of_one_call(model_type: str):
     """The scores and the cache as well."""
     target, begin = tiny(model_type), words(20, 0)
-    inputs = together([begin + words(3, 1), begin + words(9, 2), begin, begin[:12] + words(2, 3)])
+    inputs = padded_rows([begin + words(3, 1), begin + words(9, 2), begin, begin[:12] + words(2, 3)], "left")
     strategy = coupled(target, 0.0)
     settings = SAMPLED | {"return_dict_in_generate": True, "output_logits": True, "num_return_sequences": 2}
     with Forwards(target) as forwards:
@@ -132,7 +113,7 @@ def test_rows_of_one_call(model_type: str):
 def test_tokens_that_are_not_counted_from_the_first(name: str):
     """Gaps and positions of the user's own: nothing is copied, and each row has its text."""
     target, begin = tiny(), words(20, 0)
-    inputs = together([begin + words(3, 1), begin + words(9, 2)])
+    inputs = padded_rows([begin + words(3, 1), begin + words(9, 2)], "left")
     inputs[name] = inputs["attention_mask"].clone() if name == "attention_mask" else torch.arange(29).expand(2, -1)
     inputs["attention_mask"][0, 12] = inputs["attention_mask"][0, 12] * (name != "attention_mask")
     strategy = coupled(target, 0.0)
@@ -142,7 +123,7 @@ def test_tokens_that_are_not_counted_from_the_first(name: str):
 
 def test_ranks_that_keep_step_run_no_forward_more():
     """Each has texts of its own."""
-    target, inputs = tiny(), together([words(20, 0)] * 3)
+    target, inputs = tiny(), padded_rows([words(20, 0)] * 3, "left")
     alone = []
     for in_step in (False, True):
         prompt = prepare(target, 8, inputs)

@@ -70,8 +70,6 @@ NOT_SERVED = [
     (Request([1], seed=-1), "seed=-1"),
     (Request([1], max_new_tokens=200), "position"),
     ([1.5], r"input_ids=\[1.5\] is no prompt; give"),
-    (None, "input_ids=None is no prompt; give"),
-    ("a b", "input_ids='a b' is no prompt; give"),
     (torch.ones(3, dtype=torch.int64, device="meta"), "device='meta'.* is no prompt; give"),
     ([1, VOCAB_SIZE], f"the token id {VOCAB_SIZE}"),
     ([-1], "the token id -1"),
@@ -90,7 +88,8 @@ def test_requests_that_cannot_be_served(batch_size: int):
     for number, (_, told) in enumerate(NOT_SERVED, 1):
         assert found[number].finish_reason == "refused"
         assert re.search(f"request {number}: .*{told}", found[number].error)
-    assert [found[n].tokens for n in (0, 12)] == [alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])]
+    for number in (0, len(asked) - 1):
+        assert found[number].tokens == alone(target, Request(asked[number]), **GREEDY)
 
 
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
@@ -113,13 +112,13 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
         ({"foo": 2}, "no argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
-        ({"max_new_token": 2}, "no argument 'max_new_token'; did you mean 'max_new_tokens'"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
-        ({"requests": 7}, "requests is an int; give a list of prompts, each a list of token ids"),
-        ({"requests": "a text"}, "requests is a str; give"),
         ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),
         ({"requests": [1, 2]}, "requests is a single prompt; give a list of prompts"),
-        ({"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])}, "a Tensor, whose rows may hold pads; "),
+        (
+            {"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])},
+            "requests is a Tensor; give .* without pads",
+        ),
     ],
 )
 def test_arguments_that_are_refused(options: dict, told: str):

@@ -1,14 +1,18 @@
 """Texts up to the end of a table of positions, and beyond it, where plain `generate` fails."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import zoo
+from alike import WAYS
 from counting import counting
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx import SpeculativeDecoding, SuffixDraft
 
 
 TABLE, PROMPT = 128, 11
@@ -20,30 +24,19 @@ def learned() -> PreTrainedModel:
     return tiny("gpt2")
 
 
-def ways(target: PreTrainedModel) -> dict:
-    """All ways to ask for a text: functions of the arguments of `generate`."""
-    given, draft = prompts(2), near(target, 0.05)
-    strategy, pair = SpeculativeDecoding(draft, num_draft_tokens=4), DraftTargetPair(target, draft)
-    return {
-        "strategy": lambda **call: target.generate(**given, **call, custom_generate=strategy),
-        "function": lambda **call: generate(**given, **call, model=target, draft_model=draft, num_draft_tokens=4),
-        "pair": lambda **call: pair.generate(**given, **call, num_draft_tokens=4),
-    }
-
-
-@pytest.mark.parametrize("way", ["strategy", "function", "pair"])
-def test_learned_positions(way: str, learned: PreTrainedModel):
+@pytest.mark.parametrize("way", WAYS)
+def test_learned_positions(way: Callable, learned: PreTrainedModel):
     """The last text for which there is room is that of plain `generate`; one token more fails there."""
-    call = ways(learned)[way]
+    call = partial(way, learned, near(learned, 0.05), **prompts(2), do_sample=False)
     expected = learned.generate(**prompts(2), max_new_tokens=FITS, do_sample=False)
     with counting(learned) as forwards:
-        assert torch.equal(call(max_new_tokens=FITS, do_sample=False), expected)
+        assert torch.equal(call(max_new_tokens=FITS), expected)
     assert len(forwards) < FITS / 2
     with pytest.raises(IndexError):
         learned.generate(**prompts(2), max_new_tokens=FITS + 1, do_sample=False)
     told = "the prompt has 11 tokens and may get 119 new ones, and GPT2LMHeadModel has a table of 128 positions, "
     with counting(learned) as forwards, pytest.raises(ValueError, match=f"{told}.*set max_new_tokens=118 or less"):
-        call(max_new_tokens=FITS + 1, do_sample=False)
+        call(max_new_tokens=FITS + 1)
     assert not forwards
 
 

@@ -130,12 +130,6 @@ def test_empty(finished: bool):
     json.dumps(made.to_dict())
 
 
-def test_what_was_decoded_plainly_has_no_phases():
-    made = SpeculationReport("plain", "plain", "chosen", rows=1, plain_steps=3)
-    made.seconds["total"] = 0.5
-    assert str(made).splitlines()[1:] == ["alpha -, acceptance rate -, 1.00 tokens a row and round", "0.50 s"]
-
-
 def test_several_calls_add_up():
     """Later calls may have fewer rows, as for the windows of a long sound, or more, as in a queue."""
     overlap = [[0.5, 0.5, 0.5], [0.25], []]

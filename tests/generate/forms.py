@@ -35,13 +35,14 @@ def make_world(folder: Path) -> SimpleNamespace:
         loaded = {"custom_generate": str(folder), "trust_remote_code": True}
         return target.generate(*args, assistant_model=draft, **loaded, **kwargs)
 
-    def by_strategy(*args: Any, verification: Any = None, num_draft_tokens: Any = "auto", **kwargs: Any) -> Any:
-        strategy = SpeculativeDecoding(draft, verification=verification, num_draft_tokens=num_draft_tokens)
-        return target.generate(*args, **kwargs, custom_generate=strategy)
+    def strategy_of(kwargs: dict[str, Any]) -> SpeculativeDecoding:
+        return SpeculativeDecoding(draft, **{name: kwargs.pop(name) for name in OURS.keys() & kwargs.keys()})
 
-    def attached(*args: Any, verification: Any = None, num_draft_tokens: Any = "auto", **kwargs: Any) -> Any:
-        strategy = SpeculativeDecoding(draft, verification=verification, num_draft_tokens=num_draft_tokens)
-        with strategy.attached(target):
+    def by_strategy(*args: Any, **kwargs: Any) -> Any:
+        return target.generate(*args, custom_generate=strategy_of(kwargs), **kwargs)
+
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        with strategy_of(kwargs).attached(target):
             return target.generate(*args, **kwargs)
 
     call = {

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from alike import WAYS
 from many import assert_alone
 from plain import coupled
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding
 
 
 peft = pytest.importorskip("peft")
@@ -31,28 +32,15 @@ def adapted(model_type: str = "llama") -> PreTrainedModel:
     return target.eval()
 
 
-def by_function(target, draft):
-    return generate(**prompts(3), **GREEDY, model=target, draft_model=draft, num_draft_tokens=3)
-
-
-def by_pair(target, draft):
-    return DraftTargetPair(target, draft).generate(**prompts(3), **GREEDY, num_draft_tokens=3)
-
-
-def by_strategy(target, draft):
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    return target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
-
-
-def by_queue(target, draft):
+def by_queue(target, draft, **_):
     return SpeculativeDecoding(draft).generate_many(target, [[1, 2]], **GREEDY)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@pytest.mark.parametrize("call", [by_function, by_pair, by_strategy])
+@pytest.mark.parametrize("call", WAYS)
 def test_padded_rows_have_the_text_of_generate(call: Callable, model_type: str):
     target, draft = adapted(model_type), near(tiny(model_type), 0.05)
-    assert torch.equal(call(target, draft), target.generate(**prompts(3), **GREEDY))
+    assert torch.equal(call(target, draft, **prompts(3), **GREEDY), target.generate(**prompts(3), **GREEDY))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -61,12 +49,12 @@ def test_requests_have_the_text_of_generate(model_type: str):
     assert_alone(coupled(tiny(model_type), 0.05), adapted(model_type), asked, batch_size=3, **GREEDY)
 
 
-@pytest.mark.parametrize("call", [by_function, by_pair, by_strategy, by_queue])
+@pytest.mark.parametrize("call", [*WAYS, by_queue])
 def test_a_learned_prompt_is_refused(call: Callable):
     base = tiny()
     target = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
     with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
-        call(target, near(base, 0.05))
+        call(target, near(base, 0.05), **prompts(3), **GREEDY)
     assert not forwards.ids
 
 

@@ -1,5 +1,7 @@
 """`strategy.attached(model)`: for code that calls `model.generate`, also while the model trains without dropout."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
@@ -110,3 +112,34 @@ def test_lm_eval_gets_the_same_texts():
     with strategy.attached(pair.target), Forwards(pair.target) as forwards:
         assert model.generate_until(requests, disable_tqdm=True) == expected
     assert len(forwards.ids) < 0.8 * len(plain.ids)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trl_samples_by_it(tmp_path: Path):
+    """GRPO trains the embedded target for two steps, with its rollouts drafted."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pair, reports = DraftTargetPair.embedded(), []
+    strategy = SpeculativeDecoding(pair.draft, verification="coupled", num_draft_tokens=4)
+
+    def reward(completions, **_):
+        reports.append(strategy.report)
+        return [float(len(text)) for text in completions]
+
+    sizes = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 16}
+    plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    trainer = trl.GRPOTrainer(
+        model=pair.target,
+        reward_funcs=reward,
+        args=trl.GRPOConfig(output_dir=str(tmp_path), learning_rate=1e-3, **sizes, **plain),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["The sky", "One day", "He said", "She went"]}),
+        processing_class=pair.tokenizer,
+    )
+    before = pair.target.lm_head.weight.detach().clone()
+    with strategy.attached(pair.target):
+        trainer.train()
+    assert len(reports) == 2
+    assert reports[0] is not reports[1]
+    assert all(report.rows == 4 and report.accepted > 0 for report in reports)
+    assert not torch.equal(pair.target.lm_head.weight, before)
+    assert "generate" not in vars(pair.target)

@@ -163,16 +163,6 @@ def test_of_an_encoder_decoder_target():
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_rows_with_seeds_stand_alone(verification: str):
-    strategy = made(verification=verification)
-    together = run(strategy, seeds=[3, 4, 5, 6])
-    given = {name: values[2:3] for name, values in texts(KIND, 4).items()}
-    options = SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
-    alone = target_of(KIND).generate(**given, **options, seeds=[5], custom_generate=strategy)
-    assert torch.equal(together[2], alone[0])
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
 def test_rows_with_little_room_left_stand_alone(verification: str):
     """What a row that is nearly done proposes is not changed by rows that go on; a word is several of the draft's."""
     kind, other = "word pieces in lower case", "byte-level, other merges"

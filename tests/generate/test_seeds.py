@@ -91,27 +91,6 @@ def test_rows_are_the_same_in_any_company(model_type: str, verification: str, en
     assert run(inputs, [0, 1, 2, 3], [8, 0, 1, 9])[0] != together[0]
 
 
-@pytest.mark.parametrize(
-    "asked", [{"num_assistant_tokens_schedule": "heuristic"}, {"assistant_confidence_threshold": 0.3}]
-)
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_a_number_of_its_own_leaves_a_row_alone(verification: str, asked: dict):
-    """A schedule counts, and a threshold ends a draft, for each row by itself: rows still depend on no mate."""
-    inputs, (target, draft) = prompts(4), models("llama")
-    call = SAMPLED | {"verification": verification, "num_assistant_tokens": 3, "return_dict_in_generate": True} | asked
-
-    def run(inputs: dict, seeds: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-        output = generate(**inputs, **call, model=target, draft_model=draft, seeds=seeds)
-        drafted = [[record.drafted for record in row] for row in output.speculation_report.history]
-        return output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), drafted
-
-    texts, drafted = run(inputs, SEEDS)
-    singles = [run(alone(inputs, row), [seed]) for row, seed in enumerate(SEEDS)]
-    assert texts == [text for (text,), _ in singles]
-    assert drafted == [own for _, (own,) in singles]
-    assert len(set(map(tuple, drafted))) > 1
-
-
 @pytest.mark.parametrize("verification", ["coupled", "block"])
 def test_one_seed_for_each_returned_sequence(verification: str):
     inputs = prompts(2)

@@ -1,26 +1,22 @@
-"""Inside what people put around `generate`: pipelines, chats, autocast, gradient modes, and errors at any moment."""
+"""Inside what people put around `generate`: autocast, gradient modes, and errors at any moment."""
 
 import contextlib
 from collections.abc import Iterator
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
-from tiny import Forwards, near, prompts, tiny
-from transformers import PreTrainedModel, pipeline
+from tiny import near, prompts, tiny
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import SpeculativeDecoding
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
-MODES = {"greedy": GREEDY, "sampled": {"do_sample": True, "top_k": 0, "max_new_tokens": 20}}
-MODES |= {"a stop string": GREEDY | {"stop_sequence": "an"}}
-TEXTS = ["def read(self):", "import", "class Reader(Base):\n    def", "for line in"]
 MODELS = ("llama", "bart", "bamba")
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -28,23 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 def coupled(draft: PreTrainedModel, **options: Any) -> SpeculativeDecoding:
     return SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **options)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pipeline(world: SimpleNamespace, mode: str):
-    """In batches, the last one of which is not full."""
-    write = pipeline("text-generation", model=world.target, tokenizer=world.tokenizer)
-    texts, settings = [*TEXTS, "if"], MODES[mode] | {"batch_size": 4, "return_full_text": False}
-    torch.manual_seed(7)
-    expected = write(texts, **settings)
-    strategy = coupled(world.draft)
-    torch.manual_seed(7)
-    with Forwards(world.target) as forwards:
-        assert write(texts, **settings, custom_generate=strategy) == expected
-    assert len({found[0]["generated_text"] for found in expected}) == len(texts)
-    assert {len(ids) for ids in forwards.ids} >= {1, 4}
-    assert len(forwards.ids) < 2 * 20
-    assert strategy.report.accepted > 0
 
 
 def test_autocast():

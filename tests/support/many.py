@@ -3,13 +3,23 @@
 from collections.abc import Callable
 
 import torch
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, near
 
-from hf_specx import Completion, Request, SpeculativeDecoding
+from hf_specx import Completion, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
 GREEDY = {"do_sample": False, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24}
 SAMPLED = GREEDY | {"do_sample": True, "top_k": 12, "temperature": 1.3}
+MODES = {"greedy": GREEDY, "coupled": SAMPLED}
+PENALTIES = SAMPLED | {"repetition_penalty": 1.2, "min_new_tokens": 4, "top_p": 0.9, "no_repeat_ngram_size": 3}
+DRAFTS = {
+    "model": lambda target: near(target, 0.2),
+    "early exit": lambda target: EarlyExitDraft(1),
+    "suffix": lambda target: SuffixDraft(min_match=1),
+    "suffix with a pool": lambda target: SuffixDraft(pool=SuffixPool(max_tokens=1000), min_match=1),
+    "mixture": lambda target: [SuffixDraft(min_match=1), near(target, 0.2)],
+    "mixture with an early exit": lambda target: [SuffixDraft(min_match=1), EarlyExitDraft(1)],
+}
 
 
 def requests(number: int, seed: int = 0) -> list[Request]:

@@ -12,7 +12,7 @@ from tiny import near, tiny
 from transformers import PreTrainedModel
 
 import hf_specx
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftTargetPair, SpeculativeDecoding
 
 
 OPTIONS = {"num_draft_tokens": 3, "verification": "coupled"}
@@ -36,7 +36,12 @@ def by_function(target: PreTrainedModel, draft: PreTrainedModel, *inputs: torch.
     return hf_specx.generate(*inputs, model=target, assistant_model=draft, **OPTIONS, **call)
 
 
+def by_pair(target: PreTrainedModel, draft: PreTrainedModel, *inputs: torch.Tensor, **call: Any) -> Any:
+    return DraftTargetPair(target, draft).generate(*inputs, **OPTIONS, **call)
+
+
 ENTRIES = [by_strategy, by_function]
+WAYS = [*ENTRIES, by_pair]
 
 
 def said(entry: Callable, *inputs: torch.Tensor, pair: tuple | None = None, **call: Any) -> tuple[Any, list[str]]:
