@@ -17,9 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_specx
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -29,6 +32,7 @@ WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equa
 FREE = {aten.empty, aten.empty_like, aten.new_empty, aten.lift_fresh, aten._unsafe_view, aten._local_scalar_dense}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
+HOUSE, MODELS = (str(Path(module.__file__ or "").parent) for module in (hf_specx, transformers.models))
 PlainGenerator = torch.Generator
 
 
@@ -88,7 +92,7 @@ class Accelerator(TorchDispatchMode):
     """The device while the context lasts; one at a time.
 
     Attributes:
-        launches: operations on the device that are no views.
+        launches: operations on the device that are no views, by what they are for: see `room`.
         waits, sends: how often it was waited for, and how often something was sent to it blockingly, by line of code.
     """
 
@@ -96,7 +100,7 @@ class Accelerator(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches, self.waits, self.sends = 0, Counter[str](), Counter[str]()
+        self.launches, self.waits, self.sends = Counter[str](), Counter[str](), Counter[str]()
 
     def __enter__(self) -> "Accelerator":
         Accelerator.current, self.stack = self, ExitStack()
@@ -119,6 +123,10 @@ class Accelerator(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self.stack.close()
+
+    def launch(self, count: int = 1) -> None:
+        if count:
+            self.launches[room()] += count
 
     def wait(self) -> None:
         self.waits[caller()] += 1
@@ -157,7 +165,7 @@ class Accelerator(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, here: bool) -> None:
         packet = func.overloadpacket
-        self.launches += not (func.is_view or packet in FREE)
+        self.launch(not (func.is_view or packet in FREE))
         if packet in (aten._to_copy, aten.copy_):
             source = args[1] if packet is aten.copy_ else args[0]
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -198,6 +206,19 @@ def caller() -> str:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+def room() -> str:
+    """The room of the project that an operation is for; "forwards" are the layers of transformers' models."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(HOUSE):
+            return Path(name).relative_to(HOUSE).parts[0]
+        if name.startswith(MODELS):
+            break
+        frame = frame.f_back
+    return "forwards"
 
 
 def each(value: Any, change: Callable) -> Any:
@@ -253,7 +274,7 @@ def waiting(name: str) -> Callable:
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     if not isinstance(tensor, OnDevice):
         raise RuntimeError("indices should be on the device of the indexed tensor, which is cpu")
-    Accelerator.current.launches += Accelerator.current.note_index(index)
+    Accelerator.current.launch(Accelerator.current.note_index(index))
     return OnDevice(tensor.inner[each(index, inner)])
 
 
@@ -261,7 +282,7 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     if not isinstance(tensor, OnDevice):
         return tensor.__setitem__(index, value)
     device = Accelerator.current
-    device.launches += 1
+    device.launch()
     gathers = device.note_index(index)
     if isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) and value.dim():
         if gathers:
@@ -279,7 +300,7 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if not all(isinstance(x, OnDevice) for x in given):
         raise RuntimeError("Expected all tensors to be on the same device in attention")
-    Accelerator.current.launches += 1
+    Accelerator.current.launch()
     found = nn.functional.scaled_dot_product_attention(*map(inner, args), **{k: inner(v) for k, v in kwargs.items()})
     return OnDevice(found)
 
@@ -288,7 +309,7 @@ def rms_norm(given: torch.Tensor, shape: Any, weight: torch.Tensor | None = None
     """One kernel; on the CPU torch computes it step by step."""
     if not isinstance(weight, OnDevice):
         raise RuntimeError("Expected all tensors to be on the same device in rms_norm")
-    Accelerator.current.launches += 1
+    Accelerator.current.launch()
     return OnDevice(nn.functional.rms_norm(given.inner, shape, weight.inner, eps))
 
 
