@@ -86,7 +86,7 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe = recipe_for(target := unwrapped(target), with_plain_arguments(options))
+    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), with_plain_arguments(options)))
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
@@ -96,14 +96,12 @@ def distill(
     return result
 
 
-def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
-    """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
-    check_target(target, 0)
-    return TrainingRecipe.of(with_settings(target, given))
-
-
 def with_settings(target: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training, and how to generate as the target's own generation config says where they do not."""
+    """Options of a training, and how to generate as the target's own generation config says where they do not.
+
+    A ValueError for a target that cannot have a training.
+    """
+    check_target(target, 0)
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
     return given | settings_of(target, drawn)
 
@@ -207,11 +205,7 @@ def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str |
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Leave the generators of Python, NumPy and torch as they were; the Trainer seeds them."""
-    states = random.getstate(), numpy.random.get_state()
-    accelerators = range(torch.cuda.device_count())
-    try:
-        with torch.random.fork_rng(devices=accelerators):
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield
