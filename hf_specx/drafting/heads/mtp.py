@@ -111,9 +111,6 @@ class Mtp(Body):
     def parameters(self, recurse: bool = True) -> Any:
         return self.model.layers.parameters()
 
-    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor:
-        return drafter.tokens(width)
-
     def read(self, entries: "MtpCache", tokens: Any, states: torch.Tensor) -> None:
         states, tokens = entries.extended(states, tokens)
         for number in range(self.most):
@@ -237,7 +234,7 @@ class MtpDrafter(HeadDrafter):
     def new_cache(self) -> "MtpCache":
         return MtpCache(self.body.most - 1)
 
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
         self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
         self.cache.positions = positions
         return self.cache
