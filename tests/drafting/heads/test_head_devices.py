@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerator import CPU, emulated, on_device
-from alignment import GREEDY, Aligned, loaded, target_of
+from alignment import GREEDY, loaded, target_of, watched
 from head_files import random_head
 from tiny import prompts
 from transformers import PreTrainedModel
@@ -36,12 +36,11 @@ def test_layers_on_two_devices(first: int, tmp_path: Path):
     expected = target.generate(**prompts(2), **GREEDY)
     draft = loaded(head, tmp_path, target)
     with emulated() as device:
-        strategy, watch = SpeculativeDecoding(on_device(draft), num_draft_tokens=2), Aligned(head, target)
-        strategy.listeners = (watch,)
+        strategy = SpeculativeDecoding(on_device(draft), num_draft_tokens=2)
+        watch = watched(strategy, head, target)
         found = spread(target, first).generate(**prompts(2), **GREEDY, custom_generate=strategy)
     assert torch.equal(found, expected)
-    assert watch.compared > 20
-    assert not watch.wrong
+    watch.check(20)
     rounds = strategy.report.rounds
     waits = {line.split(":")[0]: 0 for line in device.waits} | {"heads/driver.py": 0, "models/decoder.py": 0}
     for line, number in device.waits.items():

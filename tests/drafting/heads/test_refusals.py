@@ -1,6 +1,7 @@
 """What is wrong in the files of a draft head, or in its choice for a target, is named before any forward."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,29 +20,29 @@ def target():
     return tiny(num_hidden_layers=LAYERS)
 
 
-def with_ids(table: str) -> TinyHead:
-    """A head whose table of offsets holds the ids themselves; with or without the mask of what is kept."""
-    head = random_head(draft_vocab=24)
-    head.weights["d2t"] = head.weights["t2d"].nonzero().flatten()
-    if table == "alone":
-        del head.weights["t2d"]
+def changed(kind: str = "eagle3", lacks: str = "", has: dict | None = None, **settings) -> TinyHead:
+    """A head without one of its tensors, or with others; `extra` is what its config says besides."""
+    head = random_head(kind, **settings)
+    head.weights |= has or {}
+    head.weights.pop(lacks, None)
     return head
 
 
-def without(name: str, **settings) -> TinyHead:
-    head = random_head(**settings)
-    del head.weights[name]
-    return head
+def more(**extra) -> TinyHead:
+    return changed(extra=extra)
 
 
-def plus(name: str, *shape: int, **settings) -> TinyHead:
-    head = random_head(**settings)
-    head.weights[name] = torch.zeros(shape)
-    return head
+def with_table(name: str, change: Callable[[torch.Tensor], torch.Tensor], lacks: str = "") -> TinyHead:
+    """A head for a part of the vocabulary, with another table of what that is."""
+    return changed(lacks=lacks, has={name: change(random_head(draft_vocab=24).weights["t2d"])}, draft_vocab=24)
 
 
-def more(kind: str = "eagle3", **extra) -> TinyHead:
-    return random_head(kind, extra=extra)
+def plus(name: str, *shape: int) -> TinyHead:
+    return changed(has={name: torch.zeros(shape)})
+
+
+def as_ids(kept: torch.Tensor) -> torch.Tensor:
+    return kept.nonzero().flatten()
 
 
 IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
@@ -51,34 +52,25 @@ CASES = {
     "vocabulary": (lambda: random_head(vocab=64), r"target with 64 tokens, and LlamaForCausalLM has 48"),
     "layers": (lambda: more(num_target_layers=36), r"target with 36 layers, and LlamaForCausalLM has 8"),
     "deeper": (lambda: random_head(layer_ids=(2, 4, 20)), r"output of layer 20, and LlamaForCausalLM has 8"),
-    "ids in d2t": (lambda: with_ids("mask"), r"d2t holds ids instead of offsets; subtract torch\.arange"),
-    "ids in d2t alone": (lambda: with_ids("alone"), r"d2t (holds ids|leads to ids)"),
-    "no d2t": (lambda: without("d2t", draft_vocab=24), r"scores 24 of the target's 48 tokens and has no d2t"),
-    "other t2d": (lambda: flipped(), r"d2t and t2d do not name the same tokens"),
+    "ids in d2t": (lambda: with_table("d2t", as_ids), r"d2t holds ids instead of offsets; subtract torch\.arange"),
+    "ids in d2t alone": (lambda: with_table("d2t", as_ids, "t2d"), r"d2t (holds ids|leads to ids)"),
+    "no d2t": (lambda: changed(lacks="d2t", draft_vocab=24), r"scores 24 of the target's 48 tokens and has no d2t"),
+    "other t2d": (lambda: with_table("t2d", torch.logical_not), r"d2t and t2d do not name the same tokens"),
     "few ids": (lambda: more(eagle_aux_hidden_state_layer_ids=[2, 4]), r"2 layer ids.*reads 3 states.*layer_ids="),
     "no ids": (lambda: more(eagle_aux_hidden_state_layer_ids=["x"]), r"no list of numbers"),
     "ids twice": (lambda: more(**IDS, eagle_config=IDS), r"two places, which mean different states.*layer_ids="),
     "last state": (lambda: random_head(layer_ids=(2, 4, LAYERS)), r"the last state \(layer id 8\).*layer_ids="),
-    "missing": (lambda: without("norm.weight"), r"lacks norm\.weight"),
-    "missing part": (lambda: without("layers.0.mlp.up_proj.weight"), r"lacks 1 tensors.*up_proj"),
-    "no fc": (lambda: without("fc.weight"), r"lacks fc\.weight.*joins states of several layers"),
-    "left over": (
-        lambda: plus("layers.0.extra.weight", 3),
-        r"1 tensors that a head of kind eagle3.*extra",
-    ),
+    "missing": (lambda: changed(lacks="norm.weight"), r"lacks norm\.weight"),
+    "missing part": (lambda: changed(lacks="layers.0.mlp.up_proj.weight"), r"lacks 1 tensors.*up_proj"),
+    "no fc": (lambda: changed(lacks="fc.weight"), r"lacks fc\.weight.*joins states of several layers"),
+    "left over": (lambda: plus("layers.0.extra.weight", 3), r"1 tensors that a head of kind eagle3.*extra"),
     "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
     "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
     "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
-    "convolutions": (
-        lambda: plus("layers.0.attention_conv.base_kernel", 2, kind="dflash"),
-        r"of DFlash2",
-    ),
+    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"of DFlash2"),
     "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
     "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
-    "other kind": (
-        lambda: more(speculators_model_type="dflash"),
-        r"'dflash' in.* and tensors of eagle3",
-    ),
+    "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
     "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
     "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
     "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
@@ -88,12 +80,6 @@ CASES = {
     "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
     "own head": (lambda: random_head(width=16, own_head=False), r"no lm_head of its own"),
 }
-
-
-def flipped() -> TinyHead:
-    head = random_head(draft_vocab=24)
-    head.weights["t2d"] = ~head.weights["t2d"]
-    return head
 
 
 @pytest.mark.parametrize("case", CASES)
