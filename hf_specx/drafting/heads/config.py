@@ -94,8 +94,7 @@ class HeadConfig(PreTrainedConfig):
             "speculators_config": self._proposal(),
         }
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
+    to_diff_dict = to_dict
 
     def _layer(self) -> dict[str, Any]:
         """The part on one layer, as transformers' config of that architecture."""

@@ -1,6 +1,7 @@
 """Heads in queues, under grammars, with caches of the user, and with the numbers that a call asks for."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
 
@@ -95,32 +97,26 @@ def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
-    _head, draft, target = made(kind, tmp_path, draft_vocab=6)
-    proposed = []
+    _, draft, target = made(kind, tmp_path, draft_vocab=6)
+    known, right = set(draft.ids.tolist()), []
+
+    def note(done: Round) -> None:
+        for index, length in enumerate(done.draft.lengths):
+            for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
+                forced = done.draft.forced is not None and done.draft.forced[index][place]
+                right.append(forced or token in known)
+
     for verification in (None, "token", "coupled"):
         settings = GREEDY if verification is None else SAMPLED
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
-        strategy.listeners = (Proposed(proposed, draft),)
+        strategy.listeners = (SimpleNamespace(observe=note),)
         torch.manual_seed(2)
         mask = [Automaton(48, 11)]
         found = target.generate(**prompts(3), **settings, logits_processor=mask, custom_generate=strategy)
         torch.manual_seed(2)
         if verification != "token":
             assert torch.equal(found, target.generate(**prompts(3), **settings, logits_processor=[Automaton(48, 11)]))
-    assert set(proposed) == {True}
-
-
-class Proposed:
-    """Whether each candidate that is not forced is one of the head's tokens."""
-
-    def __init__(self, found: list[bool], draft: DraftHead):
-        self.found, self.known = found, set(draft.ids.tolist())
-
-    def observe(self, done: Any) -> None:
-        for index, length in enumerate(done.draft.lengths):
-            for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
-                forced = done.draft.forced is not None and done.draft.forced[index][place]
-                self.found.append(forced or token in self.known)
+    assert set(right) == {True}
 
 
 def test_numbers(tmp_path: Path):
