@@ -56,8 +56,8 @@ class HeadDrafter(SampledCandidateGenerator):
     def __init__(
         self,
         body: Body,
-        embedding: nn.Module,
-        output: Any,
+        embedding: Any,
+        output: Any = None,
         ids: torch.Tensor | None = None,
         places: Sequence[Place] = (),
         owner: PreTrainedModel | None = None,
