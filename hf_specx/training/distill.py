@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
             start = learner.made_from if learner.made_from == HEAD else fingerprint_of(learner.made_from)
             models = {"target": fingerprint_of(target), "draft": start}
-            prepare_folder(where, learner.recipe.to_dict() | models | {"prompts": digest})
+            prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
 
