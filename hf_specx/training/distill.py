@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe = recipe_for(target := unwrapped(target), with_plain_arguments(options))
+    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), with_plain_arguments(options)))
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
@@ -96,14 +96,12 @@ def distill(
     return result
 
 
-def recipe_for(target: PreTrainedModel, given: dict[str, Any]) -> TrainingRecipe:
-    """The options of a training; a ValueError for a target that cannot have one, or options that cannot be."""
-    check_target(target)
-    return TrainingRecipe.of(with_settings(target, given))
-
-
 def with_settings(target: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training, and how to generate as the target's own generation config says where they do not."""
+    """Options of a training, and how to generate as the target's own generation config says where they do not.
+
+    A ValueError for a target that cannot have a training.
+    """
+    check_target(target)
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
     return given | settings_of(target, drawn)
 
@@ -140,7 +138,7 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
             start = learner.made_from if learner.made_from == HEAD else fingerprint_of(learner.made_from)
             models = {"target": fingerprint_of(target), "draft": start}
-            prepare_folder(where, learner.recipe.to_dict() | models | {"prompts": digest})
+            prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
 
@@ -207,11 +205,7 @@ def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str |
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Leave the generators of Python, NumPy and torch as they were; the Trainer seeds them."""
-    states = random.getstate(), numpy.random.get_state()
-    accelerators = range(torch.cuda.device_count())
-    try:
-        with torch.random.fork_rng(devices=accelerators):
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+        yield

@@ -25,30 +25,20 @@ LORA_ALPHA = 2  # times the rank
 
 
 class Learner:
-    """A draft that is trained.
+    """A draft that is trained."""
 
-    Attributes:
-        first: as it is before, which stays so; `made_from` tells it from others, `in_words` in words.
-        trained: a float32 copy of it, as the Trainer has it; `drafts` is what drafts meanwhile.
-        device: where it is trained.
-        models: those that read prompts and texts.
-        places: where in the target it reads states.
-        rate: the largest learning rate.
-        most: tokens of a text that are learned from, its last ones; None is all that the target wrote.
-    """
-
-    first: Any
-    trained: Any
-    drafts: Any
+    first: Any  # as it is before, which stays so
+    trained: Any  # a float32 copy of it, as the Trainer has it
+    drafts: Any  # what drafts meanwhile
     recipe: TrainingRecipe
     tokenizers: Tokenizers
-    device: torch.device
-    models: Sequence[PreTrainedModel]
-    places: Sequence[Place] = ()
-    made_from: Any
+    device: torch.device  # where it is trained
+    models: Sequence[PreTrainedModel]  # those that read prompts and texts
+    places: Sequence[Place] = ()  # where in the target it reads states
+    made_from: Any  # tells it from others
     in_words: str
-    rate: float
-    most: int | None = None
+    rate: float  # the largest learning rate
+    most: int | None = None  # tokens of a text that are learned from, its last ones; None is all that the target wrote
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
         """Called once with all prompts and the texts of the first phase."""

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specx.bench.drafts import HEAD
-from hf_specx.common.devices import execution_device, last_device
+from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name, vocabulary
 from hf_specx.drafting.heads.config import HeadConfig
@@ -75,19 +75,16 @@ class HeadDraft(Learner):
 
     def module(self, draft: Any) -> Any:
         embed: Any = self.target.get_input_embeddings()
-        of_target = (embed, execution_device(self.target)), self.target.get_output_embeddings()
-        return Unrolled(draft, *of_target, self.recipe.num_draft_tokens)
+        return Unrolled(draft, embed, self.target.get_output_embeddings(), self.recipe.num_draft_tokens)
 
     def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
         weight, entries, begin = next(model.parameters()), [], 0
         for (prompt, new), seen in zip(texts, said.states, strict=True):
             ids = torch.tensor([*prompt, *new])
-            first = max(0, len(ids) - 2 - MOST)
-            place = torch.arange(first, max(first + 1, len(ids) - 2))
-            row = place + 2 - len(prompt)  # entry i, of token i + 1, says what token i + 2 is
+            first, last = max(0, len(ids) - 2 - MOST), max(1, len(ids) - 2)
+            row = torch.arange(first, last) + 2 - len(prompt)  # entry i, of token i + 1, says what token i + 2 is
             number = torch.where((row >= 0) & (row < len(new)), row + begin, -1)
-            following = ids[(place + 1).clamp(max=len(ids) - 1)]
-            entries.append((following, number, seen[place.clamp(max=len(seen) - 1)]))
+            entries.append((ids[first + 1 : last + 1], number, seen[first:last]))
             begin += len(new)
         tokens, numbers, states = (
             nn.utils.rnn.pad_sequence(list(parts), True, -1 * (part == 1)).to(weight.device)

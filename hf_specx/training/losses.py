@@ -66,19 +66,12 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
 
 
 class Predicted(NamedTuple):
-    """What a draft says of texts, beside what the target says.
+    """What a draft says of texts, beside what the target says."""
 
-    Attributes:
-        logits: [M, V_d].
-        rows: [M], of the target's N rows the one that each is a guess at.
-        steps: [M], how many candidates stand before each; None if the draft says the same after any number.
-        ids: [V_d], the target's ids of the columns; None if they are the same from 0 on.
-    """
-
-    logits: torch.Tensor
-    rows: torch.Tensor
-    steps: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
+    logits: torch.Tensor  # [M, V_d]
+    rows: torch.Tensor  # [M], of the target's N rows the one that each is a guess at
+    steps: torch.Tensor | None = None  # [M], candidates before each; None if the draft says the same after any number
+    ids: torch.Tensor | None = None  # [V_d], the target's ids of the columns; None if they are the same from 0 on
 
     def beside(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""

@@ -63,15 +63,10 @@ def last_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple
 
 
 class Said(NamedTuple):
-    """What a target says of texts.
+    """What a target says of texts."""
 
-    Attributes:
-        logits: [N, V] float32, at the N positions whose next token it wrote, text by text.
-        states: of each text [L, W] what a head reads, those of all its places joined; empty where none is read.
-    """
-
-    logits: torch.Tensor
-    states: list[torch.Tensor]
+    logits: torch.Tensor  # [N, V] float32, at the N positions whose next token it wrote, text by text
+    states: list[torch.Tensor]  # [L, W] of each text what a head reads, its places joined; empty where none is read
 
 
 class Remembered:

@@ -1,7 +1,7 @@
 """How a draft is trained: the loss, the sampling of later, how much and how long. Nothing here imports torch."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
@@ -120,7 +120,3 @@ class TrainingRecipe:
         """The largest learning rate of a draft of this width, which starts as one of `RATES` says."""
         kind = "lora" if self.lora is not None else start
         return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)

@@ -3,9 +3,9 @@
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from jinja2 import Template
 from transformers import PreTrainedModel
@@ -25,7 +25,6 @@ from .recipe import TrainingRecipe
 from .trainer import Tell
 
 
-FIGURES = ("before", "after", "gain", "tokens_before", "tokens_after")
 PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
@@ -102,16 +101,11 @@ class Distilled:
         padded = padded_rows(taken, "left", self.pair.tokenizer)
         return {name: tensor.to(execution_device(self.pair.target)) for name, tensor in padded.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        estimates = {name: getattr(self, name)._asdict() for name in FIGURES}
-        return estimates | {"alphas": self.alphas, "steps": self.steps, "recipe": self.recipe.to_dict()}
-
 
 def card_notes(result: Distilled, start: str, command: str) -> str:
     """Markdown for the model card: how the draft was made, from `start` in words, by the command that was typed."""
     template = Template(Path(__file__).with_name("notes.md.jinja").read_text(encoding="utf-8"))
-    recipe = result.recipe.to_dict()
+    recipe = asdict(result.recipe)
     recipe["training"] = {
         name: without_folders(str(x)) if isinstance(x, str | Path) else x for name, x in recipe["training"].items()
     }

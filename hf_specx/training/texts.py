@@ -126,12 +126,8 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     One whose weights are offloaded is told by where it came from.
     """
     offloaded = any(weight.is_meta for weight in model.parameters())
-    told = [
-        model,
-        getattr(model, "generation_config", None),
-        str(model.dtype),
-        model.name_or_path if offloaded else "",
-    ]
+    generation = getattr(model, "generation_config", None)
+    told = [model, generation, str(model.dtype), model.name_or_path if offloaded else ""]
     return digest_of([json.dumps(plain_value(told)).encode()])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_specx.drafting.heads.head import DraftHead
-from hf_specx.drafting.heads.layers import Rotary
+from hf_specx.drafting.heads.layers import Rotary, read_by
 
 
 class Unrolled(nn.Module):
@@ -19,18 +19,11 @@ class Unrolled(nn.Module):
 
     Args:
         draft_head: of the kind "eagle3"; its weights are those of this module.
-        embed: the target's embeddings and their device, for a head that has none; they are not trained.
-        output: what scores states, for a head that has no output of its own; it is not trained.
+        embed, output: the target's, for a head that has none of its own; they are not trained.
         steps: candidates of a draft.
     """
 
-    def __init__(
-        self,
-        draft_head: DraftHead,
-        embed: tuple[nn.Module, torch.device],
-        output: Any,
-        steps: int,
-    ):
+    def __init__(self, draft_head: DraftHead, embed: nn.Module, output: Any, steps: int):
         super().__init__()
         self.draft_head, self.steps = draft_head, steps
         self.of_target = embed, output  # in a tuple: no part of what is trained or saved
@@ -62,19 +55,19 @@ class Unrolled(nn.Module):
         own = getattr(self.draft_head, "embed_tokens", None)
         if own is not None:
             return own(tokens)
-        (embed, device), _ = self.of_target
+        embed, _ = self.of_target
         with torch.no_grad():
-            return embed(tokens.to(device)).to(tokens.device, dtype)
+            return embed(read_by(embed, tokens)).to(tokens.device, dtype)
 
     def scored(self, states: torch.Tensor) -> torch.Tensor:
         """Scores [n, V_d] of normed states [n, H]."""
         own = getattr(self.draft_head, "lm_head", None)
         if own is not None:
             return own(states)
-        output = self.of_target[1]
-        weight, bias = output.weight.detach(), getattr(output, "bias", None)
-        bias = None if bias is None else bias.detach()
-        return nn.functional.linear(states.to(weight.device, weight.dtype), weight, bias).to(states.device)
+        _, output = self.of_target
+        fixed = {name: weight.detach() for name, weight in output.named_parameters()}
+        given = read_by(output, states.to(output.weight.dtype))
+        return torch.func.functional_call(output, fixed, given).to(states.device)
 
 
 class Unrolling:

@@ -37,6 +37,7 @@ class TinyHead:
     layer_types: list[str] | None = None
     window: int | None = None
     window_non_causal: bool = False
+    form: str = "speculators"  # of its files, one of the `FORMS`
     extra: dict = field(default_factory=dict)  # more entries of config.json
 
     @property
@@ -92,7 +93,7 @@ def random_head(
                 found[f"{head}.{layer}.linear.weight"] = matrix(states, states)
                 found[f"{head}.{layer}.linear.bias"] = 0.3 * matrix(states)
             found[f"{head}.{layers}.weight"] = matrix(vocab, states)
-        return TinyHead(kind, found, list(layer_ids[:0]), vocab, layers, **settings)
+        return TinyHead(kind, found, list(layer_ids[:0]), vocab, layers, **{"form": "medusa"} | settings)
     eagle, joined = kind in ("eagle3", "peagle"), len(layer_ids) * states
     qk_norm = (not eagle) if qk_norm is None else qk_norm
     found = {"fc.weight": matrix(width, joined), "norm.weight": norm(width)}
@@ -144,8 +145,9 @@ def random_head(
     return TinyHead(kind, found, list(layer_ids), vocab, layers, **settings)
 
 
-def write(head: TinyHead, folder: Path, form: str = "speculators") -> Path:
-    """Write the files of a head in one of the `FORMS`; returns the folder."""
+def write(head: TinyHead, folder: Path, form: str = "") -> Path:
+    """Write the files of a head in its own form or in another; returns the folder."""
+    form = form or head.form
     folder.mkdir(parents=True, exist_ok=True)
     config, weights = FORMS[form](head)
     (folder / "config.json").write_text(json.dumps(config | head.extra))
@@ -196,15 +198,21 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
     else:
         config |= {"block_size": head.block, "aux_hidden_state_layer_ids": head.layer_ids}
         config |= {"sliding_window_non_causal": head.window_non_causal, "sample_from_anchor": head.from_anchor}
-    if head.kind == "dspark":
-        confidence = "confidence_head.proj.weight" in head.weights
-        config |= {"markov_rank": _rank(head), "markov_head_type": head.markov, "enable_confidence_head": confidence}
-        config |= {"confidence_head_with_markov": confidence}
-    return config | ({} if head.mask_token is None else {"mask_token_id": head.mask_token}), head.weights
+    return config | _markov(head) | (
+        {} if head.mask_token is None else {"mask_token_id": head.mask_token}
+    ), head.weights
 
 
-def _rank(head: TinyHead) -> int:
-    return head.weights["markov_head.markov_w1.weight"].shape[1]
+def _markov(head: TinyHead) -> dict:
+    """What DSpark has besides."""
+    if head.kind != "dspark":
+        return {}
+    rank, confidence = (
+        head.weights["markov_head.markov_w1.weight"].shape[1],
+        "confidence_head.proj.weight" in head.weights,
+    )
+    found = {"markov_rank": rank, "markov_head_type": head.markov, "enable_confidence_head": confidence}
+    return found | {"confidence_head_with_markov": confidence}
 
 
 def _flat(head: TinyHead) -> dict:
@@ -248,20 +256,14 @@ def _deepspec(head: TinyHead) -> tuple[dict, dict]:
     if head.kind == "eagle3":
         return config | {"ttt_length": 7}, head.weights
     config |= {"block_size": head.block, "mask_token_id": head.mask_token, "num_anchors": 512}
-    if head.kind == "dspark":
-        confidence = "confidence_head.proj.weight" in head.weights
-        config |= {"markov_rank": _rank(head), "markov_head_type": head.markov}
-        config |= {"enable_confidence_head": confidence, "confidence_head_with_markov": confidence}
-    return config, head.weights
+    return config | _markov(head), head.weights
 
 
 def _zlab(head: TinyHead) -> tuple[dict, dict]:
     parts = {"target_layer_ids": [number - 1 for number in head.layer_ids], "mask_token_id": head.mask_token}
-    config = _layer(head) | {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    }
-    return config | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}, head.weights
+    code = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    config = _layer(head) | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}
+    return config | code, head.weights
 
 
 def _medusa(head: TinyHead) -> tuple[dict, dict]:

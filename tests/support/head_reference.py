@@ -210,24 +210,15 @@ PROPOSALS: dict[str, Callable[..., Tensor]] = {
 
 
 def target_states(model: nn.Module, layer_ids: Sequence[int], input_ids: Tensor, **inputs) -> list[Tensor]:
-    """The target's states [B, L, H] at these layer ids, taken at its modules, of a forward over the whole text.
+    """The target's states [B, L, H] at these layer ids, of a forward over the whole text.
 
-    The number of layers means the output of the last one, before the final norm; None means behind that norm.
+    The number of layers means the output of the last one, before the final norm; None means behind that norm, which is
+    what transformers gives as the last of all.
     """
-    base = model.get_decoder()
-    taken: dict[int | None, Tensor] = {}
-    hooks = [
-        base.get_input_embeddings().register_forward_hook(lambda _, args, out: taken.update({0: out})),
-        base.norm.register_forward_hook(lambda _, args, out: taken.update({None: out})),
-    ]
-    for number, layer in enumerate(base.layers, 1):
-
-        def take(_, args, out, number=number):
-            taken[number] = out[0] if isinstance(out, tuple) else out
-
-        hooks.append(layer.register_forward_hook(take))
+    last: list[Tensor] = []
+    hook = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
     with torch.no_grad():
-        model(input_ids, **inputs)
-    for hook in hooks:
-        hook.remove()
+        *states, normed = model(input_ids, output_hidden_states=True, **inputs).hidden_states
+    hook.remove()
+    taken = dict(enumerate([*states, *last])) | {None: normed}
     return [taken[number] for number in layer_ids]

@@ -9,12 +9,11 @@ import torch
 from accelerate import cpu_offload
 from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from training_cases import QUICK, models, same, silent, some_prompts, trained, weights
+from training_cases import QUICK, models, report_of, same, silent, some_prompts, trained, weights
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from zoo import build
 
-import hf_specx
 from hf_specx import DraftTargetPair, distill
 from hf_specx.hub.cards import render
 from hf_specx.training.losses import LOSSES
@@ -58,12 +57,9 @@ def test_reported_alpha_is_that_of_generating():
     """
     apart = some_prompts(80, seed=1)
     result = trained(held_out=apart, max_new_tokens=32, phases=2)
-    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, verification="token")
-    requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(apart[1::2] * 2)]
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
-    list(strategy.generate_many(result.pair.target, requests, **options))
-    assert strategy.report.alpha == pytest.approx(result.after.value, abs=0.03)
-    assert strategy.report.alpha > result.before.high
+    report = report_of(result, apart[1::2] * 2)
+    assert report.alpha == pytest.approx(result.after.value, abs=0.03)
+    assert report.alpha > result.before.high
 
 
 def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyPatch):
@@ -126,14 +122,10 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=288, seed=1)))
     draft.save_pretrained(tmp_path / "my draft")
     draft.name_or_path = str(tmp_path / "my draft")
-    given = {
-        "target": target,
-        "draft": draft,
-        "prompts": [f"{text} {number}" for text in TEXTS for number in range(10)],
-    }
-    given |= dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
+    texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
+    given = dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
     given |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
-    result = trained(**given, phases=1)
+    result = trained(target=target, draft=draft, prompts=texts, phases=1, **given)
     result.measure((1, 2), "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
     assert (result.pair.draft.dtype, result.pair.draft.config.vocab_size) == (torch.bfloat16, 288)
@@ -169,6 +161,8 @@ WRONG = {
     "the two tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},
     "training={'nonsense': 1} is refused by TrainingArguments: got an unexpected": {"training": {"nonsense": 1}},
     "is refused by TrainingArguments: x is not a valid OptimizerNames": {"training": {"optim": "x"}},
+    "gradient_checkpointing': ...}: a head is too": {"draft": "eagle3", "training": {"gradient_checkpointing": True}},
+    "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
     "T5ForConditionalGeneration is an encoder-decoder": {"target": "t5"},
 }
 

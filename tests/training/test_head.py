@@ -1,6 +1,7 @@
 """Heads that are trained: what they learn from is what they propose, from nothing or from a head that was given."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,9 @@ import torch
 from head_files import random_head, write
 from head_reference import head_logits, target_states
 from tiny import tiny
-from training_cases import same, silent, some_prompts, trained, weights
+from training_cases import report_of, same, some_prompts, trained, weights
 
-import hf_specx
-from hf_specx import DraftHead, DraftTargetPair
+from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
 from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.training.draft import Learner
 from hf_specx.training.head import HeadDraft, new_config, new_head
@@ -94,10 +94,8 @@ def test_a_head_from_nothing(tmp_path: Path):
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert isinstance(pair.draft, DraftHead)
     assert same(weights(pair.draft), weights(result.pair.draft))
-    strategy = hf_specx.SpeculativeDecoding(pair.draft, num_draft_tokens=3, verification="token")
-    requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(apart[1::2] * 2)]
-    list(strategy.generate_many(pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
-    assert strategy.report.mean_acceptance_length == pytest.approx(result.tokens_after.value, abs=0.15)
+    report = report_of(replace(result, pair=pair), apart[1::2] * 2, 3)
+    assert report.mean_acceptance_length == pytest.approx(result.tokens_after.value, abs=0.15)
 
 
 def unshifted(drafter: HeadDrafter, width: int) -> torch.Tensor:
@@ -124,12 +122,9 @@ def test_a_head_that_is_fed_wrongly_is_accepted_less(monkeypatch: pytest.MonkeyP
         follower = torch.randperm(48, generator=torch.Generator().manual_seed(1))
         target.lm_head.weight[follower] = 0.7 * target.model.embed_tokens.weight
     result = trained(target=target, draft="eagle3", texts_per_phase=32, passes=4, max_new_tokens=32)
-    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, verification="token")
-    requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(some_prompts(80, seed=1))]
 
     def accepted() -> float:
-        list(strategy.generate_many(result.pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
-        return strategy.report.acceptance_rate
+        return report_of(result, some_prompts(80, seed=1)).acceptance_rate
 
     right = accepted()
     with monkeypatch.context() as wrong:
@@ -174,7 +169,7 @@ def test_a_target_in_bfloat16_with_an_output_of_its_own():
     assert result.gain.low > 0
     assert result.pair.draft.dtype == torch.bfloat16
     assert len(result.pair.draft.ids) == 20
-    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=2)
+    strategy = SpeculativeDecoding(result.pair.draft, num_draft_tokens=2)
     assert target.generate(torch.tensor([[3, 4]]), max_new_tokens=8, custom_generate=strategy).shape == (1, 10)
 
 
@@ -189,26 +184,11 @@ def test_a_head_without_an_output_of_its_own(tmp_path: Path):
     assert len(list(module.parameters())) == len(list(head.parameters()))
 
 
-WRONG = {
-    "training={'gradient_checkpointing': ...}: a head is too small": {
-        "draft": "eagle3",
-        "training": {"gradient_checkpointing": True},
-    },
-    "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
-    "a head of kind 'dspark' cannot be trained here": {"draft": "dspark"},
-    "draft_vocab_size=0 is not an int of 1 or more": {"draft": "eagle3", "draft_vocab_size": 0},
-}
-
-
-@pytest.mark.parametrize("told", WRONG)
-def test_heads_that_cannot_be_trained(told: str, tmp_path: Path):
-    options = WRONG[told] | {"progress": silent}
-    if options["draft"] == "dspark":
-        target = tiny(num_hidden_layers=8)
-        head = DraftHead.from_pretrained(write(random_head("dspark"), tmp_path), target=target)
-        options |= {"draft": head, "target": target}
-    with pytest.raises(ValueError, match=told):
-        trained(**options)
+def test_a_head_of_another_kind_is_refused(tmp_path: Path):
+    target = tiny(num_hidden_layers=8)
+    head = DraftHead.from_pretrained(write(random_head("dspark"), tmp_path), target=target)
+    with pytest.raises(ValueError, match="a head of kind 'dspark' cannot be trained here"):
+        trained(target=target, draft=head)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import torch
 from tiny import near, tiny
 from transformers import PreTrainedModel, TrainerCallback
 
+from hf_specx import Request, SpeculationReport, SpeculativeDecoding
 from hf_specx.training.distill import distill
 from hf_specx.training.result import Distilled
 
@@ -37,6 +38,14 @@ def trained(**options: Any) -> Distilled:
     return distill(
         given.pop("target", target), given.pop("draft", draft), given.pop("prompts", some_prompts()), **given
     )
+
+
+def report_of(result: Distilled, prompts: list[list[int]], number: int = 1) -> SpeculationReport:
+    """That of texts of 32 tokens, sampled with so many candidates of the trained draft under token verification."""
+    strategy = SpeculativeDecoding(result.pair.draft, num_draft_tokens=number, verification="token")
+    requests = [Request(ids, seed=seed) for seed, ids in enumerate(prompts)]
+    list(strategy.generate_many(result.pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
+    return strategy.report
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

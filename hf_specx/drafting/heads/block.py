@@ -38,9 +38,6 @@ class Block(Body):
         """The whole block, as it was trained, however many candidates are wanted."""
         return self.size
 
-    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor | None:
-        return nn.functional.pad(drafter.last, (0, extra - 1), value=self.config.mask_token_id) if extra else None
-
     def fused(self, states: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of the target's states [r, m, n * H_t]."""
         return self.hidden_norm(self.fc(states))

@@ -16,27 +16,18 @@ class Body(nn.Module):
     """The layers of a head, without the tables that it may share with the target.
 
     What comes in are entries: true ones with the target's states [R, m, W], and behind them such as the head has of
-    its own. Most kinds give `inputs`, the tokens [R, q] of entries, and are given the embeddings of these.
-
-    Attributes:
-        most: candidates of a round at most; None for any number.
-        chained: whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H].
-        sees_ahead: whether all entries behind the last true one see each other.
-        has_keys: whether it attends to earlier entries.
+    its own. Most kinds are given embedded tokens [R, q, H] of entries beside these.
     """
 
-    most: int | None = None
-    chained = False
-    sees_ahead = False
-    has_keys = True
+    most: int | None = None  # candidates of a round at most; None for any number
+    chained = False  # whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H]
+    sees_ahead = False  # whether all entries behind the last true one see each other
+    has_keys = True  # whether it attends to earlier entries
     config: HeadConfig
 
     def extra(self, number: int) -> int:
         """How many entries there are behind the true ones, if so many candidates are wanted."""
         return 0
-
-    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor | None:
-        return None
 
     def read(self, entries: Any, embedded: Any, states: torch.Tensor) -> None:
         """Take up true entries, of which nothing is drafted."""

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from hf_specx.models.layers import Slots
 from hf_specx.models.regions import StaticLayer, capacity_bucket, length_bucket, move, regions_of, row_bucket
-from hf_specx.models.slots import MARGIN, Columns, SlotCache, columns_of
+from hf_specx.models.slots import MARGIN, Columns, SlotCache
 
 from .body import Body
 from .layers import Entries, Rotary
@@ -19,7 +19,7 @@ class CompiledBody:
 
     Args:
         model: the head.
-        cache: where its keys are; afterwards in buffers, of which the first rows are the decoding ones.
+        cache: where its keys are, in buffers of which the first rows are the decoding ones.
         rotary: of its positions.
         room: slots that the text of each row takes, as far as is known.
     """
@@ -29,9 +29,13 @@ class CompiledBody:
         self.model, self.body, self.cache, self.rotary, self.room = model, body, cache, rotary, room + MARGIN
         self.regions = regions_of(model, weight.device)
         self.compiled_before, self.usual = self.regions.compilations, 0
-        sizes = body.config.num_key_value_heads, 0, body.config.head_dim
-        self.empty = [2 * (weight.new_zeros(1, *sizes),)] * (body.config.num_hidden_layers if body.has_keys else 0)
-        self.buffers: Columns = []
+        sizes, layers = (body.config.num_key_value_heads, 0, body.config.head_dim), body.config.num_hidden_layers
+        self.buffers: Columns = [2 * (weight.new_zeros(1, *sizes),)] * (layers if body.has_keys else 0)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the buffers; 0 until something is read, and for a head without keys."""
+        return self.buffers[0][0].shape[2] if self.buffers else 0
 
     @property
     def compilations(self) -> int:
@@ -48,28 +52,24 @@ class CompiledBody:
         return length_bucket(max(width, self.usual + 1))
 
     def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']; in place until half of the buffers' rows are idle."""
-        if self._holds() and self.buffers and row_bucket(len(stay)) == len(self.buffers[0][0]):
-            move(self.buffers, self.buffers, stay)
-        else:
-            self.cache.select(stay)
+        """Keep only the rows at indices `stay` [R']."""
+        self.cache.slots.rows = len(stay)
+        if self.capacity:
+            self._move(row_bucket(len(stay)), self.capacity, stay)
 
-    def _holds(self) -> bool:
-        """Whether the cache lies in the buffers; a prompt that was longer than these has moved it."""
-        both = zip(self.cache.layers, self.buffers, strict=False)
-        return all(layer.keys is keys for layer, (keys, _) in both)  # type: ignore[union-attr]
+    def reserve(self, extent: int) -> int:
+        """Have buffers of so many slots or more; how many the coming forward sees."""
+        if self.buffers and self.capacity < extent:
+            self._move(row_bucket(self.cache.slots.rows), capacity_bucket(max(extent, self.room)))
+        return self.capacity or capacity_bucket(extent)
 
-    def _reserve(self, rows: int, extent: int) -> int:
-        """Have the cache in buffers of enough slots; how many these are."""
-        if not self.empty:
-            return capacity_bucket(extent)
-        fits = self.buffers and self.buffers[0][0].shape[0] == rows and self.buffers[0][0].shape[2] >= extent
-        if not (fits and self._holds()):
-            before: Any = columns_of(self.cache) or self.empty
-            self.buffers = self.regions.pool.take(self, rows, capacity_bucket(max(extent, self.room)), before)
-            move(before, self.buffers, None)
+    def _move(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
+        """Have the rows at `index`, or all, in buffers of this size."""
+        before = self.buffers
+        if before[0][0].shape[::2] != (rows, capacity):
+            self.buffers = self.regions.pool.take(self, rows, capacity, before)
             self.cache.layers = [StaticLayer(self.cache.slots, keys, values) for keys, values in self.buffers]
-        return self.buffers[0][0].shape[2]
+        move(before, self.buffers, index)
 
     def __call__(self, part: str, entries: tuple[Any, ...] | None, *inputs: Any) -> tuple[Any, ...]:
         """What this method of the body gives, for entries by their slots and positions [R, q], extent and block."""
@@ -78,7 +78,7 @@ class CompiledBody:
         sizes: tuple[Any, ...] = ()
         if entries is not None:
             slots, positions, extent, block = entries
-            capacity = self._reserve(rows, extent)
+            capacity = self.reserve(extent)
             sizes, entries = (capacity, block), (placed(slots, rows), placed(positions, rows), capacity, block)
         given = [placed(x, rows) if isinstance(x, torch.Tensor) else x for x in inputs]
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in given)

@@ -26,70 +26,51 @@ OF_LAYERS = """
 class HeadConfig(PreTrainedConfig):
     """A draft head: its kind, its sizes, and which of the target's states it reads.
 
-    Attributes:
-        kind: "eagle3", "peagle", "dflash", "dspark" or "medusa".
-        layer_ids: which states of the target it reads: 0 is the embeddings, l the output of l layers. The number of
-            the target's layers is the output of the last one before the final norm; for Medusa behind it.
-        hidden_size, target_hidden_size: of the head, and of the states.
-        hidden_act, mlp_bias: what `LlamaMLP` asks for.
-        num_hidden_layers: of the head, as its weights have them.
-        vocab_size, draft_vocab_size: of the target, and of the head, whose tokens may be a part of those.
-        qk_norm, attention_bias, output_bias, fc_bias: whether there are such weights.
-        norm_before_residual: whether the first layer adds to the normed state instead of the state itself.
-        norm_before_fc, fc_norm: one norm over all states that are read, or one for each, before they are joined.
-        norm_output: whether the state that is fed back is the normed one.
-        mask_token_id: the token of positions that are not known yet.
-        block_size: positions of a block; `sample_from_anchor` whether the first of them proposes a token as well.
-        sliding_window_non_causal: whether layers with a window see all of the block.
-        markov_rank, markov_head_type: of what adds to the scores of a position by the token before it; 0 is none.
-        confidence_head, confidence_head_with_markov: whether the head says how sure it is of a candidate, and whether
-            it looks at the token before for that.
-        num_draft_tokens: how many candidates its makers recommend.
-        own_embeddings, own_head: whether it has its own, or uses the target's.
-        target, target_architectures: the target that it was made for.
+    Of `layer_ids` 0 is the embeddings, l the output of l layers; the number of the target's layers is the output of
+    the last one before the final norm, for Medusa behind it.
     """
 
-    kind: str = "eagle3"
-    layer_ids: list[int] | None = None
+    kind: str = "eagle3"  # or "peagle", "dflash", "dspark", "medusa"
+    layer_ids: list[int] | None = None  # which states of the target it reads
     hidden_size: int = 0
     target_hidden_size: int = 0
     intermediate_size: int = 0
-    hidden_act: str = "silu"
+    hidden_act: str = "silu"  # as `mlp_bias` what `LlamaMLP` asks for
     mlp_bias: bool = False
-    num_hidden_layers: int = 1
+    num_hidden_layers: int = 1  # of the head, as its weights have them
     num_attention_heads: int = 1
     num_key_value_heads: int = 1
     head_dim: int = 0
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
+    vocab_size: int = 0  # of the target
+    draft_vocab_size: int = 0  # of the head, whose tokens may be a part of those
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float = 1.0
-    qk_norm: bool = False
+    qk_norm: bool = False  # as the biases whether there are such weights
     attention_bias: bool = False
     output_bias: bool = False
     fc_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    norm_before_residual: bool = False  # whether the first layer adds to the normed state instead of the state itself
+    norm_before_fc: bool = False  # one norm over all states that are read, before they are joined
+    fc_norm: bool = False  # or one for each
+    norm_output: bool = False  # whether the state that is fed back is the normed one
     layer_types: list[str] | None = None
     sliding_window: int | None = None
-    sliding_window_non_causal: bool = False
-    mask_token_id: int | None = None
-    block_size: int | None = None
-    sample_from_anchor: bool = False
-    markov_rank: int = 0
+    sliding_window_non_causal: bool = False  # whether layers with a window see all of the block
+    mask_token_id: int | None = None  # the token of positions that are not known yet
+    block_size: int | None = None  # positions of a block
+    sample_from_anchor: bool = False  # whether the first of them proposes a token as well
+    markov_rank: int = 0  # of what adds to the scores of a position by the token before it; 0 is none
     markov_head_type: str = "vanilla"
-    confidence_head: bool = False
-    confidence_head_with_markov: bool = False
+    confidence_head: bool = False  # whether the head says how sure it is of a candidate
+    confidence_head_with_markov: bool = False  # and looks at the token before for that
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
-    num_draft_tokens: int = 5
-    own_embeddings: bool = False
+    num_draft_tokens: int = 5  # how many candidates its makers recommend
+    own_embeddings: bool = False  # or it uses the target's
     own_head: bool = False
-    target: str = ""
+    target: str = ""  # that it was made for
     target_architectures: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +94,7 @@ class HeadConfig(PreTrainedConfig):
             "speculators_config": self._proposal(),
         }
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        return self.to_dict()
+    to_diff_dict = to_dict
 
     def _layer(self) -> dict[str, Any]:
         """The part on one layer, as transformers' config of that architecture."""

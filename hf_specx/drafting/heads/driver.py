@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
@@ -19,7 +20,7 @@ from hf_specx.models.slots import SlotCache
 
 from .body import Body
 from .compiled import CompiledBody
-from .layers import Entries, Rotary, padded, read_by
+from .layers import Entries, Rotary, read_by
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
@@ -29,8 +30,8 @@ AT_ONCE = 1024  # entries of a prompt that are taken up together, since the mask
 class HeadDrafter(SampledCandidateGenerator):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
-    The entry in slot s of a row belongs to the state of its text's token `first` + s. States come with rounds and wait
-    until candidates are wanted. What is written while drafting lies behind `held`, and is written over.
+    Entries of a row are in its slots from 0 on. States come with rounds and wait until candidates are wanted. What is
+    written while drafting lies behind `held`, and is written over.
 
     Args:
         body: the head's layers.
@@ -40,13 +41,12 @@ class HeadDrafter(SampledCandidateGenerator):
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
 
     Attributes:
-        first, held: [B], of each row; `offset` [B, 1], by which an entry's position is more than its slot.
+        held, prompted: [B], entries of each row, and those of its prompt; `offset` [B, 1], their positions less slots.
         prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
         unread: states [R, m, W] of the decoding rows, of which each has its own number.
         behind: ids, rows [r] and columns [r] where the tokens behind the entries begin that come now.
-        states, scores: [R, H] and [R, V_d] of each place that a candidate is drawn for.
+        states, scores: [R, H] and [R, V_d] of each place that a candidate is drawn for; `number`, how many at most.
         state: [R, 1, H], what the next entry begins with; `ends` [R, 1], the slot behind each row's last true entry.
-        number: candidates that are wanted of the row with most.
         sure: [R, 1], what the head itself says of each place; `least`, below which a row ends there.
     """
 
@@ -56,8 +56,8 @@ class HeadDrafter(SampledCandidateGenerator):
     def __init__(
         self,
         body: Body,
-        embedding: nn.Module,
-        output: Any,
+        embedding: Any,
+        output: Any = None,
         ids: torch.Tensor | None = None,
         places: Sequence[Place] = (),
         owner: PreTrainedModel | None = None,
@@ -71,6 +71,10 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def read(self, reading: Reading) -> None:
         """Take up the states of all prompts; they are read when candidates are wanted first, if ever."""
+        rows = len(reading.batch.counts)
+        self.target, self.cache, self.number = reading.target, self.new_cache(), 1
+        self.cache.slots.rows = len(reading.batch.rows)
+        self.rotary = Rotary(self.body.config, self.device)
         super().read(reading)
         self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
         self.least = 0.0
@@ -78,40 +82,37 @@ class HeadDrafter(SampledCandidateGenerator):
             self.least, self.threshold = self.threshold, 0.0
         if self.ids is not None:
             self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
-        rows = len(reading.batch.counts)
-        self.target, self.cache, self.number = reading.target, self.new_cache(), 1
-        self.cache.slots.rows = len(reading.batch.rows)
-        self.first, self.held = [0] * rows, [0] * rows
-        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.held, self.prompted = [0] * rows, [0] * rows
+        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
         self.every = torch.arange(rows, device=self.device)
-        self.rotary = Rotary(self.body.config, self.device)
-        if reading.compiled and self.owner is not None:
-            room = self.target.width + min(self.target.prompt.longest, ROOM)
-            self.decoder = CompiledBody(self.owner, self.body, self.cache, self.rotary, room)
         self.admit(reading.batch, reading.batch.rows)
 
     def new_cache(self) -> Any:
         """For keys and values of the head."""
         return SlotCache()
 
-    def _decoder(self, reading: Reading) -> None:
-        """It has no model of its own."""
+    def _decoder(self, reading: Reading) -> CompiledBody | None:
+        """Its layers, if they are compiled."""
+        if not reading.compiled or self.owner is None:
+            return None
+        room = self.target.width + min(self.target.prompt.longest, ROOM)
+        return CompiledBody(self.owner, self.body, self.cache, self.rotary, room)
 
     def _ready(self, batch: Batch) -> Any:
         return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row that has shown new states; see there."""
-        most = max(lengths) if self.body.most is None else self.body.most
-        limits = [min(length, most) if new else 0 for length, new in zip(lengths, self.fresh(batch), strict=True)]
+        most, fresh = self.body.most or max(lengths), self.fresh(batch)
+        limits = [min(length, most) if new else 0 for length, new in zip(lengths, fresh, strict=True)]
         if any(limits):
             self.number, self.sure = max(limits), []
             if self.decoder is not None:
                 self.number = self.decoder.number(self.number)
             return self._sure_part(super().propose(batch, limits))
-        if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(self.fresh(batch)):
+        if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(fresh):
             self.begin(batch)
         return no_candidates(batch)
 
@@ -127,33 +128,30 @@ class HeadDrafter(SampledCandidateGenerator):
         """Note the states of new prompts but the last, which the next round gives."""
         states, placed = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
         assert states is not None
-        if placed is not None and placed.ndim == 3 and len(rows) == len(self.held):  # as images have them
-            placed = placed[-3].expand(len(rows), -1)
-        else:
-            placed = None
-        for index, row in enumerate(rows):
-            known = min(batch.prompt_lengths[row], states.shape[1]) - 1
-            self.first[row], self.held[row] = batch.prompt_lengths[row] - known - 1, known
-            own = None if placed is None else placed[index, -known - 1 : -1]
-            self.prompts[row] = states[index, states.shape[1] - known - 1 : -1], own
-        self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
+        if placed is not None and (placed.ndim < 3 or len(rows) < len(self.held)):
+            placed = None  # only images have positions that do not follow from slots
+        for row in rows:
+            self.held[row] = self.prompted[row] = min(batch.prompt_lengths[row], states.shape[1]) - 1
         first = self.target.first_position
         first = batch.starts.new_zeros(len(self.held), 1) if first is None else first[-3] if first.ndim == 3 else first
-        known = [length - 1 - start for length, start in zip(batch.prompt_lengths, self.first, strict=True)]
-        self.offset = first.to(self.device) - 1 - sent(known, self.device)[:, None]
+        self.offset = first.to(self.device) - 1 - sent(self.prompted, self.device)[:, None]
+        for index, row in enumerate(rows):
+            known = self.prompted[row]
+            own = torch.arange(known, device=self.device) + self.offset[row]
+            if placed is not None:
+                own = moved(placed[-3].expand(len(rows), -1)[index, -known - 1 : -1], self.device)
+            self.prompts[row] = states[index, states.shape[1] - known - 1 : -1], own
+        self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
 
     def fresh(self, batch: Batch) -> list[int]:
         """[R], how many states of each row wait."""
-        return self._since([batch.counts[row] for row in batch.rows], batch)
-
-    def _since(self, counts: list[int], batch: Batch) -> list[int]:
-        pairs = zip(batch.rows, counts, strict=True)
-        return [batch.prompt_lengths[row] + count - 1 - self.first[row] - self.held[row] for row, count in pairs]
+        return [self.prompted[row] + batch.counts[row] - self.held[row] for row in batch.rows]
 
     def observe(self, done: Round) -> None:
         """Note the states of what was kept, one for each emitted token, and let go of rows that have left."""
         batch, states = done.batch, done.forward.hidden[:, : max(done.emitted)]
-        starts = self._since(done.before, batch.until(list(batch.counts), done.rows))
+        taken = [self.held[row] - self.prompted[row] for row in done.rows]
+        starts = [before - number for before, number in zip(done.before, taken, strict=True)]
         if self.unread is not None and any(starts):
             index = sent(starts, states.device)[:, None] + torch.arange(states.shape[1], device=states.device)
             joined = nn.functional.pad(self.unread, (0, 0, 0, states.shape[1]))
@@ -206,12 +204,10 @@ class HeadDrafter(SampledCandidateGenerator):
         found, self.prompts = [self.prompts[row] for row in order], {}
         if not (width := max((len(states) for states, _ in found), default=0)):
             return
+        states, positions = (pad_sequence(list(parts), batch_first=True) for parts in zip(*found, strict=True))
         rows, index = sent(order, batch.ids.device), sent([batch.rows.index(row) for row in order], self.device)
-        states, positions = padded([states for states, _ in found]), padded([placed for _, placed in found])
-        assert states is not None
-        starts = batch.starts[rows] + sent([self.first[row] for row in order], batch.ids.device) + 1
+        starts = batch.width - sent([self.prompted[row] for row in order], batch.ids.device)
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
-        positions = slots + self.offset[rows.to(self.device)] if positions is None else positions.to(self.device)
         for first in range(0, width, AT_ONCE):
             last = min(first + AT_ONCE, width)
             self.behind = batch.ids, rows, starts + first
@@ -226,15 +222,16 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def _run(self, part: str, slots: torch.Tensor, extent: int, extra: int, *inputs: Any) -> tuple[torch.Tensor, Any]:
         """What a method of the layers gives for entries of the decoding rows."""
-        positions = slots + self.offset[self.rows]
+        positions, block = slots + self.offset[self.rows], extra if self.body.sees_ahead else 0
         if self.decoder is None:
-            return getattr(self.body, part)(self.entries(slots, positions, extent, extra), *inputs)
-        return self.decoder(part, (slots, positions, extent, extra if self.body.sees_ahead else 0), *inputs)
+            return getattr(self.body, part)(self.entries(slots, positions, extent, block), *inputs)
+        return self.decoder(part, (slots, positions, extent, block), *inputs)
 
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
         """Those of one forward, of all rows or some; see `Entries`."""
+        if self.decoder is not None:
+            self.decoder.reserve(extent)
         self.cache.slots.aim(slots, 0, extent, self.every[: len(slots)] if rows is None else rows)
-        block = extra if self.body.sees_ahead else 0
         return Entries(self.body.config, self.rotary, self.cache, slots, positions, extent, block)
 
     def tokens(self, width: int) -> torch.Tensor:
@@ -244,8 +241,13 @@ class HeadDrafter(SampledCandidateGenerator):
         return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)]
 
     def _embedded(self, width: int, extra: int = 0) -> torch.Tensor | None:
-        tokens = self.body.inputs(self, width, extra)
-        return None if tokens is None else self.embed(tokens)
+        """Of entries: the tokens behind their states and masks; of a block the last token and masks alone."""
+        block = self.body.sees_ahead
+        if not self.body.has_keys or (block and not extra):
+            return None
+        tokens, masks = (self.last, extra - 1) if block else (self.tokens(width), extra)
+        mask = self.body.config.mask_token_id
+        return self.embed(nn.functional.pad(tokens, (0, masks), value=mask) if masks else tokens)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of tokens [r, m], by the head's own embeddings or the target's."""

@@ -48,10 +48,6 @@ class Eagle(Body):
         """Masks behind the new entries: P-EAGLE has one for each candidate but the first."""
         return 0 if self.chained else number - 1
 
-    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor:
-        tokens = drafter.tokens(width)
-        return nn.functional.pad(tokens, (0, extra), value=self.config.mask_token_id) if extra else tokens
-
     def read(self, entries: Entries, embedded: Any, states: torch.Tensor) -> None:
         self(entries, embedded, self.fused(states))
 

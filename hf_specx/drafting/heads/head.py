@@ -24,9 +24,6 @@ from .reading import read_head
 from .tensors import check_tensors
 
 
-OF_THE_HEAD = ("embed_tokens", "lm_head", "d2t", "t2d")  # names beside those of the body
-
-
 class DraftHead(PreTrainedModel):
     """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa.
 
@@ -70,9 +67,9 @@ class DraftHead(PreTrainedModel):
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
-        wanted = {key.removeprefix("body."): tensor for key, tensor in head.state_dict().items()}
-        check_tensors(name, config.kind, wanted, tensors)
-        head.load_state_dict({named(key): tensor for key, tensor in tensors.items()}, assign=True)
+        own = {key: key.removeprefix("body.") for key in head.state_dict()}  # and how files call each
+        check_tensors(name, config.kind, {own[key]: tensor for key, tensor in head.state_dict().items()}, tensors)
+        head.load_state_dict({key: tensors[theirs] for key, theirs in own.items()}, assign=True)
         head.name_or_path = str(name)
         head.requires_grad_(False).eval()
         return cast("DraftHead", head.to(last_device(target)))  # type: ignore[arg-type]
@@ -107,16 +104,10 @@ class DraftHead(PreTrainedModel):
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
         if self.config.kind == "medusa":
             return []
-        layers = find_layers(target, "a draft head for")[1]
-        ids = self.config.layer_ids
+        layers, ids = find_layers(target, "a draft head for")[1], self.config.layer_ids
         told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; "
         require(max(ids) <= len(layers), f"{told}give a head that was made for this target.")
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         raise NotImplementedError  # what `of` returns does
-
-
-def named(key: str) -> str:
-    """The name in a `DraftHead` of a tensor that has this name in files."""
-    return key if key.split(".")[0] in OF_THE_HEAD else f"body.{key}"

@@ -1,6 +1,5 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -158,12 +157,6 @@ class HeadLayer(nn.Module):
 def norm(config: HeadConfig, width: int | None = None) -> nn.RMSNorm:
     """An RMS norm of states of this width, by default the head's own."""
     return nn.RMSNorm(width or config.hidden_size, config.rms_norm_eps)
-
-
-def padded(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """[r, m, ...] of tensors [m, ...], filled up at their ends; None if one is missing."""
-    known = [row for row in rows if row is not None]
-    return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(rows) else None
 
 
 def read_by(module: Any, values: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,7 @@ class MtpDraft(Drafter):
         """The drafter of one call; it reads the layers if it has not yet."""
         if target not in self.models:
             self.models[target] = read_layers(target)
-        model = self.models[target]
-        return MtpDrafter(Mtp(model), model.embed_tokens, model._project_to_logits)
+        return MtpDrafter(Mtp(self.models[target]), None)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         raise NotImplementedError  # what `of` returns does
@@ -111,16 +110,13 @@ class Mtp(Body):
     def parameters(self, recurse: bool = True) -> Any:
         return self.model.layers.parameters()
 
-    def inputs(self, drafter: Any, width: int, extra: int) -> torch.Tensor:
-        return drafter.tokens(width)
-
     def read(self, entries: "MtpCache", tokens: Any, states: torch.Tensor) -> None:
         states, tokens = entries.extended(states, tokens)
         for number in range(self.most):
             states = self._layer(entries, number, tokens.roll(-number, 1), states)
 
     def begin(self, entries: "MtpCache", tokens: Any, states: torch.Tensor, newest: Any, number: int) -> Any:
-        """Take up the new entries by the first layer: states behind each row's last, and what `next` goes on with."""
+        """Take up the new entries by the first layer: scores behind each row's last, and what `next` goes on with."""
         states, tokens = entries.extended(states, tokens)
         return self._noted(entries, 0, tokens, states, newest + self.most - 1)
 
@@ -132,7 +128,7 @@ class Mtp(Body):
     def _noted(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: Any, newest: Any) -> Any:
         found = self._layer(entries, number, tokens, states)
         last = found.gather(1, newest[..., None].expand(-1, -1, found.shape[2]))
-        return last, (number, tokens, found, newest)
+        return self.model._project_to_logits(last), (number, tokens, found, newest)
 
     def _layer(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of a layer, for entries with these tokens [r, m] and states."""
@@ -237,7 +233,7 @@ class MtpDrafter(HeadDrafter):
     def new_cache(self) -> "MtpCache":
         return MtpCache(self.body.most - 1)
 
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, extra: int = 0, rows: Any = None) -> Any:
+    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
         self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
         self.cache.positions = positions
         return self.cache
@@ -249,14 +245,11 @@ class MtpDrafter(HeadDrafter):
         """The tokens, which layers embed, each shifted by its number."""
         return moved(tokens, self.device)
 
-    def scored(self, states: torch.Tensor) -> torch.Tensor:
-        return self.output(states)
-
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
         tokens, end = batch.last(1).to(self.device), max(self.held)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         entries = self.entries(tokens * 0 + end, tokens * 0 + end, end + 1)
-        self.scored(self.body.begin(entries, tokens, states, tokens * 0, 1)[0])
+        self.body.begin(entries, tokens, states, tokens * 0, 1)
         synchronize(self.device)

@@ -11,28 +11,59 @@ from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
 from .config import OF_BLOCKS, OF_EAGLE, OF_LAYERS, HeadConfig
-from .forms import (
-    ATTENTION,
-    CONVOLUTIONS,
-    GEMMA,
-    GIVE,
-    LAYERS,
-    MASKS,
-    MEANT,
-    MLP,
-    NAMES,
-    NOT_READ,
-    OF_HEADS,
-    OF_ROPE,
-    OF_TRAINING,
-    ONLY,
-    OUTPUTS,
-    PARTS,
-    STATED,
-    THERE,
-    describes_head,
+from .tensors import Weights, canonical, check_vocabulary, linear_layers
+
+
+OF_HEADS = re.compile(
+    r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
 )
-from .tensors import Weights, check_vocabulary, linear_layers
+OF_CONFIGS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size"}
+OF_CONFIGS |= {"target_layer_ids"}
+GIVE = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
+GEMMA = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "layer_scalar", "v_norm")
+CONVOLUTIONS = ("attention_conv", "mlp_conv", "candidate_selector")
+MEANT = """
+    speculators_model_type speculators_version speculators_config transformer_layer_config auto_map draft_vocab_size
+    truncated_vocab_size target_hidden_size eagle_config dflash_config target_layer_ids num_target_layers
+    eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids num_aux_hidden_states use_aux_norm norm_before_residual
+    norm_before_fc fc_norm norm_output bias mask_token_id ptd_token_id pard_token block_size sample_from_anchor use_swa
+    swa_window_size sliding_window_non_causal markov_rank markov_head_type enable_confidence_head
+    confidence_head_with_markov medusa_num_heads medusa_num_layers base_model_name_or_path partial_rotary_factor
+    rope_theta rope_scaling mrope_section layer_types model_type torch_dtype
+""".split()  # noqa: SIM905
+OF_TRAINING = re.compile(
+    "num_anchors|max_anchors|ttt_length|embed_requires_grad|draft_num_hidden_layers|target_model_type|modal_type|auf|"
+    "enable_sp_ulysses|emb_dim|gru_hidden_dim|pure_draft_prefix_len|loss_.*|lambda_.*|.*_alpha|.*_gamma|_.*"
+)
+ONLY = {  # options that have to have this value where they are given
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "rope_is_neox_style": True,
+    "logit_scale": 1,
+    "projector_type": "dflash",
+}
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS = (  # where layer ids stand: in which part, by which name, and what they are less than outputs of layers
+    (None, IDS, 0),
+    (None, "aux_hidden_state_layer_ids", 0),
+    ("eagle_config", IDS, 1),
+    (None, "target_layer_ids", 1),
+    ("dflash_config", "target_layer_ids", 1),
+)
+ATTENTION = "layers.0.self_attn."
+THERE = {  # a field that says whether there is a tensor, and which
+    "qk_norm": f"{ATTENTION}q_norm.weight",
+    "attention_bias": f"{ATTENTION}q_proj.bias",
+    "output_bias": f"{ATTENTION}o_proj.bias",
+    "fc_bias": "fc.bias",
+    "norm_before_fc": "input_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+    "confidence_head": "confidence_head.proj.weight",
+    "own_embeddings": "embed_tokens.weight",
+    "own_head": "lm_head.weight",
+}
+STATED = ("norm_before_residual", "norm_output", "sliding_window_non_causal", "markov_head_type")  # not by tensors
 
 
 def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tuple[HeadConfig, Weights]:
@@ -59,44 +90,24 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     return reader.config(layer_ids), reader.weights
 
 
-def canonical(weights: Weights) -> Weights:
-    """Tensors by the names of the *speculators* form, without what the target has as well."""
-    found: Weights = {}
-    for name, tensor in weights.items():
-        for pattern, beginning in NAMES:
-            name = re.sub(pattern, beginning, name)
-        require(name not in found, f"two tensors of the head are {name!r} by their names; keep one of them.")
-        if NOT_READ.match(name) is None:
-            found[name] = tensor
-    embeddings = found.get("embed_tokens.weight")
-    if embeddings is not None and embeddings.is_floating_point() and bool(embeddings.isnan().all()):
-        del found["embed_tokens.weight"]  # the trainer left them out
-    return found
-
-
 def is_head(name: str | Path, raw: dict[str, Any]) -> bool:
     """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
     found = any(OF_HEADS.match(weight) for weight in read_weights(name, names_alone=True))
+    made_for = " ".join(map(str, raw.get("architectures") or ()))
+    said = bool(OF_CONFIGS & raw.keys()) or re.search("eagle3|dflash|dspark|medusa", made_for, re.IGNORECASE)
     told = f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "
-    require(found or not describes_head(raw), f"{told}yourself, by DraftHead.from_pretrained(...) or as a model.")
+    require(found or not said, f"{told}yourself, by DraftHead.from_pretrained(...) or as a model.")
     return found
 
 
 class Reader:
-    """The files of a draft head, beside the target that it is for.
-
-    Attributes:
-        name: folder or id.
-        raw: what its config says; `said` with the options of its `PARTS`.
-        weights: its tensors by the names of the *speculators* form.
-        tokens: how many the target has; `text` its config.
-    """
+    """The files of a draft head, with its tensors by the names of *speculators*, beside the target that it is for."""
 
     def __init__(self, name: str | Path, raw: dict[str, Any], weights: Weights, target: PreTrainedModel):
         self.name, self.raw, self.weights, self.target = name, raw, weights, target
         self.text, self.tokens = target.config.get_text_config(decoder=True), vocabulary(target)
-        self.said = dict(raw)
-        for part in PARTS:
+        self.said = dict(raw)  # with the options of parts of it
+        for part in ("transformer_layer_config", "eagle_config", "dflash_config"):
             self.said |= raw.get(part) or {}
 
     def need(self, ok: Any, told: str) -> None:
@@ -112,7 +123,7 @@ class Reader:
         kind, qk_norm = self._kind(), THERE["qk_norm"] in self.weights
         fields = self._layer(qk_norm)
         fields |= self._shapes(fields) | {field: tensor in self.weights for field, tensor in THERE.items()}
-        fields |= {field: self.said.get(field) or default for field, default in STATED.items()}
+        fields |= {field: self.said[field] for field in STATED if self.said.get(field)}
         self._check_target(fields["vocab_size"])
         fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
         config = HeadConfig(**fields, layer_ids=self._layer_ids(kind, layer_ids))
@@ -140,10 +151,9 @@ class Reader:
 
     def _check_target(self, tokens: int) -> None:
         """Refuse a head whose config says that it was made for a target of other sizes."""
-        made_for = {"tokens": tokens, "numbers in a state": self.said.get("target_hidden_size")}
-        made_for |= {"layers": self.said.get("num_target_layers")}
-        sizes = self.tokens, self.text.hidden_size, self.text.num_hidden_layers
-        for (what, size), ours in zip(made_for.items(), sizes, strict=True):
+        width, layers = self.said.get("target_hidden_size"), self.said.get("num_target_layers")
+        sizes = [("tokens", tokens, self.tokens), ("numbers in a state", width, self.text.hidden_size)]
+        for what, size, ours in (*sizes, ("layers", layers, self.text.num_hidden_layers)):
             told = f"is for a target with {size} {what}, and {type(self.target).__name__} has {ours}; choose a head "
             self.need(size in (None, ours), f"{told}that was made for this target.")
 
@@ -171,9 +181,10 @@ class Reader:
 
     def _layer(self, qk_norm: bool) -> dict[str, Any]:
         """The fields that the config of a layer has; what is absent there is the default of its architecture."""
-        act, names = self.said.get("hidden_act", "silu"), {*OF_LAYERS, *OF_ROPE} - {"layer_types"}
+        act = self.said.get("hidden_act", "silu")
         self.need(act == "silu", f"has layers with hidden_act={brief(act)}; only silu is supported.")
-        given = {name: self.said[name] for name in names if self.said.get(name) is not None}
+        names = {*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+        given = {name: self.said[name] for name in names - {"layer_types"} if self.said.get(name) is not None}
         architecture: Any = Qwen3Config if qk_norm else LlamaConfig
         try:
             known = architecture(**given)
@@ -190,7 +201,7 @@ class Reader:
     def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields that follow from shapes of tensors; `fields` are those of the config."""
         weights, projections = self.weights, (f"{ATTENTION}q_proj.weight", f"{ATTENTION}k_proj.weight")
-        needed = ("fc.weight", *projections, f"{MLP}gate_proj.weight", "norm.weight")
+        needed = ("fc.weight", *projections, "layers.0.mlp.gate_proj.weight", "norm.weight")
         missing = [weight for weight in needed if weight not in weights]
         told = f"lacks {', '.join(missing)}; get it again, or choose a head that joins states of several layers."
         self.need(not missing, told)
@@ -232,7 +243,8 @@ class Reader:
         methods, verifier = proposal.get("proposal_methods") or [{}], proposal.get("verifier") or {}
         default = proposal.get("default_proposal_method")
         method = next((method for method in methods if method.get("proposal_type") == default), methods[0])
-        mask: Any = next((self.said[name] for name in MASKS if self.said.get(name) is not None), None)
+        masks = (self.said.get(name) for name in ("mask_token_id", "ptd_token_id", "pard_token"))
+        mask: Any = next((given for given in masks if given is not None), None)
         told = f"has mask_token_id={brief(mask)} in its config.json; it needs that of a token of the target."
         self.need(kind == "eagle3" or (is_int(mask) and 0 <= mask < self.tokens), told)
         found = {
@@ -272,14 +284,11 @@ class Reader:
     def _ids_in_files(self, kind: str, depth: int, count: int) -> Any:
         """The layer ids in files: where they stand says whether they count outputs of layers, or layers from 0."""
         found = []
-        for places, more in ((OUTPUTS, 0), (LAYERS, 1)):
-            for place in places:
-                ids: Any = self.raw
-                for key in place:
-                    ids = (ids or {}).get(key)
-                right = ids is None or (isinstance(ids, list) and all(map(is_int, ids)))
-                self.need(right, f"has layer ids {brief(ids)} in its config.json, no list of numbers; {GIVE}.")
-                found += [[number + more for number in ids]] if ids else []
+        for part, name, more in LAYER_IDS:
+            ids = ((self.raw.get(part) or {}) if part else self.raw).get(name)
+            right = ids is None or (isinstance(ids, list) and all(map(is_int, ids)))
+            self.need(right, f"has layer ids {brief(ids)} in its config.json, no list of numbers; {GIVE}.")
+            found += [[number + more for number in ids]] if ids else []
         told = f"has layer ids in two places, which mean different states ({brief(found)}); {GIVE}."
         self.need(all(ids == found[0] for ids in found), told)
         if found or kind in OF_EAGLE:

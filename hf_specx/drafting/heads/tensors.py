@@ -1,4 +1,4 @@
-"""Whether the tensors of a draft head are right; what is missing, left over or wrong is named."""
+"""The tensors of a draft head by one set of names, and whether they are right; what is wrong is named."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,31 @@ from .config import HeadConfig
 
 
 Weights = dict[str, torch.Tensor]
+NAMES = (  # how the name of a tensor begins in some form, and how it begins here
+    (r"^(model|medusa_head)\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}."),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+    (r"^(layers\.[1-9]\d*)\.hidden_norm\.", r"\1.input_layernorm."),
+)
+NOT_READ = re.compile(r"(verifier_norm|verifier_lm_head|.*rotary_emb)\.")  # copies of the target's, or computed
+
+
+def canonical(weights: Weights) -> Weights:
+    """Tensors by the names of the *speculators* form, without what the target has as well."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        for pattern, beginning in NAMES:
+            name = re.sub(pattern, beginning, name)
+        require(name not in found, f"two tensors of the head are {name!r} by their names; keep one of them.")
+        if NOT_READ.match(name) is None:
+            found[name] = tensor
+    embeddings = found.get("embed_tokens.weight")
+    if embeddings is not None and embeddings.is_floating_point() and bool(embeddings.isnan().all()):
+        del found["embed_tokens.weight"]  # the trainer left them out
+    return found
 
 
 def linear_layers(weights: Weights) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Whether a head proposes what it must: each candidate of each round beside the reference, over the whole text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from head_reference import confidences, head_logits, target_states
 from tiny import tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx import Completion, DraftHead, SpeculativeDecoding
 from hf_specx.common.round import Round
 
 
@@ -66,6 +66,11 @@ class Aligned:
             wanted = min(self.most, wanted - done.before[index])
             assert sure[:wanted].tolist() == [True] * length + [False] * (wanted > length)
 
+    def check(self, least: int = 0) -> None:
+        """More than so many candidates were compared, and all are right."""
+        assert self.compared > least
+        assert not self.wrong, self.wrong
+
     def states(self, text: Sequence[int]) -> list[torch.Tensor]:
         ids = self.head.layer_ids or [None]
         states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
@@ -77,13 +82,9 @@ class Aligned:
         return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
 
 
-def form_of(kind: str) -> str:
-    return "medusa" if kind == "medusa" else "speculators"
-
-
 def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, **loading: Any) -> DraftHead:
     """The head, written in a published form and read again."""
-    return DraftHead.from_pretrained(write(head, folder, form_of(head.kind)), target=target, **loading)
+    return DraftHead.from_pretrained(write(head, folder), target=target, **loading)
 
 
 def watched(strategy: SpeculativeDecoding, head: TinyHead, target: PreTrainedModel, **watching: Any) -> Aligned:
@@ -107,9 +108,16 @@ def assert_aligned(
     watch = watched(strategy, head, target)
     torch.manual_seed(1)
     target.generate(**inputs, **settings or GREEDY, custom_generate=strategy)
-    assert watch.compared > least
-    assert not watch.wrong, watch.wrong
+    watch.check(least)
     return watch
+
+
+def assert_own_texts(target: PreTrainedModel, done: Iterable[Completion], asked: list[list[int]], **call: Any) -> None:
+    """Completions of a queue have the greedy texts of batches of one."""
+    texts = {one.index: one.tokens for one in done}
+    for index, prompt in enumerate(asked):
+        alone = target.generate(torch.tensor([prompt]), do_sample=False, **call)
+        assert texts[index] == alone[0, len(prompt) :].tolist()
 
 
 def assert_equals_stock(

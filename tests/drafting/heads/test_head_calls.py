@@ -1,17 +1,19 @@
 """Heads in queues, under grammars, with caches of the user, and with the numbers that a call asks for."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, assert_aligned, loaded, target_of, watched
+from alignment import GREEDY, SAMPLED, assert_aligned, assert_own_texts, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
 from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
 
@@ -47,14 +49,9 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
         asked = [Request([*range(1, 10), *request.input_ids]) for request in asked]
     watch, options = watched(strategy, head, target, cut=cut), ENDS | {"assistant_confidence_threshold": cut}
     done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **options)
-    texts = {one.index: one.tokens for one in done}
+    assert_own_texts(target, done, [request.input_ids for request in asked], max_new_tokens=12, **ENDS)
     assert (strategy.report.copied > 60) == alike
-    assert watch.compared > (50 if cut else 200)
-    assert not watch.wrong
-    for index, request in enumerate(asked):
-        ids = torch.tensor([request.input_ids])
-        expected = target.generate(ids, do_sample=False, max_new_tokens=12, **ENDS)
-        assert texts[index] == expected[0, ids.shape[1] :].tolist()
+    watch.check(50 if cut else 200)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
@@ -67,8 +64,7 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
         done = strategy.generate_many(target, asked, batch_size=size, **options | {"max_new_tokens": 10})
         found.append({one.index: one.tokens for one in done})
     assert found[0] == found[1]
-    assert watch.compared > (50 if cut else 100)
-    assert not watch.wrong
+    watch.check(50 if cut else 100)
 
 
 def test_a_long_queue(tmp_path: Path):
@@ -94,41 +90,33 @@ def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
     watch = watched(strategy, head, target, prefix=7)
     found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
     assert torch.equal(found, target.generate(**inputs, **GREEDY))
-    assert watch.compared > 50
-    assert not watch.wrong
+    watch.check(50)
     assert "no hidden states of the given cache" in strategy.report.layout_reason
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
-    _head, draft, target = made(kind, tmp_path, draft_vocab=6)
-    texts, proposed = [], []
+    _, draft, target = made(kind, tmp_path, draft_vocab=6)
+    known, right = set(draft.ids.tolist()), []
+
+    def note(done: Round) -> None:
+        for index, length in enumerate(done.draft.lengths):
+            for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
+                forced = done.draft.forced is not None and done.draft.forced[index][place]
+                right.append(forced or token in known)
+
     for verification in (None, "token", "coupled"):
         settings = GREEDY if verification is None else SAMPLED
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
-        strategy.listeners = (Proposed(proposed, draft),)
+        strategy.listeners = (SimpleNamespace(observe=note),)
         torch.manual_seed(2)
         mask = [Automaton(48, 11)]
         found = target.generate(**prompts(3), **settings, logits_processor=mask, custom_generate=strategy)
         torch.manual_seed(2)
         if verification != "token":
             assert torch.equal(found, target.generate(**prompts(3), **settings, logits_processor=[Automaton(48, 11)]))
-        texts.append(found)
-    assert set(proposed) == {True}
-
-
-class Proposed:
-    """Whether each candidate that is not forced is one of the head's tokens."""
-
-    def __init__(self, found: list[bool], draft: DraftHead):
-        self.found, self.known = found, set(draft.ids.tolist())
-
-    def observe(self, done: Any) -> None:
-        for index, length in enumerate(done.draft.lengths):
-            for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
-                forced = done.draft.forced is not None and done.draft.forced[index][place]
-                self.found.append(forced or token in self.known)
+    assert set(right) == {True}
 
 
 def test_numbers(tmp_path: Path):
@@ -144,7 +132,7 @@ def test_numbers(tmp_path: Path):
         options = SAMPLED | {"assistant_confidence_threshold": cut, "custom_generate": custom}
         texts.append(target.generate(**prompts(3), **options))
     assert torch.equal(*texts)
-    assert not watch.wrong
+    watch.check()
     assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
 
 

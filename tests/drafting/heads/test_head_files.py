@@ -1,11 +1,16 @@
-"""Draft heads are read from every published form, and what is wrong in one is said before anything runs."""
+"""Files of draft heads: what they may leave out, where they lie, and what is wrong is named before any forward.
+
+Every published form is read in `test_alignment`.
+"""
 
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from head_files import EPS, FORMS, random_head, write
+from head_files import TinyHead, random_head, write
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
@@ -14,69 +19,11 @@ from hf_specx.drafting.heads.reading import read_head
 
 
 LAYERS = 8  # then (2, 4, 5) are the states that EAGLE-3 reads unless it is said
-OWN = {"own_embeddings": True, "own_head": True}
-HEADS = {
-    "speculators": {"draft_vocab": 24, "norm_before_residual": True, "norm_output": True},
-    "speculators one norm": {"norms": "one", "layers": 3, "biases": True, "rotary_factor": 0.5, **OWN},
-    "speculators each norm": {"norms": "each", "qk_norm": True, "draft_vocab": 24, "width": 16},
-    "speculators peagle": {"kind": "peagle", "layers": 2, **OWN},
-    "speculators dflash": {"kind": "dflash", "layers": 2, "draft_vocab": 24, **OWN},
-    "speculators windows": {
-        "kind": "dflash",
-        "layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "window": 6,
-        "window_non_causal": True,
-    },
-    "speculators dspark": {"kind": "dspark", "layer_ids": (1, 3, 7), "markov": "gated", "confidence": True, **OWN},
-    "safeailab": {"draft_vocab": 24, "theta": 10000.0},
-    "safeailab whole vocabulary": {"theta": 10000.0, "own_head": True},
-    "specforge": {"draft_vocab": 24, "layer_ids": (1, 4, 6), "norms": "each"},
-    "angelslim": {"draft_vocab": 24},
-    "deepspec": {"layer_ids": (2, 3, 4, 5, 6), "qk_norm": True, **OWN},
-    "deepspec dflash": {"kind": "dflash", "layer_ids": (2, 4, 6), **OWN},
-    "deepspec dspark": {"kind": "dspark", "markov": "rnn", **OWN},
-    "z-lab": {"kind": "dflash", "layers": 2},
-    "medusa": {"kind": "medusa"},
-    "medusa safetensors": {"kind": "medusa", "layers": 2},
-}
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny(num_hidden_layers=LAYERS)
-
-
-def form_of(name: str) -> str:
-    return next(form for form in sorted(FORMS, key=len, reverse=True) if name.startswith(form))
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_every_form_is_read_and_kept(target, tmp_path: Path, name: str):
-    """All tensors as they are, all settings; and again from what the config writes, in the form of speculators."""
-    head = random_head(**HEADS[name])
-    config, weights = read_head(write(head, tmp_path / "published", form_of(name)), target)
-    assert weights.keys() == head.weights.keys()
-    assert all(torch.equal(weights[tensor], value) for tensor, value in head.weights.items())
-    assert config.kind == head.kind
-    assert config.draft_vocab_size == head.draft_vocab
-    if head.kind == "medusa":
-        assert (config.medusa_num_heads, config.medusa_num_layers) == (3, head.layers)
-    else:
-        assert config.layer_ids == head.layer_ids
-        assert config.rope_parameters["rope_theta"] == head.theta
-        assert config.partial_rotary_factor == head.rotary_factor
-        assert config.rms_norm_eps == EPS
-        assert (config.norm_before_residual, config.norm_output) == (head.norm_before_residual, head.norm_output)
-        assert (config.sliding_window, config.layer_types) == (head.window, head.layer_types)
-        assert config.own_head == ("lm_head.weight" in weights)
-    if head.kind in ("dflash", "dspark"):
-        assert (config.block_size, config.mask_token_id) == (head.block, head.mask_token)
-        assert (config.sample_from_anchor, config.markov_head_type) == (head.from_anchor, head.markov or "vanilla")
-    DraftHead.from_pretrained(tmp_path / "published", target=target).save_pretrained(tmp_path / "kept")
-    again, same = read_head(tmp_path / "kept", target)
-    assert vars(again) == vars(config)
-    assert all(torch.equal(same[tensor], value) for tensor, value in weights.items())
 
 
 def test_layer_ids_that_nothing_names_are_those_of_the_trainer(target, tmp_path: Path):
@@ -118,3 +65,115 @@ def test_a_head_in_the_cache_of_the_hub(target, tmp_path: Path):
     config, _ = read_head("org/head", target, cache_dir=tmp_path, local_files_only=True)
     assert config.kind == "eagle3"
     assert read_head("org/head", target, cache_dir=tmp_path, revision="a" * 40)[0].kind == "eagle3"
+
+
+def changed(kind: str = "eagle3", lacks: str = "", has: dict | None = None, **settings) -> TinyHead:
+    """A head without one of its tensors, or with others; `extra` is what its config says besides."""
+    head = random_head(kind, **settings)
+    head.weights |= has or {}
+    head.weights.pop(lacks, None)
+    return head
+
+
+def more(**extra) -> TinyHead:
+    return changed(extra=extra)
+
+
+def with_table(name: str, change: Callable[[torch.Tensor], torch.Tensor], lacks: str = "") -> TinyHead:
+    """A head for a part of the vocabulary, with another table of what that is."""
+    return changed(lacks=lacks, has={name: change(random_head(draft_vocab=24).weights["t2d"])}, draft_vocab=24)
+
+
+def plus(name: str, *shape: int) -> TinyHead:
+    return changed(has={name: torch.zeros(shape)})
+
+
+def as_ids(kept: torch.Tensor) -> torch.Tensor:
+    return kept.nonzero().flatten()
+
+
+IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+CASES = {
+    "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
+    "states": (lambda: more(target_hidden_size=64), r"64 numbers in a state, and LlamaForCausalLM has 32"),
+    "vocabulary": (lambda: random_head(vocab=64), r"target with 64 tokens, and LlamaForCausalLM has 48"),
+    "layers": (lambda: more(num_target_layers=36), r"target with 36 layers, and LlamaForCausalLM has 8"),
+    "deeper": (lambda: random_head(layer_ids=(2, 4, 20)), r"output of layer 20, and LlamaForCausalLM has 8"),
+    "ids in d2t": (lambda: with_table("d2t", as_ids), r"d2t holds ids instead of offsets; subtract torch\.arange"),
+    "ids in d2t alone": (lambda: with_table("d2t", as_ids, "t2d"), r"d2t (holds ids|leads to ids)"),
+    "no d2t": (lambda: changed(lacks="d2t", draft_vocab=24), r"scores 24 of the target's 48 tokens and has no d2t"),
+    "other t2d": (lambda: with_table("t2d", torch.logical_not), r"d2t and t2d do not name the same tokens"),
+    "few ids": (lambda: more(eagle_aux_hidden_state_layer_ids=[2, 4]), r"2 layer ids.*reads 3 states.*layer_ids="),
+    "no ids": (lambda: more(eagle_aux_hidden_state_layer_ids=["x"]), r"no list of numbers"),
+    "ids twice": (lambda: more(**IDS, eagle_config=IDS), r"two places, which mean different states.*layer_ids="),
+    "last state": (lambda: random_head(layer_ids=(2, 4, LAYERS)), r"the last state \(layer id 8\).*layer_ids="),
+    "missing": (lambda: changed(lacks="norm.weight"), r"lacks norm\.weight"),
+    "missing part": (lambda: changed(lacks="layers.0.mlp.up_proj.weight"), r"lacks 1 tensors.*up_proj"),
+    "no fc": (lambda: changed(lacks="fc.weight"), r"lacks fc\.weight.*joins states of several layers"),
+    "left over": (lambda: plus("layers.0.extra.weight", 3), r"1 tensors that a head of kind eagle3.*extra"),
+    "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
+    "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
+    "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
+    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"of DFlash2"),
+    "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
+    "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
+    "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
+    "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
+    "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
+    "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
+    "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), r"hidden_act='gelu'"),
+    "block": (lambda: random_head("dflash", block=0), r"block_size=0"),
+    "mask": (lambda: random_head("dflash", mask_token=48), r"mask_token_id=48"),
+    "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
+    "own head": (lambda: random_head(width=16, own_head=False), r"no lm_head of its own"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
+    make, told = CASES[case]
+    with pytest.raises(ValueError, match=told):
+        DraftHead.from_pretrained(write(make(), tmp_path), target=target)
+
+
+class Runs:
+    def __reduce__(self):
+        return (print, ("code of a pickle ran",))
+
+
+def test_no_code_of_a_pickle_runs(target, tmp_path: Path, capsys):
+    head = random_head(theta=10000.0)
+    folder = write(head, tmp_path, "safeailab")
+    torch.save(head.weights | {"more": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"save the weights alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    assert "ran" not in capsys.readouterr().out
+
+
+def test_files_that_are_missing_or_cut(target, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        DraftHead.from_pretrained(tmp_path, target=target)
+    folder = write(random_head(), tmp_path)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no weights; a draft head has one of model\.safetensors"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"is no JSON"):
+        DraftHead.from_pretrained(folder, target=target)
+
+
+def test_options_of_loading_are_checked(target, tmp_path: Path):
+    folder = write(random_head(), tmp_path)
+    with pytest.raises(ValueError, match=r"unknown option 'revison'.*did you mean 'revision'"):
+        DraftHead.from_pretrained(folder, target=target, revison="main")
+    with pytest.raises(ValueError, match=r"layer_ids='last'"):
+        DraftHead.from_pretrained(folder, target=target, layer_ids="last")

@@ -1,13 +1,17 @@
-"""What a round with a head costs on a device, in launches of a target of 32 layers, beside a plain step of it."""
+"""What a round with a head costs on a device: launches beside those of a plain step, and transfers between two."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from accelerator import emulated, on_device
-from alignment import loaded
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerator import CPU, emulated, on_device
+from alignment import GREEDY, loaded, target_of, watched
 from head_files import random_head
 from tiny import prompts, tiny
+from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 
@@ -54,3 +58,43 @@ def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
         print(f"| {name} | {costs[name]:.2f} |")
     assert all(costs[kind] < most for kind, (_, most) in KINDS.items())
     assert costs["a draft model of 24 layers"] > 3
+
+
+def spread(target: PreTrainedModel, first: int) -> PreTrainedModel:
+    """A copy whose layers from `first` on, norm and head lie on the accelerator, under the hooks of accelerate."""
+    moved = copy.deepcopy(target)
+    for number in range(first, len(moved.model.layers)):
+        moved.model.layers[number] = on_device(moved.model.layers[number])
+    moved.model.norm, moved.lm_head = on_device(moved.model.norm), on_device(moved.lm_head)
+    for part in (moved.model.embed_tokens, *moved.model.layers, moved.model.norm, moved.lm_head):
+        device = next(part.parameters()).device
+        add_hook_to_module(part, AlignDevicesHook(device, io_same_device=False, skip_keys=["cache"]))
+    add_hook_to_module(moved, AlignDevicesHook(CPU, io_same_device=False, skip_keys=["cache"]))
+    return moved
+
+
+@pytest.mark.parametrize("first", [3, 6])
+def test_layers_on_two_devices(first: int, tmp_path: Path):
+    """Of seven states four or one come from the other device: on the way to the head none of them is waited for."""
+    target = target_of()
+    head = random_head(layer_ids=(0, 1, 2, 3, 4, 5, 7))
+    expected = target.generate(**prompts(2), **GREEDY)
+    draft = loaded(head, tmp_path, target)
+    with emulated() as device:
+        strategy = SpeculativeDecoding(on_device(draft), num_draft_tokens=2)
+        watch = watched(strategy, head, target)
+        found = spread(target, first).generate(**prompts(2), **GREEDY, custom_generate=strategy)
+    assert torch.equal(found, expected)
+    watch.check(20)
+    rounds = strategy.report.rounds
+
+    def counted(seen: dict[str, int], *files: str) -> int:
+        return sum(number for line, number in seen.items() if line.startswith(files))
+
+    assert counted(device.sends, "models/decoder.py", "heads/driver.py") <= 4  # of the prompts
+    assert (
+        counted(device.waits, "models/decoder.py") <= rounds + 2
+    )  # for the logits, which rows on the CPU are judged by
+    assert (
+        counted(device.waits, "heads/driver.py") <= 2 * rounds
+    )  # and for those that each of two candidates is drawn by

@@ -24,7 +24,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     tiny(seed=1).save_pretrained(root / "model")
     write(random_head(draft_vocab=24), root / "head")
     write(random_head(theta=10000.0), root / "plain config", "safeailab")
-    write(random_head("medusa"), root / "medusa", "medusa")
+    write(random_head("medusa"), root / "medusa")
     return {path.name: path for path in root.iterdir()}
 
 
