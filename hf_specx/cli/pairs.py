@@ -61,12 +61,12 @@ def check_known(name: str, repo_id: str | None = None) -> None:
 
 @command
 def publish(
-    trust: Trust,
     pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     repo_id: Annotated[str | None, typer.Argument(help=HELP_REPOSITORY)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the repository to this folder; upload nothing.")] = None,
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     inside: Annotated[bool, typer.Option("--inside", help=HELP_INSIDE)] = False,
+    trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Publish a pair as a model repository that works without this package installed.
@@ -82,7 +82,7 @@ def publish(
 
         from .loading import load_given_pair, saved_as
     with waiting_for(f"publishing {pair}"):
-        given = load_given_pair(pair, Loading(trust.trust_remote_code))
+        given = load_given_pair(pair, Loading(trust_remote_code=trust_remote_code))
         where = {role: saved_as(getattr(given.config, role), inside) for role in ("target", "draft")}
         if out is not None:
             save(given, out, overwrite=overwrite, with_code=True, **where)
