@@ -112,10 +112,7 @@ CONFIGS: dict[str, dict] = {
     "xmod": {"default_language": "en_XX"},
 }
 # Arguments without which the default config is refused
-DEFAULTS: dict[str, dict] = {
-    "gemma4_assistant": ASSISTANT,
-    "gemma4_unified_assistant": ASSISTANT,
-}
+DEFAULTS: dict[str, dict] = {"gemma4_assistant": ASSISTANT, "gemma4_unified_assistant": ASSISTANT}
 # Arguments of the generation config
 GENERATION: dict[str, dict] = {
     "musicgen": {"decoder_start_token_id": 2},
@@ -125,12 +122,8 @@ GENERATION: dict[str, dict] = {
 # Gain and width of random weights where the usual ones make greedy texts repeat a token, by kind
 SCALES: dict[tuple, str] = {
     ("causal", 0.4, 1): "bloom nanochat persimmon",
-    (
-        "causal",
-        0.6,
-        1,
-    ): "bart bert big_bird cpmant ctrl data2vec-text electra ernie git got_ocr2 gpt_neox gptj mvp nemotron "
-    "plbart rembert roberta roberta-prelayernorm roc_bert trocr xmod",
+    ("causal", 0.6, 1): "bart bert big_bird cpmant ctrl data2vec-text electra ernie git got_ocr2 gpt_neox gptj mvp "
+    "nemotron plbart rembert roberta roberta-prelayernorm roc_bert trocr xmod",
     ("causal", 1, 1): "bert-generation biogpt blenderbot camembert codegen cohere2 dots3_note dots3_note_text exaone4 "
     "falcon_mamba gemma2 gemma3 gemma4_unified gemma4_unified_text granitemoe_swa hy_v4 jamba marian "
     "megatron-bert mpt openai-gpt opt pegasus phi3 prophetnet xlm-roberta",
