@@ -11,8 +11,7 @@ from hf_specx.common.errors import require
 from .options import Prompted
 
 
-Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
-Prompt = str | Messages
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat, each with a role and its content
 PROMPT_KEYS = ("prompt", "text", "messages")
 JSON_LINES = (".jsonl", ".ndjson")
 

@@ -85,7 +85,9 @@ class Session:
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
         settings = settings_of(pair.target, given)
-        self.options = settings | ({} if schema is None else {"logits_processor": json_grammar(schema, pair)})
+        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, pair)}
+        self.given = given | {"max_new_tokens": settings["max_new_tokens"]} | grammar
+        self.options = settings | grammar
         say_what_runs(pair, settings | {"seed": seed} | strategy)
         self.facts = {"pair": name, "seed": seed, "options": settings, **provenance(pair.target)}
 
@@ -149,7 +151,7 @@ class Session:
 
 def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) -> dict[str, Any]:
     """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
-    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.options)
+    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
     session.console.text(f"{len(prompts)} texts are in {out}")
     return {"out": str(out), "prompts": len(prompts)}
 

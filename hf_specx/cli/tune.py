@@ -91,7 +91,7 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
         if trial.findings:
             console.text(f"\n{target} with {trial.name}", "bold")
         for x in trial.findings:
-            both = f": {x.target} of the target, {x.draft} of the draft" if x.target else ""
+            both = f": target {x.target}, draft {x.draft}" if x.target else ""
             console.verdict(x.verdict, f"{x.subject}{both}", x.follows)
         if trial.error is not None:
             console.text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"])
