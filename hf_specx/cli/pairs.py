@@ -75,7 +75,15 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     goal, branch = (None, None) if repo_id is None else split_revision(repo_id)
-    check_goal(goal, out, private, overwrite)
+    told = "give the repository's name, or --out FOLDER to write one without uploading it."
+    require((goal is None) != (out is None), told)
+    told = "--{} goes with {}, which was not given; leave it out."
+    require(out is not None or not overwrite, told.format("overwrite", "--out"))
+    require(goal is not None or not private, told.format("private", "a repository"))
+    if goal is not None:
+        check_repository(goal)
+    if out is not None:
+        check_folder(out, overwrite)
     check_name(pair)
     with imports():
         from hf_specx.hub.publish import save
@@ -92,19 +100,6 @@ def publish(
             said = f"published {goal} at {given.push_to_hub(str(goal), **made)}"
     draft = where["draft"] if given.config.weightless_draft() is None else type(given.draft).__name__
     say(f"{said}: target {where['target']}, draft {draft}")
-
-
-def check_goal(repo_id: str | None, out: Path | None, private: bool, overwrite: bool) -> None:
-    """Raise a ValueError if nothing can be published there, or for options that are for another way to publish."""
-    one = (repo_id is None) != (out is None)
-    require(one, "give the repository's name, or --out FOLDER to write one without uploading it.")
-    told = "--{} goes with {}, which was not given; leave it out."
-    require(out is not None or not overwrite, told.format("overwrite", "--out"))
-    require(repo_id is not None or not private, told.format("private", "a repository"))
-    if repo_id is not None:
-        check_repository(repo_id)
-    if out is not None:
-        check_folder(out, overwrite)
 
 
 @command
