@@ -196,15 +196,18 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
     else:
         config |= {"block_size": head.block, "aux_hidden_state_layer_ids": head.layer_ids}
         config |= {"sliding_window_non_causal": head.window_non_causal, "sample_from_anchor": head.from_anchor}
-    if head.kind == "dspark":
-        confidence = "confidence_head.proj.weight" in head.weights
-        config |= {"markov_rank": _rank(head), "markov_head_type": head.markov, "enable_confidence_head": confidence}
-        config |= {"confidence_head_with_markov": confidence}
-    return config | ({} if head.mask_token is None else {"mask_token_id": head.mask_token}), head.weights
+    if head.mask_token is not None:
+        config["mask_token_id"] = head.mask_token
+    return config | _markov(head), head.weights
 
 
-def _rank(head: TinyHead) -> int:
-    return head.weights["markov_head.markov_w1.weight"].shape[1]
+def _markov(head: TinyHead) -> dict:
+    """Of DSpark's part that looks at the token before."""
+    if head.kind != "dspark":
+        return {}
+    sure = "confidence_head.proj.weight" in head.weights
+    config = {"markov_rank": head.weights["markov_head.markov_w1.weight"].shape[1], "markov_head_type": head.markov}
+    return config | {"enable_confidence_head": sure, "confidence_head_with_markov": sure}
 
 
 def _flat(head: TinyHead) -> dict:
@@ -248,19 +251,13 @@ def _deepspec(head: TinyHead) -> tuple[dict, dict]:
     if head.kind == "eagle3":
         return config | {"ttt_length": 7}, head.weights
     config |= {"block_size": head.block, "mask_token_id": head.mask_token, "num_anchors": 512}
-    if head.kind == "dspark":
-        confidence = "confidence_head.proj.weight" in head.weights
-        config |= {"markov_rank": _rank(head), "markov_head_type": head.markov}
-        config |= {"enable_confidence_head": confidence, "confidence_head_with_markov": confidence}
-    return config, head.weights
+    return config | _markov(head), head.weights
 
 
 def _zlab(head: TinyHead) -> tuple[dict, dict]:
     parts = {"target_layer_ids": [number - 1 for number in head.layer_ids], "mask_token_id": head.mask_token}
-    config = _layer(head) | {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    }
+    config = _layer(head) | {"architectures": ["DFlashDraftModel"]}
+    config["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
     return config | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}, head.weights
 
 
