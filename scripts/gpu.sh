@@ -13,9 +13,8 @@ mkdir -p "$out"
 timeout 210 "$python" -m pytest -v -m gpu --tb=short --continue-on-collection-errors -p no:cacheprovider \
     $(grep -lE "mark\.gpu|on_device" tests/*/test_*.py) | tee "$out/tests.txt"
 tests=$?
-bench() {  # PAIR SECONDS CONTENDER ...; what is measured when the time is over stays in the file
-    timeout "$2" "$python" scripts/grafted.py "$1" --dtype bfloat16 --repeats 3 --out "$out/speed.json" \
-        --contender "${@:3}" | tee -a "$out/speed.md"
+bench() {  # PAIR SECONDS CONTENDER ...
+    timeout "$2" "$python" scripts/grafted.py "$1" --dtype bfloat16 --repeats 3 --contender "${@:3}" | tee -a "$out/speed.md"
 }
 bench 7B 90 plain assisted-5 block-5 block-auto
 bench 1B 60 plain assisted-5 block-5 block-auto

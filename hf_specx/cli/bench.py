@@ -11,7 +11,7 @@ from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
 from hf_specx.hub.folders import check_out
 
 from .console import Output, figure, imports, steps
-from .options import Batches, Named, Prompted, Sampling, command, typed
+from .options import Batches, Loading, Named, Prompted, Sampling, command, typed
 from .prompts import prompts_of_file
 
 
@@ -37,6 +37,7 @@ def bench(
     named: Named,
     source: Prompted,
     sampling: Sampling,
+    loading: Loading,
     batch_size: Batches = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER, show_default=False)] = None,
@@ -52,7 +53,7 @@ def bench(
     for name in contenders:
         way(name)
     how: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS} | sampling.given
-    how |= {"prompt_tokens": prompt_tokens, "repeats": repeats, "dtype": named.dtype}
+    how |= {"prompt_tokens": prompt_tokens, "repeats": repeats, "dtype": loading.dtype}
     cells = [Cell(named.name, contenders, size, **how) for size in sizes]
     check_out(out)
     prompts = prompts_of_file(source)
@@ -62,8 +63,8 @@ def bench(
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
         from .loading import load_named, say_what_runs, texts_for
-    store, pair, console = Store(out, "schema", {}), load_named(named, needs_tokenizer=True), Output()
-    pair.config.prompts = texts_for(pair, prompts, source.chat, named.name)
+    store, pair, console = Store(out, "schema", {}), load_named(named, loading, source.chat), Output()
+    pair.config.prompts = texts_for(pair, prompts, named.name)
     settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
     cells = [replace(cell, **settings) for cell in cells]
     say_what_runs(pair, settings)

@@ -4,22 +4,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.padding import Padding
-from rich.text import Text
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
-from hf_specx.metrics.page import PAGES, check_can_write, write_report
-from hf_specx.metrics.result import FAILED, PASSED, UNTOLD, CheckResult, summary
+from hf_specx.metrics.page import PAGES, write_report
+from hf_specx.metrics.result import FAILED, PASSED, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
-from .console import Output, going_on_with, imports, say, steps
-from .options import DRAWN, Batches, Drawing, Named, Prompted, Seed, command, typed
+from .console import VERDICTS, Output, going_on_with, imports, say, steps
+from .options import DRAWN, Batches, Drawing, Loading, Named, Prompted, Seed, command, typed
 from .prompts import prompts_of_file
 
 
-COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
-INDENT = max(map(len, COLOURS)) + 2
 UNFINISHED = "unfinished"  # ending of the file from which an interrupted check goes on
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
@@ -33,6 +29,7 @@ def check(
     named: Named,
     source: Prompted,
     drawing: Drawing,
+    loading: Loading,
     batch_size: Batches = None,
     verification: Annotated[list[str] | None, typer.Option(help=HELP_VERIFICATION)] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
@@ -47,10 +44,10 @@ def check(
     """
     check_packages()
     for path in out or ():
-        check_can_write(path) if path.suffix.lower() in PAGES else check_out(path)
-    verifications, sizes = tuple(verification or CHECKED), tuple(batch_size or (1, 8))
+        check_out(path)
+    verifications = tuple(verification or CHECKED)
     how = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.given
-    settings = Settings(sizes, verifications=verifications, **how)
+    settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **how)
     prompts = prompts_of_file(source)
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
@@ -60,15 +57,17 @@ def check(
 
             from .loading import load_named, say_what_runs, texts_for
         read_cells(unfinished, "check")  # raises for another file
-        pair = load_named(named)
-        texts = texts_for(pair, prompts, source.chat, named.name)
-        subject = subject_of(pair, texts, settings, drawing.given)
+        pair = load_named(named, loading, source.chat)
+        subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.given)
         drawn = {name: getattr(subject.settings, name) for name in ("max_new_tokens", *DRAWN)}
         say_what_runs(pair, {"verification": ", ".join(verifications)} | drawn | {"seed": seed})
         with steps("plain and speculative, and both compared", settings.steps) as bar:
             result = run_check(subject, bar.update, unfinished)
     result.pair, result.command = named.name, typed()
-    show_result(result)
+    console = Output()
+    for line in result.lines:
+        console.verdict(line.verdict, line.what, line.note)
+    console.text(f"\n{summary(result)}", VERDICTS[PASSED if result.passed else FAILED])
     for path in out or ():
         written = write_report(result, path) if path.suffix.lower() in PAGES else result.save(path)
         say(f"wrote {written}")
@@ -76,12 +75,3 @@ def check(
         unfinished.unlink()
     if not result.passed:
         raise typer.Exit(1)
-
-
-def show_result(result: CheckResult) -> None:
-    """Each thing that was looked at, with what was seen below it."""
-    console = Output()
-    for line in result.lines:
-        console.text(Text.assemble((f"{line.verdict:{INDENT}}", COLOURS[line.verdict]), line.what))
-        console.print(Padding(Text(line.note, "dim"), (0, 0, 0, INDENT), expand=False))
-    console.text(f"\n{summary(result)}", COLOURS[PASSED if result.passed else FAILED])

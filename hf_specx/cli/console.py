@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
@@ -19,6 +20,9 @@ from tqdm import tqdm
 # which have the same names in Python
 OPTIONS = "overwrite trust_remote_code temperature top_p top_k max_new_tokens batch_size num_draft_tokens verification"
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
+# of `specx check` and `specx tune`
+VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
+INDENT = max(map(len, VERDICTS)) + 2
 BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 
 
@@ -32,14 +36,11 @@ class Output(Console):
         """Print a text as it is: no markup, and wrapped by the terminal alone."""
         self.print(text if isinstance(text, Text) else Text(str(text), style), soft_wrap=True)
 
-    def table(self, headings: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print a table of sentences, which are wrapped."""
-        table = Table(show_edge=False)
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-        self.print(table)
+    def verdict(self, verdict: str, what: str, note: str) -> None:
+        """Print a verdict and on what it is, with a note below it."""
+        self.text(Text.assemble((f"{verdict:{INDENT}}", VERDICTS[verdict]), what))
+        if note:
+            self.print(Padding(Text(note, "dim"), (0, 0, 0, INDENT), expand=False))
 
     def figures(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table of figures, of which none is cut: where a terminal is too narrow, lines are longer."""

@@ -14,7 +14,7 @@ from hf_specx.training.recipe import TrainingRecipe
 
 from .console import going_on_with, imports, say, waiting_for
 from .options import HELP_TARGET, Loading, Overwrite, Prompted, Sampling, command, typed
-from .prompts import Prompts, read_prompts
+from .prompts import Prompt, read_prompts
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
@@ -89,7 +89,7 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, named: str, loading: Loading, prompts: Prompts, chat: bool, options: dict[str, Any]
+    target: str, named: str, loading: Loading, prompts: list[Prompt], chat: bool, options: dict[str, Any]
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():
@@ -99,10 +99,11 @@ def train(
         from hf_specx.training.distill import distill as train_draft
         from hf_specx.training.distill import with_settings
 
-        from .loading import PromptTexts, in_words, study_of
+        from .loading import check_template, in_words, study_of, texts_of
     study, draft, own = study_of(loading), read_draft(named, HEAD), None
     with waiting_for(f"loading {target}"):
         loaded = load(target, study, study.device_map)
+        check_template(loaded.tokenizer, chat)
         if draft.model is not None:
             own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, own.model)
@@ -111,7 +112,7 @@ def train(
     result = train_draft(
         loaded.model,
         start if own is None else own.model,
-        list(PromptTexts(prompts, loaded.tokenizer, chat)),
+        texts_of(prompts, loaded.tokenizer),
         tokenizer=loaded.tokenizer,
         draft_tokenizer=None if own is None else own.tokenizer,
         command=typed(),

@@ -13,8 +13,8 @@ from hf_specx.engine.check_options import check_choices
 from hf_specx.pairs.results_file import check_results_path
 
 from .console import going_on_with, imports, say
-from .options import LARGEST_SEED, AsJson, NamedByOptions, Prompted, Sampling, command
-from .prompts import read_prompts
+from .options import LARGEST_SEED, AsJson, Loading, NamedByOptions, Prompted, Sampling, command
+from .prompts import as_asked, read_prompts
 
 
 TIMED_TURNS = 5  # of the demo
@@ -37,6 +37,7 @@ def generate(
     source: Prompted,
     sampling: Sampling,
     named: NamedByOptions,
+    loading: Loading,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
@@ -59,7 +60,8 @@ def generate(
         check_json_schema(json_schema)
     ways = bool(prompts) + demo + (source.file is not None)
     require(ways <= 1, "prompts were given in more than one way; use arguments, --prompts or --demo.")
-    given = (prompts or []) if prompts or demo else read_prompts(source, WAYS)
+    typed = [as_asked(prompt, source.chat) for prompt in prompts or ()]
+    given = typed if typed or demo else read_prompts(source, WAYS)
     call, turns = sampling.given, repeats or (TIMED_TURNS if demo else 0)
     if demo:
         say(HELLO.format(named.name))
@@ -67,15 +69,17 @@ def generate(
             call = {"do_sample": True, "temperature": DEMO_TEMPERATURE, "top_k": 0} | call
     with going_on_with(out):
         with imports():
+            from .loading import load_named
             from .session import Session, show_demo, write_texts
+        pair = load_named(named, loading, source.chat)
         seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
-        session = Session(named, strategy, call, json_schema, seed, turns, quiet=as_json)
+        session = Session(pair, named.name, strategy, call, json_schema, seed, quiet=as_json)
         if demo:
-            found = {"runs": show_demo(session)}
+            found = {"runs": show_demo(session, turns)}
         elif out is not None:
-            found = write_texts(session, given, source.chat, out, batch_size or BATCH_SIZE)
+            found = write_texts(session, given, out, batch_size or BATCH_SIZE)
         else:
-            found = {"runs": [session.answer(list(given), source.chat)]}
+            found = {"runs": [session.answer(given, turns)]}
     if as_json:
         typer.echo(json.dumps(session.facts | found))
 

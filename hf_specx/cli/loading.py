@@ -1,7 +1,6 @@
 """Loading and saving what a command names: a pair, or a target and a draft; once torch is imported."""
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import say, waiting_for
 from .options import Loading, Named
-from .prompts import FilePrompts, Messages, Prompts
+from .prompts import Prompt
 
 
 def device_map(device: str | None) -> str | None:
@@ -47,15 +46,15 @@ def study_of(loading: Loading, **how: Any) -> Study:
     return Study(dtype=loading.dtype, device_map=where, trust_remote_code=trust, **how)
 
 
-def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
-    """The pair that a command names, or one of the target and the draft that it names."""
-    name, draft, study = named.first, named.draft, study_of(named)
+def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
+    """The pair that a command names, or one of the target and the draft that it names; it can read prompts."""
+    name, draft, study = named.first, named.draft, study_of(loading)
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
             find_files(model, study)  # raises where there is none
         if is_known(split_revision(name)[0]) or (find_files(name, study).root / CONFIG_NAME).is_file():
-            pair = load_given_pair(name, named, draft)
+            pair = load_given_pair(name, loading, draft)
         else:
             told = f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
             require(draft is not None, told + f"--draft {SUFFIX}, which needs no second model.")
@@ -64,7 +63,8 @@ def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
             assert trial.pair is not None
             pair = trial.pair
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
-    require(pair.tokenizer is not None or not needs_tokenizer, told)
+    require(pair.tokenizer is not None, told)
+    check_template(pair.tokenizer, chat)
     return pair
 
 
@@ -77,27 +77,15 @@ def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> D
     model = None if draft is None else read_draft(draft).model
     told = f"{model}: with a pair a draft is read from its main branch; leave the @ and what follows out."
     require(model is None or split_revision(model)[1] is None, told)
-    how: dict[str, Any] = {"device_map": device_map(loading.device_map), "revision": revision, "draft": model}
-    how |= {"trust_remote_code": loading.trust_remote_code, "dtype": loading.dtype}
-    pair = DraftTargetPair.from_pretrained(name, **{option: value for option, value in how.items() if value})
-    if draft is not None and model is None:
-        return with_draft(pair, draft)
-    check_head(draft or "", pair.draft)
-    return pair
-
-
-def with_draft(pair: DraftTargetPair, draft: str) -> DraftTargetPair:
-    """The pair with a draft without weights in place of its own.
-
-    What was measured with its own draft, and recommended for it, does not hold then.
-    """
-    config, weightless = copy.deepcopy(pair.config), weightless_draft(draft)
-    assert weightless is not None
-    config.forget()
-    config.set_draft(weightless)
-    made = DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
-    made.sources["target"] = pair.sources["target"]
-    return made
+    how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
+    pair = DraftTargetPair.from_pretrained(name, revision=revision, draft=model, **how)
+    weightless = None if draft is None else weightless_draft(draft)
+    if weightless is None:
+        check_head(draft or "", pair.draft)
+        return pair
+    pair.config.forget()  # what was measured with its own draft, and recommended for it, does not hold
+    pair.config.set_draft(weightless)
+    return DraftTargetPair(pair.target, weightless, pair.tokenizer, pair.config)
 
 
 def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
@@ -115,30 +103,20 @@ def in_words(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
-class PromptTexts:
-    """Prompts of any number as texts, one by one; with --chat in the tokenizer's chat template, messages too."""
-
-    def __init__(self, prompts: Prompts | FilePrompts, tokenizer: PreTrainedTokenizerBase | None, chat: bool):
-        self.prompts, self.tokenizer, self.chat = prompts, tokenizer, chat
-        told = "--chat: the target's tokenizer has no chat template; leave --chat out."
-        require(not chat or bool(getattr(tokenizer, "chat_template", None)), told)
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self._text_of, self.prompts)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def _text_of(self, prompt: str | Messages) -> str:
-        if not self.chat:
-            return str(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return chat_text(self.tokenizer, messages)
+def check_template(tokenizer: PreTrainedTokenizerBase | None, chat: bool) -> None:
+    """Raise a ValueError for --chat where there is no chat template."""
+    told = "--chat: the target's tokenizer has no chat template; leave --chat out."
+    require(not chat or bool(getattr(tokenizer, "chat_template", None)), told)
 
 
-def texts_for(pair: DraftTargetPair, prompts: Prompts | FilePrompts, chat: bool, name: str) -> list[str]:
+def texts_of(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Prompts as texts; messages in the tokenizer's chat template."""
+    return [prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt) for prompt in prompts]
+
+
+def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> list[str]:
     """The texts of prompts; where there are none, the pair's own."""
-    texts = list(PromptTexts(prompts, pair.tokenizer, chat)) or pair.prompts
+    texts = texts_of(prompts, pair.tokenizer) or pair.prompts
     require(bool(texts), f"{name} brings no prompts of its own; give some with --prompts FILE, one a line.")
     return texts
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, o
 Seed = Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,19 @@ class Prompted:
 
 
 @dataclass(frozen=True)
-class Trust:
-    """Whether code of models is run."""
-
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")
-    ] = False
-
-
-@dataclass(frozen=True)
-class Loading(Trust):
+class Loading:
     """How models are loaded; `device_map` None is an accelerator if there is one."""
 
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
     device_map: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else as there is.")] = None
+    trust_remote_code: Trust = False
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}.")
 
 
 @dataclass(frozen=True)
-class Named(Loading):
+class Named:
     """The models that a command names: a pair, perhaps with another draft; or a target with a draft.
 
     Raises:
@@ -77,7 +70,6 @@ class Named(Loading):
     draft: Annotated[str | None, typer.Option(help=HELP_DRAFT)] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         told = f"--draft {self.draft} needs a target; name one, as in specx bench TARGET --draft {self.draft} or "
         told += f"specx generate PROMPT --target TARGET --draft {self.draft}."
         require(self.pair is not None or self.draft is None, told)
@@ -162,7 +154,8 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     shown: list[inspect.Parameter] = []
     for each in parameters:
-        shown += options_of(groups[each.name]) if each.name in groups else [each.replace(kind=each.KEYWORD_ONLY)]
+        options = inspect.signature(groups[each.name]).parameters.values() if each.name in groups else [each]
+        shown += [option.replace(kind=each.KEYWORD_ONLY) for option in options]
 
     @wraps(body)
     def run(**given: Any) -> None:
@@ -174,14 +167,6 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in shown}
     return run
-
-
-def options_of(group: Any) -> list[inspect.Parameter]:
-    """The options of a group: its own first, then those of the groups that it extends."""
-    hints = get_type_hints(group, include_extras=True)
-    names = dict.fromkeys(name for each in group.__mro__ for name in inspect.get_annotations(each))
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(x, kind, default=getattr(group, x), annotation=hints[x]) for x in names]
 
 
 def check_name(name: str) -> None:

@@ -61,12 +61,12 @@ def check_known(name: str, repo_id: str | None = None) -> None:
 
 @command
 def publish(
-    trust: Trust,
     pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     repo_id: Annotated[str | None, typer.Argument(help=HELP_REPOSITORY)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the repository to this folder; upload nothing.")] = None,
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     inside: Annotated[bool, typer.Option("--inside", help=HELP_INSIDE)] = False,
+    trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Publish a pair as a model repository that works without this package installed.
@@ -75,14 +75,22 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     goal, branch = (None, None) if repo_id is None else split_revision(repo_id)
-    check_goal(goal, out, private, overwrite)
+    told = "give the repository's name, or --out FOLDER to write one without uploading it."
+    require((goal is None) != (out is None), told)
+    told = "--{} goes with {}, which was not given; leave it out."
+    require(out is not None or not overwrite, told.format("overwrite", "--out"))
+    require(goal is not None or not private, told.format("private", "a repository"))
+    if goal is not None:
+        check_repository(goal)
+    if out is not None:
+        check_folder(out, overwrite)
     check_name(pair)
     with imports():
         from hf_specx.hub.publish import save
 
         from .loading import load_given_pair, saved_as
     with waiting_for(f"publishing {pair}"):
-        given = load_given_pair(pair, Loading(trust.trust_remote_code))
+        given = load_given_pair(pair, Loading(trust_remote_code=trust_remote_code))
         where = {role: saved_as(getattr(given.config, role), inside) for role in ("target", "draft")}
         if out is not None:
             save(given, out, overwrite=overwrite, with_code=True, **where)
@@ -92,19 +100,6 @@ def publish(
             said = f"published {goal} at {given.push_to_hub(str(goal), **made)}"
     draft = where["draft"] if given.config.weightless_draft() is None else type(given.draft).__name__
     say(f"{said}: target {where['target']}, draft {draft}")
-
-
-def check_goal(repo_id: str | None, out: Path | None, private: bool, overwrite: bool) -> None:
-    """Raise a ValueError if nothing can be published there, or for options that are for another way to publish."""
-    one = (repo_id is None) != (out is None)
-    require(one, "give the repository's name, or --out FOLDER to write one without uploading it.")
-    told = "--{} goes with {}, which was not given; leave it out."
-    require(out is not None or not overwrite, told.format("overwrite", "--out"))
-    require(repo_id is not None or not private, told.format("private", "a repository"))
-    if repo_id is not None:
-        check_repository(repo_id)
-    if out is not None:
-        check_folder(out, overwrite)
 
 
 @command

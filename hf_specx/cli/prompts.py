@@ -3,8 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from hf_specx.common.errors import require
@@ -12,8 +11,7 @@ from hf_specx.common.errors import require
 from .options import Prompted
 
 
-Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
-Prompts = Sequence[str | Messages]
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat, each with a role and its content
 PROMPT_KEYS = ("prompt", "text", "messages")
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -24,29 +22,31 @@ class FilePrompts:
     One per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space are passed over.
     """
 
-    def __init__(self, path: Path | None):
-        self.path, self.name = path, "standard input" if path is None else str(path)
-
-    def __iter__(self) -> Iterator[str | Messages]:
-        as_json = self.path is not None and self.path.suffix in JSON_LINES
-        for number, line in enumerate(self._lines(), 1):
-            yield prompt_of(line, f"{self.name}, prompt {number}") if as_json else line
+    def __init__(self, given: Prompted):
+        self.path, self.chat = given.file, given.chat
+        self.name = "standard input" if given.file is None else str(given.file)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._lines())
+        return sum(1 for _ in self)
 
-    def _lines(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Prompt]:
         if self.path is None and sys.stdin.isatty():  # nobody would know that something is waited for
             return
         how: Any = {"encoding": "utf-8-sig", "newline": "\n"}
+        as_json = self.path is not None and self.path.suffix in JSON_LINES
         with io.TextIOWrapper(sys.stdin.buffer, **how) if self.path is None else open(self.path, **how) as lines:
             try:
-                yield from (line.rstrip("\r\n") for line in lines if line.strip())
+                for number, line in enumerate((line.rstrip("\r\n") for line in lines if line.strip()), 1):
+                    prompt = prompt_of(line, f"{self.name}, prompt {number}") if as_json else line
+                    yield as_asked(prompt, self.chat)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{self.name} is not text in UTF-8; convert it, as by iconv.") from error
 
 
-def prompt_of(line: str, where: str) -> str | Messages:
+Prompts = list[Prompt] | FilePrompts
+
+
+def prompt_of(line: str, where: str) -> Prompt:
     """The prompt in a line of JSON: a text, or an object with one of `PROMPT_KEYS`."""
     try:
         found = json.loads(line)
@@ -61,21 +61,26 @@ def prompt_of(line: str, where: str) -> str | Messages:
     return found
 
 
-def read_prompts(given: Prompted, others: str) -> Prompts | FilePrompts:
+def as_asked(prompt: Prompt, chat: bool) -> Prompt:
+    """A prompt as messages with --chat, and without it as a text, which messages are not."""
+    told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
+    require(chat or isinstance(prompt, str), told)
+    return [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+
+
+def read_prompts(given: Prompted, others: str) -> Prompts:
     """The prompts of --prompts, one by one, or of a pipe, which can be read once: all of them.
 
-    Without --chat none is a list of messages; `others` says how to give prompts, where there are none.
+    `others` says how to give prompts, where there are none.
     """
-    found: Prompts | FilePrompts = FilePrompts(given.file)
-    if given.file is None or not given.file.is_file():
-        found = list(iter(found))  # `list(found)` would ask for the length first, and so read it all
-    require(len(found) > 0, f"no prompts; give them {others}.")
-    told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
-    require(given.chat or all(isinstance(prompt, str) for prompt in found), told)
-    return found
+    found = FilePrompts(given)
+    again = given.file is not None and given.file.is_file()
+    prompts = found if again else list(iter(found))  # `list(found)` would ask for the length first, and so read it all
+    require(len(prompts) > 0, f"no prompts; give them {others}.")
+    return prompts
 
 
-def prompts_of_file(given: Prompted) -> Prompts:
+def prompts_of_file(given: Prompted) -> list[Prompt]:
     """The prompts of --prompts, [] without it; --chat is for them alone."""
     told = "--chat is for the prompts of --prompts FILE; give it, or leave --chat out."
     require(given.file is not None or not given.chat, told)

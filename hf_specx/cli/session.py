@@ -6,7 +6,7 @@ Texts go to standard output, all else to standard error.
 import copy
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,8 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
 from .console import Output, steps, waiting_for
-from .loading import PromptTexts, load_named, say_what_runs, texts_for
-from .options import Named
-from .prompts import FilePrompts, Prompts
+from .loading import say_what_runs, texts_for, texts_of
+from .prompts import Prompt, Prompts
 
 
 DEMO_BATCHES = (1, 8)
@@ -66,62 +65,55 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 
 
 class Session:
-    """The models of a command, with options of the strategy and the arguments of each call; `facts` are for --json.
+    """A pair with options of its strategy and arguments of `generate`; `facts` and what methods return are for --json.
 
-    `given` are the arguments that were typed, and `options` the same with the target's own settings for the others.
+    Arguments that are not given are as the target's own generation config says.
     """
 
     def __init__(
         self,
-        named: Named,
+        pair: DraftTargetPair,
+        name: str,
         strategy: dict[str, Any],
         given: dict[str, Any],
         schema: Path | None,
         seed: int,
-        repeats: int,  # timed runs of each contender; 0 for none
         quiet: bool,
     ):
-        self.name, self.seed, self.repeats = named.name, seed, repeats
+        self.pair, self.name, self.seed = pair, name, seed
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
-        self.pair = load_named(named, needs_tokenizer=True)
         for option, value in strategy.items():
-            setattr(self.pair.strategy, option, value)
-        settings = settings_of(self.pair.target, given)
-        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, self.pair)}
+            setattr(pair.strategy, option, value)
+        settings = settings_of(pair.target, given)
+        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, pair)}
         self.given = given | {"max_new_tokens": settings["max_new_tokens"]} | grammar
         self.options = settings | grammar
-        say_what_runs(self.pair, settings | {"seed": seed} | strategy)
-        self.facts = {"pair": named.name, "seed": seed, "options": settings, **provenance(self.pair.target)}
+        say_what_runs(pair, settings | {"seed": seed} | strategy)
+        self.facts = {"pair": name, "seed": seed, "options": settings, **provenance(pair.target)}
 
-    def answer(self, prompts: Prompts | FilePrompts, chat: bool) -> dict[str, Any]:
-        """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
-        self.show_legend()
-        run, inputs = self.run(list(PromptTexts(prompts, self.pair.tokenizer, chat)))
-        if not self.repeats:
+    def answer(self, prompts: Iterable[Prompt], repeats: int) -> dict[str, Any]:
+        """Generate for one batch, print what came of it, and compare it with plain `generate` in so many turns."""
+        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer))
+        if not repeats:
             return run
-        comparison = self.compare(inputs)
+        comparison = self.compare(inputs, repeats)
         self.console.text(f"\n{comparison}")
         return run | {"comparison": comparison.to_dict()}
-
-    def show_legend(self) -> None:
-        """What colours mean, where there are any."""
-        if self.texts.color_system is not None and not self.texts.no_color:
-            self.console.text(LEGEND)
 
     def show_prompt(self, prompt: str) -> None:
         """On a new line, which the text goes on with."""
         self.console.print(Text(f"\n{written_out(prompt)}", "dim"), end="", soft_wrap=True)
 
-    def compare(self, inputs: Inputs, with_assisted: bool = False) -> Comparison:
+    def compare(self, inputs: Inputs, repeats: int, with_assisted: bool = False) -> Comparison:
         """Time plain `generate` and ours in turns; with transformers' assisted generation, if it can be."""
-        pair, draft = self.pair, next(iter(self.pair.models[1:]), None)
-        if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
-            folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
-            draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
-        if not with_assisted or not same_tokens(pair.tokenizer, pair.draft_tokenizer):
-            draft = None
-        with steps("all ways in turns", (2 + (draft is not None)) * (self.repeats + 1)) as bar:
-            how = self.options, self.repeats, self.seed, bar.update
+        pair, draft = self.pair, None
+        if with_assisted and same_tokens(pair.tokenizer, pair.draft_tokenizer):
+            draft = next(iter(pair.models[1:]), None)
+            if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
+                folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
+                draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
+        with steps("all ways in turns", (2 + (draft is not None)) * (repeats + 1)) as bar:
+            how = self.options, repeats, self.seed, bar.update
             return compare(pair.target, pair.strategy, [inputs], *how, draft)
 
     def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
@@ -134,17 +126,16 @@ class Session:
 
     def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
         """Generate for a batch and print text and report; returns the same as plain values, and what was given."""
-        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
+        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, copy.copy(self.pair.strategy)
         assert tokenizer is not None
+        if show and self.texts.color_system is not None and not self.texts.no_color:
+            self.console.text(LEGEND)
         streams = len(prompts) == 1 and show and not self.texts.quiet
         if streams:
             begin = partial(self.show_prompt, prompts[0])
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.texts, begin), "run"
-        try:
-            with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
-                inputs, output = self.generate(prompts, custom_generate=strategy)
-        finally:
-            strategy.streamer, strategy.stream_by = None, "token"
+        with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
+            inputs, output = self.generate(prompts, custom_generate=strategy)
         report, new = strategy.report, emitted(target, inputs, output, self.options)
         assert report is not None
         for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if show and not streams else ():
@@ -158,34 +149,30 @@ class Session:
         return values | {"comparison": None}, inputs
 
 
-def write_texts(
-    session: Session, prompts: Prompts | FilePrompts, chat: bool, out: Path, batch_size: int
-) -> dict[str, Any]:
+def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) -> dict[str, Any]:
     """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
-    texts = PromptTexts(prompts, session.pair.tokenizer, chat)
-    session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
-    session.console.text(f"{len(texts)} texts are in {out}")
-    return {"out": str(out), "prompts": len(texts)}
+    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
+    session.console.text(f"{len(prompts)} texts are in {out}")
+    return {"out": str(out), "prompts": len(prompts)}
 
 
-def show_demo(session: Session) -> list[dict[str, Any]]:
+def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:
     """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
-    console, own = session.console, texts_for(session.pair, [], False, session.name)
+    console, own = session.console, texts_for(session.pair, [], session.name)
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0
-    session.show_legend()
     runs, found = [], []
     for size in DEMO_BATCHES:
         batch = list(itertools.islice(itertools.cycle(own), first, first + size))
         run, inputs = session.run(batch, show=size == 1)
         if size == 1:
             console.text(f"\n{same_text(session, batch)}\n")
-        found.append(session.compare(inputs, with_assisted=size == 1))  # which takes one row alone
+        found.append(session.compare(inputs, repeats, with_assisted=size == 1))  # which takes one row alone
         runs.append(run | {"comparison": found[-1].to_dict()})
     rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in SIDE_BY_SIDE.items()]
-    console.table(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
+    console.figures(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
     gains = [comparison.ours.times(comparison.plain) for comparison in found]
     said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
-    medians = f"(medians of {session.repeats} turns), with the same distribution of texts"
+    medians = f"(medians of {repeats} turns), with the same distribution of texts"
     console.text(f"\nHere speculative sampling was {said} as fast as plain generate {medians}.", "bold")
     console.text(NEXT)
     return runs

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from hf_specx.bench.checks import check_runs
 from hf_specx.bench.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 
-from .console import Output, error_line, figure, imports, say, steps
+from .console import VERDICTS, Output, error_line, figure, imports, say, steps
 from .options import HELP_TARGET, AsJson, Batches, Loading, Overwrite, Prompted, Sampling, command, typed
 from .prompts import read_prompts
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
     from hf_specx.bench.study import DraftTrial
 
 
-VERDICTS = {"ok": "green", "note": "yellow", "error": "red"}
 TUNE_COLUMNS = {  # with what is in them
     "batch": "rows at a time",
     "accepted": "α, the chance that a candidate is accepted",
@@ -67,9 +65,10 @@ def tune(
     with imports():
         from hf_specx.bench import tune as tuning
 
-        from .loading import PromptTexts, in_words, save_best, study_of, tokenizer_of
+        from .loading import check_template, in_words, save_best, study_of, texts_of, tokenizer_of
     tokenizer = tokenizer_of(target, loading) if source.chat else None
-    texts = list(PromptTexts(prompts, tokenizer, source.chat))
+    check_template(tokenizer, source.chat)
+    texts = texts_of(prompts, tokenizer)
     how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "options": sampling.given}
     study = study_of(loading, command=typed(), **how)
     names = tuning.drafts_to_try(target, drafts or [], study)
@@ -91,10 +90,9 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
     for trial in trials:
         if trial.findings:
             console.text(f"\n{target} with {trial.name}", "bold")
-            rows = [
-                (x.subject, x.target, x.draft, Text(x.verdict, VERDICTS[x.verdict]), x.follows) for x in trial.findings
-            ]
-            console.table(("", "target", "draft", "", "what follows"), rows)
+        for x in trial.findings:
+            both = f": target {x.target}, draft {x.draft}" if x.target else ""
+            console.verdict(x.verdict, f"{x.subject}{both}", x.follows)
         if trial.error is not None:
             console.text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"])
     measured, best = [trial for trial in trials if trial.measurements], trials[0]

@@ -31,19 +31,19 @@ def texts(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel], tuple[DraftTargetPair, list[dict]]]:
-    """Makes of a target the pair that every id loads, and a list of the arguments by which it was."""
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[PreTrainedModel], DraftTargetPair]:
+    """Makes of a target the pair that every id loads."""
 
-    def make(target: PreTrainedModel) -> tuple[DraftTargetPair, list[dict]]:
+    def make(target: PreTrainedModel) -> DraftTargetPair:
         config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), num_draft_tokens=3, prompts=list(TEXTS))
-        pair, seen = DraftTargetPair(target, near(target, 0.1), tiny_tokenizer(), config), []
-        monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
-        return pair, seen
+        pair = DraftTargetPair(target, near(target, 0.1), tiny_tokenizer(), config)
+        monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: pair)
+        return pair
 
     return make
 
 
 @pytest.fixture
-def pair(loaded: Callable[[PreTrainedModel], tuple[DraftTargetPair, list[dict]]]) -> DraftTargetPair:
+def pair(loaded: Callable[[PreTrainedModel], DraftTargetPair]) -> DraftTargetPair:
     """In float64: in float32 rounding decides which of two tokens is the last of top-k."""
-    return loaded(tiny(**SIZES).double())[0]
+    return loaded(tiny(**SIZES).double())

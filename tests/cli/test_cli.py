@@ -5,15 +5,12 @@ import json
 import pytest
 import torch
 from command import command
-from tiny import tiny
 from tiny_tokenizer import TEXTS
 from zoo import build
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.inputs import encode
-from hf_specx.cli import loading
 from hf_specx.cli.coloured import written_out
-from hf_specx.cli.options import Loading
 
 
 PROMPTS = list(TEXTS)
@@ -63,20 +60,10 @@ def test_text_of_an_encoder_decoder(loaded):
     """All that its decoder wrote, though the prompts are longer than the one token that it starts from."""
     target = build("seq2seq", "t5")
     target.resize_token_embeddings(280)
-    pair, _ = loaded(target)
+    pair = loaded(target)
     run = document(specx(*PROMPTS, *FAST, "--no-do-sample", "--json"))["runs"][0]
     assert run["texts"] == reference(pair, PROMPTS, do_sample=False)
     assert all(run["texts"])
-
-
-def test_loading_is_told_what_was_given_and_where_there_is_an_accelerator(loaded, monkeypatch):
-    _, seen = loaded(tiny(vocab_size=280))
-    loading.load_given_pair("embedded", Loading())
-    loading.load_given_pair("org/pair@v1", Loading(trust_remote_code=True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    loading.load_given_pair("embedded", Loading())
-    given = {"dtype": "auto", "revision": "v1", "trust_remote_code": True}
-    assert seen == [{"dtype": "auto"}, given, {"dtype": "auto", "device_map": "auto"}]
 
 
 def test_json_schema(tmp_path):

@@ -7,22 +7,10 @@ from check_cases import inject
 from command import command
 from tiny_tokenizer import TEXTS
 
-from hf_specx.metrics import check
 from hf_specx.metrics.settings import Settings
 
 
-SMALL = [
-    "--batch-size",
-    "16",
-    "--max-new-tokens",
-    "8",
-    "--samples",
-    "32",
-    "--num-draft-tokens",
-    "3",
-    "--temperature",
-    "0.7",
-]
+SMALL = "--batch-size 16 --max-new-tokens 8 --samples 32 --num-draft-tokens 3 --temperature 0.7"
 
 
 def specx(*arguments: str):
@@ -32,7 +20,7 @@ def specx(*arguments: str):
 def test_a_check_that_passes(folder, texts, tmp_path):
     """And writes its figures and a page."""
     out, report = tmp_path / "result.json", tmp_path / "report.html"
-    result = specx(folder, *SMALL, "--prompts", texts, "--out", str(out), "--out", str(report))
+    result = specx(folder, *SMALL.split(), "--prompts", texts, "--out", str(out), "--out", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
     page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
     assert found["command"] in html.unescape(page)
@@ -46,7 +34,7 @@ def test_a_check_that_passes(folder, texts, tmp_path):
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
     inject(monkeypatch, "one candidate too many")
     out = tmp_path / "result.json"
-    result = specx(folder, *SMALL, "--prompts", texts, "--verification", "greedy", "--out", str(out))
+    result = specx(folder, *SMALL.split(), "--prompts", texts, "--verification", "greedy", "--out", str(out))
     assert result.exit_code == 1
     assert "failed: greedy, batch 16: the same tokens as plain generate" in result.stdout
     assert json.loads(out.read_text())["passed"] is False
@@ -60,35 +48,12 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
         raise ValueError("seen")
 
     monkeypatch.setattr("hf_specx.metrics.check.run_check", run_check)
-    options = (
-        "--batch-size 2 --batch-size 3 --max-new-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 7 --verification token"
-    )
-    more = f"--samples 6 --num-draft-tokens 2 --seed 4 --dtype bfloat16 --out {tmp_path}/known.json"
-    specx(folder, *options.split(), *more.split(), "--prompts", texts)
+    options = "--batch-size 2 --batch-size 3 --max-new-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 7 --samples 6 "
+    options += f"--verification token --num-draft-tokens 2 --seed 4 --dtype bfloat16 --out {tmp_path}/known.json"
+    specx(folder, *options.split(), "--prompts", texts)
     (settings, prompts, dtype, path), *_ = seen
     assert settings == Settings((2, 3), 9, 0.5, 0.9, 7, ("token",), 6, 2, 4)
     assert (prompts, str(dtype), path) == (list(TEXTS), "torch.bfloat16", tmp_path / "known.json.unfinished")
     specx()
     settings, prompts, dtype, path = seen[1]
     assert (settings, len(prompts), path) == (Settings(top_k=50), 16, None)  # the embedded pair has 16
-
-
-def test_an_interrupted_check_is_gone_on_with(monkeypatch, folder, texts, tmp_path):
-    """By the same command, from the parts that were known."""
-    command = [folder, *SMALL, "--prompts", texts, "--verification", "greedy", "--out", str(tmp_path / "result.json")]
-    made, generate_texts = [], check.generate_texts
-
-    def interrupted(subject, way, batch):
-        made.append(way)
-        if made == ["plain greedy", "greedy"]:
-            raise KeyboardInterrupt
-        return generate_texts(subject, way, batch)
-
-    monkeypatch.setattr(check, "generate_texts", interrupted)
-    result = specx(*command)
-    assert result.exit_code == 130
-    assert f"interrupted; the same command goes on with {tmp_path / 'result.json.unfinished'}" in result.stderr
-    result = specx(*command)
-    assert result.exit_code == 0, result.stderr
-    assert made == ["plain greedy", "greedy", "greedy"]
-    assert [path.name for path in tmp_path.glob("result*")] == ["result.json"]

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import session
+from hf_specx.cli.options import Prompted
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.pairs.results_file import ResultsFile
 
 
 OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
@@ -58,46 +57,12 @@ def test_prompts_from_everywhere(pair: DraftTargetPair, texts: str, tmp_path: Pa
     ways = [*TEXTS], ["--prompts", texts], ["--prompts", f"/dev/fd/{read}"], []
     for number, arguments in enumerate(ways):
         out = tmp_path / f"{number}.jsonl"
-        result = specx(
-            *arguments,
-            "--out",
-            out,
-            "--no-do-sample",
-            "--batch-size",
-            2,
-            "--max-new-tokens",
-            16,
-            input="\n".join(TEXTS),
-        )
+        options = f"--out {out} --no-do-sample --batch-size 2 --max-new-tokens 16"
+        result = specx(*arguments, *options.split(), input="\n".join(TEXTS))
         assert result.exit_code == 0, result.stderr
         found.append(texts_of(out))
     os.close(read)
     assert found == [pair.complete(TEXTS, max_new_tokens=16, do_sample=False)] * 4
-
-
-def test_an_interrupted_file_is_gone_on_with(
-    pair: DraftTargetPair, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    command = ["--prompts", file, *OPTIONS, "--batch-size", "2", "--out"]
-    assert specx(*command, tmp_path / "undisturbed.jsonl").exit_code == 0
-    out, append = tmp_path / "done.jsonl", ResultsFile.append
-
-    def interrupted(self: ResultsFile, result: Any) -> None:
-        append(self, result)
-        if self.count == 4:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResultsFile, "append", interrupted)
-        result = specx(*command, out)
-    assert result.exit_code == 130
-    assert result.stderr.endswith(f"interrupted; the same command goes on with {out}\n")
-    assert len(texts_of(out)) == 4
-    result = specx(*command, out, "--seed", "1")
-    assert result.exit_code == 2
-    assert "was made with seed=0, now it is 1" in result.stderr
-    assert specx(*command, out).exit_code == 0
-    assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):
@@ -147,8 +112,8 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
 def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
-    assert list(FilePrompts(file)) == [" a \u2028b", "\x0cc "]
-    assert len(FilePrompts(file)) == 2
+    assert list(FilePrompts(Prompted(file))) == [" a \u2028b", "\x0cc "]
+    assert len(FilePrompts(Prompted(file))) == 2
     file.write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="is not text in UTF-8"):
-        list(FilePrompts(file))
+        list(FilePrompts(Prompted(file)))

@@ -1,6 +1,7 @@
 """`specx card`, `publish` and `export`: what they write and print, and how errors look."""
 
 import pytest
+import torch
 from command import command
 
 from hf_specx import DraftTargetPair, SuffixDraft
@@ -64,7 +65,7 @@ def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
 
 
 def test_publish(monkeypatch):
-    """References are kept unless something else is asked for, and every option arrives."""
+    """References are kept unless something else is asked for, and every option arrives; an accelerator is used."""
     asked, pair = {}, DraftTargetPair.embedded()
     pair.config.target = ModelSource("org/target", "v1")
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **given: asked.update(load=given) or pair)
@@ -72,10 +73,12 @@ def test_publish(monkeypatch):
     result = command("publish", "org/pair", "org/name")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "published org/name at c0ffee: target reference, draft inside\n"
-    assert asked.pop("load") == {"dtype": "auto"}
+    given = {"dtype": "auto", "device_map": None, "revision": None, "trust_remote_code": False, "draft": None}
+    assert asked.pop("load") == given
     assert asked == {"private": None, "revision": None, "id": "org/name", "target": "reference", "draft": "inside"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     output("publish", "org/pair@v1", "org/name@next", "--private", "--trust-remote-code", "--inside")
-    assert asked["load"] == {"dtype": "auto", "revision": "v1", "trust_remote_code": True}
+    assert asked["load"] == given | {"revision": "v1", "trust_remote_code": True, "device_map": "auto"}
     assert (asked["private"], asked["revision"], asked["target"]) == (True, "next", "inside")
 
 

@@ -13,7 +13,6 @@ from hf_specx.hub.known_pairs import BY_NAME
 
 
 KNOWN = next(iter(BY_NAME))
-NO_PROMPTS = "no prompts; give them with --prompts FILE, on standard input, or use --repeats 0."
 BEFORE_LOADING = {  # what is said, with the command that says it
     "no prompts; give them as arguments": "generate",
     "more than one way": "generate a --demo",
@@ -33,21 +32,17 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "is there already; name another folder, or pass --overwrite": "tune T D --out FULL",
     "is no pair, as it has no specx_config.json": "tune T D --out FULL --overwrite",
     "(Not a directory); name another place": "tune T D --out NOTES/pair",
-    NO_PROMPTS: "tune T D",
-    "messages; add --chat, which": "tune T D --prompts MESSAGES",
+    "no prompts; give them with --prompts FILE, on standard input, or use --repeats 0.": "tune T D",
     f"'{KNOWN}' is a well-known pair, of which there is one card and one version; leave a/b out": f"card {KNOWN} a/b",
     f"did you mean '{KNOWN}'": f"card {KNOWN[:-1]}",
-    "of which there is one card and one version; leave v1 out": "export vllm embedded@v1",
     "give the repository's name, or --out": "publish x/y",
     "is no name of a repository": "publish x/y a/b/c",
-    "is no pair, as it has no specx_config.json, so": "publish x/y --out FULL --overwrite",
     "--temperature 0.0 is not above 0; give a positive number, or --no-do-sample": "generate a --temperature 0",
     "--no-do-sample draws nothing; leave --temperature": "tune T D --no-do-sample --top-k 3",
     "--draft exit:1 needs a target; name one": "generate a --draft exit:1",
     "names no number of layers; give one of 1 or more, like layers:4": "bench T --draft layers:",
     "cannot be used here: it is a new head, which specx distill trains": "generate a --target T --draft eagle3",
     "cannot be used here: it stands for several numbers of layers": "check T --draft exits",
-    "the draft 'ngram:4' means nothing; give one of: suffix (": "tune T ngram:4",
     "suffix has no weights to train; give layers:2": "distill T suffix --out x",
     "--set has no los; did you mean 'loss'? give one of loss, passes": "distill T eagle3 --out x --set los=1",
 }
@@ -58,6 +53,7 @@ OF_MODELS = {
     "has no tokenizer, so it cannot read text": "bench UNREAD",
     "my-pair brings no prompts of its own; give some with --prompts FILE": "check PAIR",
     "is a model and no pair (it has no specx_config.json); name a draft for it, as --draft": "check MODEL",
+    "'org/ngram' cannot be got from the Hub, and there is no folder of that name here": "bench PAIR --draft org/ngram",
     "names a model and no head; leave out head:": "generate a --target MODEL --draft head:MODEL",
     "revision='v1' is for repositories on the Hub": "tune PAIR@v1 D --prompts NOTES",
 }
@@ -80,11 +76,7 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
     target.save_pretrained(root / "model")
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
-    places |= {
-        "UNREAD": "unread",
-        "BEGUN": "begun.json",
-        "MODEL": "model",
-    }
+    places |= {"UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
     found = {"PAIR": folder, "PAIR@v1": f"{folder}@v1", "head:MODEL": f"head:{root / 'model'}"}
     return found | {word: str(root / name) for word, name in places.items()}
 
@@ -132,9 +124,3 @@ def test_a_training_does_not_go_into_a_folder_in_use(tmp_path, monkeypatch, out:
     monkeypatch.chdir(tmp_path / "mine")
     result = command("distill", "org/target", "layers:1", "--out", out, input="\n".join(TEXTS))
     assert (result.exit_code, "is there already" in result.stderr) == (2, True)
-
-
-def test_a_draft_that_is_not_there_is_named():
-    result = command("generate", "a", "--pair", "embedded", "--draft", "org/ngram")
-    assert result.exit_code == 2
-    assert "'org/ngram' cannot be got from the Hub, and there is no folder of that name here" in result.stderr

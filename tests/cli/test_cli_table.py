@@ -31,26 +31,16 @@ COMMANDS = {  # with what each needs; PAIR is the pair or target that is meant, 
     "export vllm": "export vllm PAIR",
 }
 KEPT = {"generate --out": "done.jsonl", "distill": "pair.training", "check": "report.html.unfinished"}  # to go on with
-READ_ONLY = [
-    "generate a --out /proc/x",
-    "bench --out /proc/x",
-    "tune embedded exit:1 --repeats 0 --out /proc/x",
-    "distill embedded layers:1 --out /proc/x",
-    "check --out /proc/x.html",
-    "check --out /proc/x",
-    "card embedded --out /proc/x",
-    "card --out /proc/x",
-    "publish embedded --out /proc/x",
-]
+WRITE = [line for line in COMMANDS.values() if "OUT/" in line] + ["tune PAIR exit:1 --repeats 0 --out OUT/pair"]
 INTERRUPTS_ITSELF = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
-def words(name: str, pair: str, folder: Path) -> list[str]:
-    """The command of a row of the table, with a file of prompts beside the folder OUT, which is made."""
+def words(line: str, pair: str, folder: Path, out: str = "") -> list[str]:
+    """A command, with a file of prompts beside the folder OUT, which is made unless another one is meant."""
     (folder / "out").mkdir()
     (folder / "prompts.txt").write_text("the cat\n")
     meant = {"PAIR": pair, "PROMPTS": str(folder / "prompts.txt")}
-    return [meant.get(word, word.replace("OUT/", f"{folder}/out/")) for word in COMMANDS[name].split()]
+    return [meant.get(word, word.replace("OUT", out or f"{folder}/out")) for word in line.split()]
 
 
 def ends(result, code: int) -> str:
@@ -72,18 +62,19 @@ def test_what_cannot_be_loaded(monkeypatch, tmp_path: Path, name, found):
     pair = "org/pair" if found == "nothing" else str(tmp_path / "broken")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "specx_config.json").write_text("{")
-    line = ends(command(*words(name, pair, tmp_path), input=""), 2)
+    line = ends(command(*words(COMMANDS[name], pair, tmp_path), input=""), 2)
     assert line.startswith("error: ")
     assert pair in line or "config.json" in line
     assert found != "nothing" or "cannot be got from the Hub, and there is no folder of that name here" in line
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("line", READ_ONLY)
-def test_read_only_folder(monkeypatch, line):
+@pytest.mark.parametrize("line", [*WRITE, "card --out OUT/cards"])
+def test_read_only_folder(monkeypatch, tmp_path: Path, line):
     """Before anything is loaded."""
     monkeypatch.setattr("hf_specx.cli.loading.load_given_pair", None)
-    assert "nothing can be written in /proc" in ends(command(*line.split(), input="the cat"), 2)
+    result = command(*words(line, "embedded", tmp_path, "/proc"), input="the cat")
+    assert "nothing can be written in /proc" in ends(result, 2)
 
 
 ENDS = [(KeyboardInterrupt(), 130), (ValueError("no"), 2), (OSError("no"), 2), (BrokenPipeError(), 141)]
@@ -102,7 +93,7 @@ def test_whatever_ends_the_work(monkeypatch, tmp_path: Path, name, error, code):
     first = name.split()[0]
     module = "pairs" if first in ("card", "publish", "export") else first
     monkeypatch.setattr(f"hf_specx.cli.{module}.imports", work)
-    result = command(*words(name, "embedded", tmp_path), input="")
+    result = command(*words(COMMANDS[name], "embedded", tmp_path), input="")
     assert len(dropped) == (code == 141)
     goes_on = f"interrupted; the same command goes on with {tmp_path / 'out' / KEPT[name]}\n" if name in KEPT else ""
     told = {130: goes_on, 2: "error: no\n", 141: ""}

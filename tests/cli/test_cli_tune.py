@@ -104,16 +104,18 @@ def test_chats(folders, texts, tmp_path, monkeypatch):
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
     """Checks alone need no prompts; what cannot be saved is told all the same."""
-    out = tmp_path / "pair"
-    arguments = [folders["target"], folders["draft"], "--repeats", "0", "--out", str(out), "--json"]
-    for more in ([], ["--overwrite"]):
-        result = specx(*arguments, *more, input="")
+    out, methods = tmp_path / "pair", []
+    options = ["--repeats", "0", "--out", str(out), "--json"]
+    for draft, more in (("stranger", []), ("draft", ["--overwrite"])):  # the first has a tokenizer of its own
+        result = specx(folders["target"], folders[draft], *options, *more, input="")
         assert result.exit_code == 0, result.stderr
         assert json.loads(result.stdout)["target"] == folders["target"]
         assert result.stderr == f"saved in {out}: target inside, draft inside\n"
-    assert specx(*arguments, input="").exit_code == 2
-    config = PairConfig.from_file(out / "specx_config.json")
-    assert (config.measurements, config.tokenizers.method) == ([], "content")
+        config = PairConfig.from_file(out / "specx_config.json")
+        assert not config.measurements
+        methods.append(config.tokenizers.method)
+    assert methods == ["own", "content"]
+    assert specx(folders["target"], folders["draft"], *options, input="").exit_code == 2
 
 
 def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):

@@ -1,18 +1,17 @@
 """The same tokens as plain `generate` on the device, greedily and under the same seed, in every layout."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import zoo
 from counting import counting
-from device import DEVICE, generator_state, moved, on_device
+from device import DEVICE, moved, on_device
+from plain import assert_plain, generator_state
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
-from hf_specx.engine.report import SpeculationReport
 
 
 pytestmark = on_device
@@ -44,20 +43,8 @@ def inputs_of(model_type: str, rows: int) -> dict[str, torch.Tensor]:
     return moved(zoo.inputs(pair(model_type)[0], rows) if special else prompts(rows))
 
 
-def plain(target: PreTrainedModel, **call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text, and the state in which the generator is left."""
-    torch.manual_seed(4)
-    return target.generate(**call), generator_state()
-
-
-def ours(
-    target: PreTrainedModel, draft: PreTrainedModel, layout: str = "auto", **call: Any
-) -> tuple[torch.Tensor, torch.Tensor, SpeculationReport]:
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", layout=layout)
-    torch.manual_seed(4)
-    output = target.generate(**call, custom_generate=strategy)
-    assert strategy.report is not None
-    return output, generator_state(), strategy.report
+def coupled(draft: PreTrainedModel, layout: str = "auto") -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", layout=layout)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,28 +52,22 @@ def ours(
 @pytest.mark.parametrize(("model_type", "layout"), CASES)
 def test_equals_generate(model_type: str, layout: str, rows: int, mode: str):
     target, draft = pair(model_type)
-    call = inputs_of(model_type, rows) | MODES[mode] | {"max_new_tokens": NEW_TOKENS}
-    expected, state = plain(target, **call)
-    with counting(target) as judged, counting(draft) as drafted:
-        output, left, report = ours(target, draft, layout, **call)
-    assert torch.equal(output, expected)
-    assert torch.equal(left, state)
-    assert report.layout == layout
+    strategy, options = coupled(draft, layout), MODES[mode] | {"max_new_tokens": NEW_TOKENS}
+    with counting(draft) as drafted:
+        found = assert_plain(target, strategy, inputs_of(model_type, rows), seed=4, **options)
+    assert strategy.report is not None
+    assert strategy.report.layout == layout
     assert len(drafted) > 1
     if layout != "lockstep" or rows == 1:  # where one of many rows nearly always rejects
-        assert len(judged) < NEW_TOKENS
+        assert found.forwards < NEW_TOKENS
 
 
-def test_rows_that_end_early():
+@pytest.mark.parametrize("layout", LAYOUTS["llama"].split())
+def test_rows_that_end_early(layout: str):
     target, draft = pair("llama")
-    call = inputs_of("llama", 8) | MODES["sampled"] | {"eos_token_id": [5, 9, 20, 33], "pad_token_id": 0}
-    expected, state = plain(target, **call, max_new_tokens=40)
-    lengths = (expected != 0).sum(1).tolist()
-    assert len(set(lengths)) > 2
-    for layout in LAYOUTS["llama"].split():
-        output, left, _ = ours(target, draft, layout, **call, max_new_tokens=40)
-        assert torch.equal(output, expected), layout
-        assert torch.equal(left, state), layout
+    options = MODES["sampled"] | {"eos_token_id": [5, 9, 20, 33], "pad_token_id": 0, "max_new_tokens": 40}
+    text = assert_plain(target, coupled(draft, layout), inputs_of("llama", 8), seed=4, **options).text
+    assert len(set((text != 0).sum(1).tolist())) > 2
 
 
 def test_seeds_give_each_row_the_text_that_it_has_alone():
@@ -94,9 +75,9 @@ def test_seeds_give_each_row_the_text_that_it_has_alone():
     inputs, seeds = inputs_of("llama", 3), [7, 0, 2**40 + 3]
     sampled = MODES["sampled"] | {"max_new_tokens": NEW_TOKENS}
     options = {"draft_model": draft, "num_draft_tokens": 3, "verification": "coupled"}
-    state = generator_state()
+    state = generator_state(DEVICE)
     output = generate(model=target, **options, **inputs, **sampled, seeds=seeds)
-    assert torch.equal(generator_state(), state)
+    assert torch.equal(generator_state(DEVICE), state)
     for row, seed in enumerate(seeds):
         torch.manual_seed(seed)
         alone = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
@@ -109,13 +90,9 @@ def test_models_on_two_devices(home: torch.device | str, draft_home: torch.devic
     made = tiny()
     target, draft = near(made, 0.0).to(home), near(made, 0.05).to(draft_home)
     inputs = {name: tensor.to(home) for name, tensor in prompts(3).items()}
-    call = inputs | MODES[mode] | {"max_new_tokens": NEW_TOKENS}
-    expected, state = plain(target, **call)
     with Forwards(draft) as drafted:
-        output, left, _ = ours(target, draft, **call)
+        assert_plain(target, coupled(draft), inputs, seed=4, **MODES[mode], max_new_tokens=NEW_TOKENS)
     assert drafted.ids[0].device.type == torch.device(draft_home).type
-    assert torch.equal(output, expected)
-    assert torch.equal(left, state)
 
 
 @pytest.mark.parametrize("verification", ["block", "token", "coupled"])

@@ -126,13 +126,7 @@ FAULTS = {
     "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
-    "processor skipped on the target": (
-        Run,
-        "_processors",
-        last_skipped,
-        {"coupled"} | LAWFUL,
-        {"coupled"} | LAWFUL,
-    ),
+    "processor skipped on the target": (Run, "_processors", last_skipped, {"coupled"} | LAWFUL, {"coupled"} | LAWFUL),
     "coupled with fresh noise": (CoupledRule, "judge", with_fresh_noise, {"coupled"}, {"coupled"}),
 }
 

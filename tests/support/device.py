@@ -14,8 +14,3 @@ on_device = [pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="there is no CUD
 def moved(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same on the device."""
     return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-
-
-def generator_state() -> torch.Tensor:
-    """Of the generator that sampling on the device draws from."""
-    return torch.get_rng_state() if DEVICE.type == "cpu" else torch.cuda.get_rng_state(DEVICE)

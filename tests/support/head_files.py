@@ -198,21 +198,18 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
     else:
         config |= {"block_size": head.block, "aux_hidden_state_layer_ids": head.layer_ids}
         config |= {"sliding_window_non_causal": head.window_non_causal, "sample_from_anchor": head.from_anchor}
-    return config | _markov(head) | (
-        {} if head.mask_token is None else {"mask_token_id": head.mask_token}
-    ), head.weights
+    if head.mask_token is not None:
+        config["mask_token_id"] = head.mask_token
+    return config | _markov(head), head.weights
 
 
 def _markov(head: TinyHead) -> dict:
-    """What DSpark has besides."""
+    """Of DSpark's part that looks at the token before."""
     if head.kind != "dspark":
         return {}
-    rank, confidence = (
-        head.weights["markov_head.markov_w1.weight"].shape[1],
-        "confidence_head.proj.weight" in head.weights,
-    )
-    found = {"markov_rank": rank, "markov_head_type": head.markov, "enable_confidence_head": confidence}
-    return found | {"confidence_head_with_markov": confidence}
+    sure = "confidence_head.proj.weight" in head.weights
+    config = {"markov_rank": head.weights["markov_head.markov_w1.weight"].shape[1], "markov_head_type": head.markov}
+    return config | {"enable_confidence_head": sure, "confidence_head_with_markov": sure}
 
 
 def _flat(head: TinyHead) -> dict:
@@ -261,9 +258,9 @@ def _deepspec(head: TinyHead) -> tuple[dict, dict]:
 
 def _zlab(head: TinyHead) -> tuple[dict, dict]:
     parts = {"target_layer_ids": [number - 1 for number in head.layer_ids], "mask_token_id": head.mask_token}
-    code = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
-    config = _layer(head) | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}
-    return config | code, head.weights
+    config = _layer(head) | {"architectures": ["DFlashDraftModel"]}
+    config["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    return config | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}, head.weights
 
 
 def _medusa(head: TinyHead) -> tuple[dict, dict]:

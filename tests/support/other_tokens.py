@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from tiny import tiny
+from tiny_tokenizer import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -31,18 +32,6 @@ PROMPTS = [
     "12 cats and 345",
     "the other animals sat on the mat and ran",
 ]
-
-
-def _bpe(size: int, texts: list[str] = TEXTS, prefix: bool = False) -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    names = ["<end>", "<pad>", "<user>"]
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet)
-    made.train_from_iterator(texts * 9, trainer)
-    special = {"eos_token": "<end>", "pad_token": "<pad>", "additional_special_tokens": ["<user>"]}
-    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
 
 
 def _unigram(size: int) -> PreTrainedTokenizerFast:
@@ -96,10 +85,11 @@ def _word_piece(lowercase: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **roles)
 
 
+USER = ["<user>"]
 KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    "byte-level": lambda: _bpe(420),
-    "byte-level, other merges": lambda: _bpe(380, TEXTS[1:]),
-    "byte-level, with a space before": lambda: _bpe(400, TEXTS[:3], prefix=True),
+    "byte-level": lambda: tiny_tokenizer(TEXTS, size=420, more=USER),
+    "byte-level, other merges": lambda: tiny_tokenizer(TEXTS[1:], size=380, more=USER),
+    "byte-level, with a space before": lambda: tiny_tokenizer(TEXTS[:3], size=400, prefix=True, more=USER),
     "unigram": lambda: _unigram(180),
     "byte fallback": lambda: _fallback(440),
     "word pieces": lambda: _word_piece(),

@@ -11,6 +11,11 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Of the generator that sampling on a device draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def coupled(target: PreTrainedModel, noise: float, **options: Any) -> SpeculativeDecoding:
     """By default four candidates of a draft that is the target with noise, judged so that the text is plain's."""
     return SpeculativeDecoding(near(target, noise), **{"num_draft_tokens": 4, "verification": "coupled"} | options)
@@ -48,7 +53,7 @@ def assert_plain(
         torch.manual_seed(seed)
         with counting(target) as forwards:
             output = target.generate(**inputs, **settings | fresh(), custom_generate=one)
-        found.append((getattr(output, "sequences", output), torch.get_rng_state(), len(forwards)))
+        found.append((getattr(output, "sequences", output), generator_state(target.device), len(forwards)))
     (expected, state, plain), (text, left, ours) = found
     assert torch.equal(text, expected), "another text"
     if strategy.report.verification not in ("token", "block"):

@@ -3,7 +3,9 @@
 import copy
 import math
 import sys
+from contextlib import ExitStack
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import zoo
@@ -174,16 +176,14 @@ def discover(kind: str, model_type: str) -> str | None:
     except Exception:
         return None
     able, texts = [], _stock_texts(model, inputs, greedy)
-    known = dict(LAYOUTS_OF), dict(INEXACT), dict(REFUSED)
-    LAYOUTS_OF.clear(), INEXACT.clear(), REFUSED.clear()
-    LAYOUTS_OF[model.config.model_type] = tuple(DECODERS)
-    for layout in DECODERS:
-        try:
-            _check_exact(model, inputs, layout, texts)
-            able.append(layout)
-        except Exception as error:
-            print(kind, model_type, layout, _line(error), file=sys.stderr)
-    for table, was in zip((LAYOUTS_OF, INEXACT, REFUSED), known, strict=True):
-        table.clear()
-        table.update(was)
+    with ExitStack() as stack:
+        every = {model.config.model_type: tuple(DECODERS)}
+        for table, known in ((LAYOUTS_OF, every), (INEXACT, {}), (REFUSED, {})):
+            stack.enter_context(patch.dict(table, known, clear=True))
+        for layout in DECODERS:
+            try:
+                _check_exact(model, inputs, layout, texts)
+                able.append(layout)
+            except Exception as error:
+                print(kind, model_type, layout, _line(error), file=sys.stderr)
     return " ".join(able)

@@ -11,23 +11,31 @@ END, PAD = "<end>", "<pad>"
 TEXTS = ("the cat", "a dog [bold]sat[/bold] on", "on the mat")
 
 
-def tiny_tokenizer(texts: Sequence[str] = TEXTS, fewer_merges: int = 0, **special: str) -> PreTrainedTokenizerFast:
-    """At most 280 tokens: the two special ones, all bytes, and some merges.
+def tiny_tokenizer(
+    texts: Sequence[str] = TEXTS,
+    fewer_merges: int = 0,
+    size: int = 280,
+    prefix: bool = False,
+    more: Sequence[str] = (),
+    **special: str,
+) -> PreTrainedTokenizerFast:
+    """At most `size` tokens: the two special ones and `more`, all bytes, and some merges.
 
     Args:
         texts: what they are learned from.
         fewer_merges: the last of them, left out; the tokens stay.
+        prefix: whether a text begins with a space.
         **special: other special tokens than `END` and `PAD`.
     """
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=[END, PAD], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END, PAD, *more], initial_alphabet=alphabet)
     bpe.train_from_iterator(list(texts) * 9, trainer)
     if fewer_merges:
         values = json.loads(bpe.to_str())
         del values["model"]["merges"][-fewer_merges:]
         bpe = Tokenizer.from_str(json.dumps(values))
     special = {"eos_token": END, "pad_token": PAD, "padding_side": "left"} | special
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=[*more], **special)

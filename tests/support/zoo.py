@@ -5,12 +5,7 @@ import zlib
 
 import torch
 import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from zoo_special import CONFIGS, DEFAULTS, GENERATION, SCALES, SEEDS, SOUNDS
 

@@ -29,11 +29,7 @@ CONFIGS: dict[str, dict] = {
     "mellum": EXPERTS | HYBRID,
     "qwen3_moe": EXPERTS,
     "laguna": HYBRID | {"num_attention_heads_per_layer": [4, 8]},
-    "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention"],
-        "no_rope_layers": [1, 0],
-        "moe_layers": [1],
-    },
+    "llama4_text": {"moe_layers": [1]},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "longcat_flash": {"zero_expert_num": 2},
     "vibevoice_acoustic_tokenizer": CODEC,
@@ -67,7 +63,6 @@ CONFIGS: dict[str, dict] = {
     "gemma3n_text": SHARED_KV | {"intermediate_size": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4,
-    "gemma4_assistant": ASSISTANT,
     "gemma4_unified_assistant": ASSISTANT,
     "nemotron": {"num_key_value_heads": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -112,10 +107,7 @@ CONFIGS: dict[str, dict] = {
     "xmod": {"default_language": "en_XX"},
 }
 # Arguments without which the default config is refused
-DEFAULTS: dict[str, dict] = {
-    "gemma4_assistant": ASSISTANT,
-    "gemma4_unified_assistant": ASSISTANT,
-}
+DEFAULTS: dict[str, dict] = {"gemma4_assistant": ASSISTANT, "gemma4_unified_assistant": ASSISTANT}
 # Arguments of the generation config
 GENERATION: dict[str, dict] = {
     "musicgen": {"decoder_start_token_id": 2},
@@ -125,12 +117,8 @@ GENERATION: dict[str, dict] = {
 # Gain and width of random weights where the usual ones make greedy texts repeat a token, by kind
 SCALES: dict[tuple, str] = {
     ("causal", 0.4, 1): "bloom nanochat persimmon",
-    (
-        "causal",
-        0.6,
-        1,
-    ): "bart bert big_bird cpmant ctrl data2vec-text electra ernie git got_ocr2 gpt_neox gptj mvp nemotron "
-    "plbart rembert roberta roberta-prelayernorm roc_bert trocr xmod",
+    ("causal", 0.6, 1): "bart bert big_bird cpmant ctrl data2vec-text electra ernie git got_ocr2 gpt_neox gptj mvp "
+    "nemotron plbart rembert roberta roberta-prelayernorm roc_bert trocr xmod",
     ("causal", 1, 1): "bert-generation biogpt blenderbot camembert codegen cohere2 dots3_note dots3_note_text exaone4 "
     "falcon_mamba gemma2 gemma3 gemma4_unified gemma4_unified_text granitemoe_swa hy_v4 jamba marian "
     "megatron-bert mpt openai-gpt opt pegasus phi3 prophetnet xlm-roberta",
