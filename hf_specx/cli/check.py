@@ -9,7 +9,7 @@ from rich.text import Text
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
-from hf_specx.metrics.page import PAGES, check_can_write, write_report
+from hf_specx.metrics.page import PAGES, check_can_write, page
 from hf_specx.metrics.result import FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
@@ -70,8 +70,11 @@ def check(
     result.pair, result.command = named.name, typed()
     show_result(result)
     for path in out or ():
-        written = write_report(result, path) if path.suffix.lower() in PAGES else result.save(path)
-        say(f"wrote {written}")
+        if path.suffix.lower() in PAGES:
+            path.write_text(page(result), encoding="utf-8")
+        else:
+            result.save(path)
+        say(f"wrote {path}")
     if unfinished is not None:
         unfinished.unlink()
     if not result.passed:

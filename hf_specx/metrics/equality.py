@@ -54,14 +54,7 @@ def explain(
     position: int,
     noise: Noise | None,
 ) -> Difference:
-    """Look at the first difference of two texts of a row, by its `position`.
-
-    Args:
-        target, options: what both come from, and the options of `generate`.
-        prompt: ids, without pads.
-        plain, ours: ids of the texts, up to and including the end token.
-        noise: None if greedy.
-    """
+    """Look at the first difference of two texts of a row, by its `position`; without `noise` they are greedy."""
     left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
     known = row, position, left, right
     if -1 in (left, right):

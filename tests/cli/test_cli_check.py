@@ -80,7 +80,7 @@ def test_an_interrupted_check_is_gone_on_with(monkeypatch, folder, texts, tmp_pa
 
     def interrupted(subject, way, batch):
         made.append(way)
-        if made == ["plain greedy", "greedy"]:
+        if made == ["greedy", "plain greedy"]:
             raise KeyboardInterrupt
         return generate_texts(subject, way, batch)
 
@@ -90,5 +90,5 @@ def test_an_interrupted_check_is_gone_on_with(monkeypatch, folder, texts, tmp_pa
     assert f"interrupted; the same command goes on with {tmp_path / 'result.json.unfinished'}" in result.stderr
     result = specx(*command)
     assert result.exit_code == 0, result.stderr
-    assert made == ["plain greedy", "greedy", "greedy"]
+    assert made == ["greedy", "plain greedy", "plain greedy"]
     assert [path.name for path in tmp_path.glob("result*")] == ["result.json"]
