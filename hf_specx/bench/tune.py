@@ -102,11 +102,8 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     of_target = None if target is None else target.model
     model = load_model(files, "", trust, of_target, dtype=study.dtype, device_map=device_map)
-    on_hub = files.revision is not None
-    facts = model_facts(model)
-    facts.name, facts.revision = files.name if on_hub else None, files.revision
-    facts.fingerprint = fingerprint(files.root)
-    if study.dtype != "auto" and on_hub:
+    facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
+    if study.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     if target is not None and not model.can_generate():  # a head, whose tokens are the target's
         return Loaded(model, target.tokenizer, facts)

@@ -16,13 +16,12 @@ from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
 from hf_specx.common.errors import require
-from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.common.wrappers import label_of
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.folders import without_folders
 from hf_specx.metrics import path as path_of
-from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
+from hf_specx.pairs.fingerprint import arguments_of, digest_of
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Noise, explain
@@ -143,12 +142,10 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
 
 def asked_of(subject: Subject) -> str:
     """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
-    pair, strategy = subject.pair, subject.pair.strategy
-    models = [weights_digest(model) for model in pair.models]
-    how = strategy.layout, strategy.compile, strategy.tokenizer_match
-    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
-    asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
-    return digest_of([json.dumps(asked).encode()])
+    pair, settings = subject.pair, subject.settings
+    told = {"prompts": subject.prompts, "ids": subject.ids, "tokenizers": [pair.tokenizer, pair.draft_tokenizer]}
+    told |= {"layout": pair.strategy.layout, "compile": pair.strategy.compile} | settings.to_dict()
+    return digest_of([json.dumps(arguments_of(pair, settings.seed, told)).encode()])
 
 
 def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:

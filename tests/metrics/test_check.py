@@ -117,7 +117,7 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
 
 
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
-    """Where one of seed, prompts, models, tokenizers, drafts or code is another; each begins where it last was."""
+    """Where one of seed, prompts, models, their own settings, tokenizers, drafts or code is another."""
     target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
     pairs = [
         tiny_pair(),
@@ -132,6 +132,9 @@ def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
     asked = [checking.asked_of(Subject(pair, PROMPTS, settings)) for pair in pairs]
     asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS[:3], settings)))
     asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, Settings(**GREEDY, seed=5))))
+    with monkeypatch.context() as changed:
+        changed.setattr(target.generation_config, "repetition_penalty", 1.5)
+        asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, settings)))
     assert asked[0] == asked[1]
     assert len(set(asked)) == len(asked) - 1
     for package in (checking.PACKAGE, checking.PACKAGE, tmp_path):
