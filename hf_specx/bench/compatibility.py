@@ -49,10 +49,7 @@ def find_fit(
 ) -> list[Finding]:
     """All that matters for a pair, as findings; it fits if none of them is an error.
 
-    Args:
-        target, draft: in evaluation mode.
-        tokenizer, draft_tokenizer: of each; where one has none, only sizes are compared.
-        texts: to encode with both, besides `PROBE_TEXTS`.
+    Where a model has no tokenizer, only sizes are compared. Both encode the `texts`, besides `PROBE_TEXTS`.
     """
     both: Any = target, draft, tokenizer, draft_tokenizer
     found = [_or_error("layout", _layouts, target, draft), _or_error("tokens", _tokens, *both)]

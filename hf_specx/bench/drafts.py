@@ -27,11 +27,7 @@ class NamedDraft(NamedTuple):
 
 
 def read_draft(name: str, word: str = "") -> NamedDraft:
-    """Read the name of a draft; `word` is the one of `ELSEWHERE` that this command has.
-
-    Raises:
-        ValueError: for a name that is none, or that of another command.
-    """
+    """Read the name of a draft; `word` is the one of `ELSEWHERE` that this command has."""
     if name in (SUFFIX, word):
         return NamedDraft()
     require(name not in ELSEWHERE, f"the draft {name} cannot be used here: {ELSEWHERE.get(name)}.")

@@ -19,11 +19,7 @@ MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
 def settings_of(
     target: PreTrainedModel, given: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, Any]:
-    """How a target generates: as `given`, else as its own generation config says, else as transformers does.
-
-    Returns:
-        `given` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k.
-    """
+    """`given` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k of the target."""
     config, _ = target._prepare_generation_config(None, **given)  # type: ignore[operator]
     found = {"do_sample": bool(config.do_sample), "max_new_tokens": config.max_new_tokens or max_new_tokens}
     names = ("temperature", "top_p", "top_k") if config.do_sample else ()
@@ -35,9 +31,6 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
 
     Row b has the pair's prompts from number b on, one after another, as far as they are needed. A pair without a
     tokenizer gets random tokens, by the seed.
-
-    Raises:
-        ValueError: the pair has a tokenizer and no prompts, or the model has no positions for so many tokens.
     """
     _check_room(pair.target, length, new_tokens)
     if pair.tokenizer is None:
@@ -58,11 +51,7 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> Inputs:
-    """A batch of prompts, where the target takes them: padded on the left, for an encoder on the right.
-
-    Raises:
-        ValueError: for a prompt without tokens, or one that leaves no room for `max_new_tokens`.
-    """
+    """A batch of prompts, where the target takes them: padded on the left, for an encoder on the right."""
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for number, row in enumerate(rows, 1):
         require(bool(row), f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
@@ -85,10 +74,7 @@ def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
 
 
 def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, options: dict[str, Any]) -> list[list[int]]:
-    """Generated ids of each row of an output [B, L + N], up to and including the first end token.
-
-    `options` are those of the call, since they may have end tokens of their own.
-    """
+    """Generated ids of each row of an output [B, L + N], up to and including the first end token of the call."""
     found = options.get("eos_token_id", target.generation_config.eos_token_id)
     ends = set() if found is None else {found} if isinstance(found, int) else set(found)
     rows = output[:, prompt_width(target, inputs) :].tolist()

@@ -46,9 +46,7 @@ class Prediction(NamedTuple):
 def predict(costs: Costs, learned: Sequence[SpeculationReport], rows: int, number: int, new_tokens: int) -> Prediction:
     """What to expect of batches of `rows` with so many candidates a round, or as many as texts have room for.
 
-    Args:
-        costs: with times of the forwards of all batch sizes concerned.
-        learned: of calls that have shown the acceptance, and how much longer rounds take than their forwards.
+    `learned` are of calls that have shown the acceptance, and how much longer rounds take than their forwards.
     """
     beside = [
         seconds_per_step(report) / costs.forwards(report.rows, round(report.mean_draft_tokens)) for report in learned

@@ -27,13 +27,8 @@ LACKS = {
 class Store:
     """Cells of a file, each written as soon as it is known: "cell" (name or settings), "provenance", figures.
 
-    Args:
-        path: of the file, which need not be there; None keeps the cells in memory.
-        kind: the key that says what the file is, one of `LACKS`.
-        made: what the "provenance" of a cell must contain so that it can be taken from the file; plain values.
-
-    Raises:
-        ValueError: for a path where no file can be, and for a file of another kind or version.
+    The file need not be there, and None keeps the cells in memory. Its key `kind` says what it is, one of `LACKS`. A
+    cell is taken from it if its "provenance" has all of `made`.
     """
 
     def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
@@ -59,7 +54,7 @@ class Store:
 
 
 def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
-    """The cells of a file, as `Store` has them, with its errors; [] where there is none yet."""
+    """The cells of a file; [] where there is none yet. A ValueError for one of another kind, or where none can be."""
     check_out(path)
     if path is None or not path.exists():
         return []

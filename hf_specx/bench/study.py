@@ -34,7 +34,6 @@ class Study:
     trust_remote_code: bool = False
     hub: dict[str, Any] = field(default_factory=dict)  # what reading from the Hub takes, like {"token": ...}
     command: str = "hf_specx.bench.tune.tune(...)"  # what the measurements say that they were made by
-    keep_prompts: bool = False  # whether the config gets the prompts
 
     def __post_init__(self) -> None:
         check_runs(self.batches, self.repeats)

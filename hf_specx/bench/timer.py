@@ -30,11 +30,11 @@ Advance = Callable[[], object]
 
 @dataclass
 class TimedCall:
-    """One timed call: wall time, emitted tokens over all rows, and what ours did; None for other contenders."""
+    """One timed call."""
 
     seconds: float
-    tokens: int
-    report: SpeculationReport | None = None
+    tokens: int  # emitted, over all rows
+    report: SpeculationReport | None = None  # of ours
     steps: int = 1  # tokens of the longest row
 
 
@@ -213,15 +213,11 @@ def compare(
     advance: Advance = lambda: None,
     draft: PreTrainedModel | None = None,
 ) -> Comparison:
-    """Time plain `generate` of the target and ours in turns.
+    """Time plain `generate` of the target and ours in turns; with a `draft` transformers' assisted generation too.
 
-    Args:
-        strategy: ours; gets times of the forwards for this batch size where it has none, so that predictions exist.
-        batches: input_ids and attention_mask [B, L] each, all of B rows; each turn takes the next.
-        options: of `generate`, `max_new_tokens` among them.
-        repeats, seed: of the timed runs of each; number i starts from `torch.manual_seed(seed + i)`.
-        advance: called after each run, `repeats + 1` times for each.
-        draft: of transformers' assisted generation, which then has its turns too; None leaves it out.
+    Each turn takes the next of `batches`, all of B rows, and number i starts from `torch.manual_seed(seed + i)`.
+    `options` are of `generate`, `max_new_tokens` among them. The strategy gets times of forwards where it has none, so
+    that predictions exist. `advance` is called after each run, `repeats + 1` times for each.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     if draft is not None:

@@ -67,14 +67,9 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
 def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
     """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
-    Args:
-        target: an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, or a folder.
-        drafts: as `read_draft` reads them; see `drafts_to_try`.
-        study: how they are tried; where its options say nothing, as the target's own generation config says.
-        advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
-
-    Returns:
-        The drafts that can be used by their measured speed-up, then the others, each with its `error`.
+    The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, or a folder; drafts are
+    named as in `read_draft`. `advance` is called `len(drafts) * (1 + study.runs)` times at most. Behind those that can
+    be used, by measured speed-up, come the others, each with its `error`.
 
     Raises:
         ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
@@ -107,11 +102,8 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
-    on_hub = files.revision is not None
-    facts = model_facts(model)
-    facts.name, facts.revision = files.name if on_hub else None, files.revision
-    facts.fingerprint = fingerprint(files.root)
-    if study.dtype != "auto" and on_hub:
+    facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
+    if study.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     if target is not None and not model.can_generate():  # a head, whose tokens are the target's
         return Loaded(model, target.tokenizer, facts)
@@ -132,11 +124,7 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
 
 
 def try_draft(
-    target: Loaded,
-    name: str,
-    batches: dict[int, list[Inputs]],
-    study: Study,
-    advance: Advance,
+    target: Loaded, name: str, batches: dict[int, list[Inputs]], study: Study, advance: Advance
 ) -> DraftTrial:
     """Check one draft, and measure it if it fits."""
     trial = DraftTrial(name)
@@ -157,38 +145,31 @@ def try_draft(
             draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
             tokenizers=None if None in both else tokenizer_facts(*both),  # type: ignore[arg-type]
             verification=study.verification,
-            prompts=list(study.prompts) if study.keep_prompts else [],
         )
         config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
+        pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
+        pair.sources = {"target": target.facts, "draft": draft.facts}
         if study.prompts:
-            measure_draft(target, draft, batches, study, config, advance)
+            measure_draft(pair, batches, study, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
-        return trial
-    trial.pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
-    trial.pair.sources = {"target": target.facts, "draft": draft.facts}
-    trial.config = config
+    else:
+        trial.pair, trial.config = pair, config
     return trial
 
 
-def measure_draft(
-    target: Loaded,
-    draft: Loaded,
-    batches: dict[int, list[Inputs]],
-    study: Study,
-    config: PairConfig,
-    advance: Advance,
-) -> None:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into `config`."""
-    chooses = isinstance(draft.model, SuffixDraft)  # the number itself, for each row
+def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
+    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config."""
+    target, config = pair.target, pair.config
+    chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
-        draft.model,
+        pair.draft,
         num_draft_tokens="auto" if chooses else FIXED_DRAFT_TOKENS,
         verification=study.verification,
-        tokenizer=target.tokenizer,
-        draft_tokenizer=draft.tokenizer,
+        tokenizer=pair.tokenizer,
+        draft_tokenizer=pair.draft_tokenizer,
     )
-    contender, reports = Contender("ours", target.model, strategy=strategy), list[Any]()
+    contender, reports = Contender("ours", target, strategy=strategy), list[Any]()
     for run, inputs in enumerate(batches[max(study.batches)][: study.learning]):
         reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
         advance()
@@ -196,15 +177,15 @@ def measure_draft(
     if report.survival[1]:
         strategy.costs.alpha[report.verification] = report.survival_rate
     for size in () if chooses else study.batches:
-        strategy.calibrate(target.model, batches[size][0]["input_ids"])
+        strategy.calibrate(target, batches[size][0]["input_ids"])
     for size in study.batches:
         prediction = None
         if not chooses:
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
             how = size, strategy.num_draft_tokens, study.options["max_new_tokens"]
             prediction = predict(strategy.costs, reports, *how) if report.rounds else None
-        found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
-        measured = _measurement(size, target.model, strategy, found, study.command)
+        found = compare(target, strategy, batches[size], study.options, study.repeats, study.seed, advance)
+        measured = _measurement(size, target, strategy, found, study.command)
         if prediction is not None:
             measured.predicted_speedup = prediction.speedup(found.plain_step)
             measured.why_not_predicted = prediction.why_not(found)
@@ -215,6 +196,7 @@ def measure_draft(
     config.num_draft_tokens = 0 if not config.pays else numbers.pop() if known and faster else "auto"
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
+    pair.strategy = pair._strategy()
 
 
 def _measurement(

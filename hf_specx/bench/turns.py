@@ -41,16 +41,11 @@ def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExi
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
-    """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
-
-    Args:
-        cell, pair: what is measured, and the pair that it names.
-        command: what the figures say that they were made by.
-        advance: called after each run, `cell.runs` times for each contender.
+    """Time the contenders of a cell in turns, each `cell.runs` times; one that fails is noted, and the others go on.
 
     Returns:
-        Plain values: "cell", "pair" (parameters), "provenance", and "contenders" by name: runs and their medians, or
-        under "unavailable" why there are none.
+        Plain values: "cell", "pair" (parameters), "provenance" with the command that was typed, and "contenders" by
+        name: runs and their medians, or under "unavailable" why there are none.
     """
     names, (draft, early_exit) = cell.contenders or usual_contenders(pair), draft_parts(pair)
     inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)

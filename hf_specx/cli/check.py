@@ -7,7 +7,7 @@ import typer
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
-from hf_specx.metrics.page import PAGES, write_report
+from hf_specx.metrics.page import PAGES, page
 from hf_specx.metrics.result import FAILED, PASSED, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
@@ -69,8 +69,11 @@ def check(
         console.verdict(line.verdict, line.what, line.note)
     console.text(f"\n{summary(result)}", VERDICTS[PASSED if result.passed else FAILED])
     for path in out or ():
-        written = write_report(result, path) if path.suffix.lower() in PAGES else result.save(path)
-        say(f"wrote {written}")
+        if path.suffix.lower() in PAGES:
+            path.write_text(page(result), encoding="utf-8")
+        else:
+            result.save(path)
+        say(f"wrote {path}")
     if unfinished is not None:
         unfinished.unlink()
     if not result.passed:

@@ -16,20 +16,19 @@ from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
 from hf_specx.common.errors import require
-from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.common.wrappers import label_of
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.folders import without_folders
 from hf_specx.metrics import path as path_of
-from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
+from hf_specx.pairs.fingerprint import arguments_of, digest_of
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Noise, explain
-from .page import check_can_write, write_report
+from .page import check_can_write, page
 from .result import CheckResult, lines_of
 from .settings import CHECKED, UNITS, Settings, check_packages, is_greedy, plain_of
-from .texts import Subject, ask_first, generate_texts
+from .texts import Subject, generate_texts
 
 
 SHOWN = 4  # texts of each way that a result has
@@ -72,31 +71,27 @@ def check(
         **options: what `generate` is given besides, plain and speculative alike; plain values.
 
     Raises:
-        ValueError: before any forward, for what cannot be checked.
+        ValueError: for what cannot be checked, before the first token of ours.
 
     Example:
         >>> hf_specx.check(pair, prompts, batch_sizes=(2,), max_new_tokens=8).passed
         True
     """
     drawn = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    how: dict[str, Any] = {"verifications": tuple(verifications), "samples": samples, "seed": seed, "level": level}
-    settings = Settings(tuple(batch_sizes), num_draft_tokens=num_draft_tokens, options=options, **how)
+    how: dict[str, Any] = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed, "level": level}
+    settings = Settings(tuple(batch_sizes), verifications=tuple(verifications), options=options, **how)
     check_can_write(report)
     subject = subject_of(pair, prompts, settings, drawn)
     with tqdm(total=settings.steps, delay=3, desc="checking", disable=advance is not None) as bar:
         result = run_check(subject, advance or bar.update, path)
     result.pair = without_folders(" with ".join(map(label_of, (pair.target, *pair.drafts))))
     if report is not None:
-        write_report(result, report)
+        Path(report).write_text(page(result), encoding="utf-8")
     return result
 
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, given: dict[str, Any]) -> Subject:
-    """What is checked; raises for what cannot be, before any forward.
-
-    Without `prompts` they are the pair's own. Of `given`, arguments of `generate`, what is None or missing is as the
-    target's own generation config says.
-    """
+    """What is checked; raises for what cannot be. Of `given`, arguments of `generate`, None is the target's own."""
     check_packages()
     told = f"pair={pair!r} is no DraftTargetPair; load it, as by DraftTargetPair.from_pretrained(name)."
     require(isinstance(pair, DraftTargetPair), told)
@@ -113,7 +108,6 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, given: d
     drawn.pop("do_sample")  # some of what is checked is greedy
     subject = Subject(pair, prompts, replace(settings, **drawn))
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
-    ask_first(subject)
     return subject
 
 
@@ -140,21 +134,18 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
         traced = part("trace", trace_one)
     first, shown = subject.settings.batch_sizes[0], {}
     for way in subject.settings.ways:
-        decoded = subject.decoded(texts[way, first]["texts"][:SHOWN])
-        prompts = zip(subject.prompt_indices(way, first), decoded, strict=False)
-        shown[way] = [{"prompt": index, "text": text} for index, text in prompts]
+        pairs = zip(subject.prompt_indices(way, first), texts[way, first]["texts"][:SHOWN], strict=False)
+        shown[way] = [{"prompt": index, "text": subject.decoded([text])[0]} for index, text in pairs]
     lines, settings = lines_of(subject.settings, cells), subject.settings.to_dict()
     return CheckResult(lines, settings, made, subject.prompts, cells, shown, traced)
 
 
 def asked_of(subject: Subject) -> str:
     """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
-    pair, strategy = subject.pair, subject.pair.strategy
-    models = [weights_digest(model) for model in pair.models]
-    how = strategy.layout, strategy.compile, strategy.tokenizer_match
-    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
-    asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
-    return digest_of([json.dumps(asked).encode()])
+    pair, settings = subject.pair, subject.settings
+    told = {"prompts": subject.prompts, "ids": subject.ids, "tokenizers": [pair.tokenizer, pair.draft_tokenizer]}
+    told |= {"layout": pair.strategy.layout, "compile": pair.strategy.compile} | settings.to_dict()
+    return digest_of([json.dumps(arguments_of(pair, settings.seed, told)).encode()])
 
 
 def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:
@@ -188,7 +179,7 @@ def trace_one(subject: Subject) -> dict[str, Any]:
 
 
 def described(pair: DraftTargetPair) -> dict[str, str]:
-    """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
+    """Both models by class, size and where they came from on the Hub; a draft without a model by its class."""
     found = {"target": "", "draft": type(pair.draft).__name__}
     for role, model in zip(("target", "draft"), pair.models, strict=False):
         facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
@@ -209,23 +200,16 @@ def metric(name: str) -> Any:
 def judge_equality(
     subject: Subject, way: str, batch: int, plain: list[list[int]], ours: list[list[int]]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, with what is made of the first difference of each row.
-
-    Returns:
-        "exact_match", "rows"; "tokens", those up to each row's first difference or its end; "differences", of
-        `explain`.
-    """
+    """`sequence_equality` of both texts, and `explain` of each difference; "tokens" are those up to it or the end."""
     found = metric("sequence_equality").compute(predictions=ours, references=plain)
     prompts, differences, tokens = subject.prompt_indices(way, batch), [], 0
-    for row, (texts, position) in enumerate(
-        zip(zip(plain, ours, strict=True), found["first_difference"], strict=True)
-    ):
-        tokens += len(texts[0]) if position < 0 else position + 1
+    for row, position in enumerate(found["first_difference"]):
+        tokens += len(plain[row]) if position < 0 else position + 1
         if position >= 0:
             seed = subject.settings.run_seed(way, batch, row // batch)
             noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
-            options, prompt = subject.settings.generation(way), subject.ids[prompts[row]]
-            differences.append(explain(subject.target, options, prompt, *texts, row, position, noise)._asdict())
+            given = subject.settings.generation(way), subject.ids[prompts[row]], plain[row], ours[row]
+            differences.append(explain(subject.target, *given, row, position, noise)._asdict())
     return {"exact_match": found["exact_match"], "rows": len(ours), "tokens": tokens, "differences": differences}
 
 
@@ -251,10 +235,9 @@ def too_few(pairs: int, share: float) -> bool:
 def judge_quality(
     subject: Subject, indices: list[int], plain: list[list[int]], ours: list[list[int]]
 ) -> dict[str, Any] | None:
-    """`text_quality` of all texts of a verification, compared with plain ones of the same prompts, given by index.
+    """`text_quality` of all texts of a verification beside plain ones of the same prompts; None of too few texts.
 
-    Lengths are those of the tokens that were emitted, since text that is read again may have more of them. None where
-    there are too few texts.
+    Lengths are those of the tokens that were emitted, since text that is read again may have more of them.
     """
     share = subject.settings.share
     if too_few(len(ours), share):

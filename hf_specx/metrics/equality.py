@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
+from hf_specx.engine.requests import Preparing, Request
 
 from .settings import UNITS
 
@@ -54,21 +55,14 @@ def explain(
     position: int,
     noise: Noise | None,
 ) -> Difference:
-    """Look at the first difference of two texts of a row, by its `position`.
-
-    Args:
-        target, options: what both come from, and the options of `generate`.
-        prompt: ids, without pads.
-        plain, ours: ids of the texts, up to and including the end token.
-        noise: None if greedy.
-    """
+    """Look at the first difference of two texts of a row, by its `position`; without `noise` they are greedy."""
     left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
     known = row, position, left, right
     if -1 in (left, right):
         return Difference(*known)
     ids = torch.tensor([[*prompt, *plain[:position]]], device=execution_device(target))
     logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(ids.device)
-    processors = prepared_processors(target, ids[:, : len(prompt)], options)
+    processors = LogitsProcessorList(Preparing(target, options).entry(0, Request(prompt)).processors)
     for before in range(len(prompt), ids.shape[1]):  # some keep a state from token to token
         processors(ids[:, :before], logits[before - 1 : before].to(torch.float32, copy=True))  # type: ignore[arg-type]
     logits = logits[-1:]
@@ -106,16 +100,3 @@ def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
     for _ in range(position + 1):
         drawn.exponential_(generator=generator)
     return drawn[noise.row : noise.row + 1].double()
-
-
-def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:
-    """The processors that `generate` prepares for a prompt [1, L]."""
-    caught: list[LogitsProcessorList] = []
-
-    def catch(model: PreTrainedModel, input_ids: torch.Tensor, logits_processor: Any, *args: Any, **_: Any) -> Any:
-        caught.append(logits_processor)
-        return input_ids
-
-    mask = torch.ones_like(start)
-    target.generate(input_ids=start, attention_mask=mask, **options, custom_generate=catch)  # type: ignore[operator]
-    return caught[0]

@@ -23,18 +23,6 @@ def check_can_write(path: str | Path | None) -> None:
         check_out(path)
 
 
-def write_report(result: CheckResult, path: str | Path) -> Path:
-    """Write the page of a result, passed or failed, at a path that ends in .html; what is there is replaced.
-
-    Raises:
-        ValueError: for a path at which no page can be written.
-    """
-    path = Path(path)
-    check_can_write(path)
-    path.write_text(page(result), encoding="utf-8")
-    return path
-
-
 def page(result: CheckResult) -> str:
     """The page of a result. All text in it is escaped, and no script can run."""
     from jinja2 import Environment, StrictUndefined

@@ -16,6 +16,7 @@ from .settings import UNITS, Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+GAP = "{gap:.2g} where {limit:.2g} may be rounding"  # of a difference of two texts
 LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
 POWER = 0.9  # with which the deviations that are told would have been seen
 CHECK_LEGEND = (
@@ -131,18 +132,14 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
         widest = max(differences, key=lambda difference: difference["units"])
-        note += (
-            f", all by rounding: logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
-        )
+        note += f", all by rounding: logit gaps of at most {GAP.format(**widest)}"
         return CheckLine(what, PASSED, widest["units"], UNITS, note)
-    first, gap = wrong[0], "no gap that could explain it"
-    if first["gap"] is not None:
-        gap = f"a logit gap of {first['gap']:.2g} where {first['limit']:.2g} may be rounding"
-    note += (
-        f", {len(wrong)} not by rounding; row {first['row']} at token {first['position']}: {first['plain']} became "
-    )
+    first = wrong[0]
+    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {GAP.format(**first)}"
+    note += f", {len(wrong)} not by rounding; row {first['row']} at token {first['position']}: "
+    note += f"{first['plain']} became {first['ours']}, {gap}"
     units = [difference["units"] for difference in wrong]
-    return CheckLine(what, FAILED, None if None in units else max(units), UNITS, f"{note}{first['ours']}, {gap}")
+    return CheckLine(what, FAILED, None if None in units else max(units), UNITS, note)
 
 
 def least_share(tokens: int) -> float:

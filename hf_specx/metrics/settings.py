@@ -83,9 +83,9 @@ class Settings:
 
     @property
     def ways(self) -> list[str]:
-        """All ways in which texts are generated, plain ones before those that are compared with them."""
+        """All ways in which texts are generated: ours, which refuse what cannot be checked, and then plain ones."""
         checked = [name for name in CHECKED if name in self.verifications]
-        return list(dict.fromkeys(each for name in checked for each in (plain_of(name), name)))
+        return list(dict.fromkeys([*checked, *map(plain_of, checked)]))
 
     def generation(self, way: str) -> dict[str, Any]:
         """The options of `generate`, also where the target's own generation config asks for other outputs."""

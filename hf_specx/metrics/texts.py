@@ -1,10 +1,8 @@
 """What a check generates: a pair with prompts, and the texts of each way to generate."""
 
 import operator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
-from itertools import product
 from typing import Any
 
 import torch
@@ -56,12 +54,9 @@ class Subject:
         options = self.settings.generation(way)
         return options if way == plain_of(way) else options | {"custom_generate": self.strategy(way)}
 
-    def batches(self, way: str, batch: int) -> list[list[int]]:
-        return self.settings.batches(way, batch, len(self.prompts))
-
     def prompt_indices(self, way: str, batch: int) -> list[int]:
         """The index of each row's prompt, over all batches."""
-        return [index for indices in self.batches(way, batch) for index in indices]
+        return [i for indices in self.settings.batches(way, batch, len(self.prompts)) for i in indices]
 
     def encoded(self, indices: list[int]) -> Inputs:
         return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.max_new_tokens)
@@ -70,38 +65,12 @@ class Subject:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
-class Reached(Exception):
-    """A forward was about to begin."""
-
-
-def ask_first(subject: Subject) -> None:
-    """Call every way to generate, so that it raises what it has to raise, and stop it as its first forward begins."""
-
-    def stop(*_: Any) -> None:
-        raise Reached
-
-    handles = [model.register_forward_pre_hook(stop) for model in subject.pair.models]
-    try:
-        for way, batch in product(subject.settings.ways, subject.settings.batch_sizes):
-            inputs = subject.encoded(subject.batches(way, batch)[0])
-            with suppress(Reached):
-                subject.target.generate(**inputs, **subject.call(way))  # type: ignore[operator]
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
-    """All texts of one way to generate.
-
-    Returns:
-        "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance":
-        what the draft was worth, and by position of a candidate how many were judged and accepted there.
-    """
+    """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well."""
     options, reports = subject.call(way), []
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
-    for run, indices in enumerate(subject.batches(way, batch)):
+    for run, indices in enumerate(subject.settings.batches(way, batch, len(subject.prompts))):
         inputs = subject.encoded(indices)
         torch.manual_seed(subject.settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]

@@ -31,9 +31,10 @@ class Matchers:
         self.after_end = [0] * len(matchers)  # tokens of each row that its matcher was not shown
 
     def accept(self, row: int, token: int) -> None:
-        if self.after_end[row] or self.ended(self.matchers[row], token):
+        shown = None if self.after_end[row] else self.show(self.matchers[row], token)
+        if shown is None:
             self.after_end[row] += 1
-        elif not self.show(self.matchers[row], token):
+        elif not shown:
             told = f"{type(self).__name__} refuses token {token} in row {row}, which a processor brought back or its "
             told += "vocabulary lacks; put that processor before this one, or make this for the target's tokenizer."
             raise RuntimeError(told)
@@ -50,12 +51,8 @@ class Matchers:
         found = BYTES[self.words[rows].view(torch.uint8).int()].view(torch.bool)[:, : self.vocab_size]
         return torch.nn.functional.pad(found, (0, self.vocab_size - found.shape[1]), value=self.beyond)
 
-    def ended(self, matcher: Any, token: int) -> bool:
-        """Whether a matcher is not shown this token, since it has ended."""
-        raise NotImplementedError
-
-    def show(self, matcher: Any, token: int) -> bool:
-        """Show it a token; False if it refuses it."""
+    def show(self, matcher: Any, token: int) -> bool | None:
+        """Show it a token; False if it refuses it, None if it is not shown this one, since it has ended."""
         raise NotImplementedError
 
     def take_back(self, matcher: Any, count: int) -> None:
@@ -71,11 +68,8 @@ class XGrammarMatchers(Matchers):
 
     strict = True
 
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_terminated()
-
-    def show(self, matcher: Any, token: int) -> bool:
-        return matcher.accept_token(token)
+    def show(self, matcher: Any, token: int) -> bool | None:
+        return None if matcher.is_terminated() else matcher.accept_token(token)
 
     def fill(self, matcher: Any, row: int) -> None:
         terminated = matcher.is_terminated()
@@ -103,11 +97,8 @@ class LLGuidanceMatchers(Matchers):
                 masks[number, self.ends] = True
         return masks
 
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_stopped() or not matcher.validate_tokens([token])
-
-    def show(self, matcher: Any, token: int) -> bool:
-        return matcher.consume_token(token)
+    def show(self, matcher: Any, token: int) -> bool | None:
+        return None if matcher.is_stopped() or not matcher.validate_tokens([token]) else matcher.consume_token(token)
 
     def fill(self, matcher: Any, row: int) -> None:
         words = self.words[row]
@@ -120,10 +111,9 @@ class OutlinesGuides(Matchers):
     max_rollback = MOST_BACK
     strict = True
 
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_finished() and not matcher.accepts_tokens([token])
-
-    def show(self, matcher: Any, token: int) -> bool:
+    def show(self, matcher: Any, token: int) -> bool | None:
+        if matcher.is_finished() and not matcher.accepts_tokens([token]):
+            return None
         matcher.advance(token, return_tokens=False)
         return True
 

@@ -22,26 +22,6 @@ from .one_pass import ONE_PASS, Prefixes
 from .watermarks import WATERMARKS
 
 
-WARPERS = frozenset(
-    {
-        logits_process.TemperatureLogitsWarper,
-        logits_process.TopKLogitsWarper,
-        logits_process.TopPLogitsWarper,
-        logits_process.TopHLogitsWarper,
-        logits_process.MinPLogitsWarper,
-        logits_process.TypicalLogitsWarper,
-        logits_process.EpsilonLogitsWarper,
-        logits_process.EtaLogitsWarper,
-        logits_process.LogitNormalization,
-        logits_process.InfNanRemoveLogitsProcessor,
-        logits_process.SuppressTokensLogitsProcessor,
-    }
-)
-OF_TEXT = ONE_PASS | WATERMARKS
-SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
-STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
-
-HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
 FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
 AFTER = FIRST | {  # for these a token with a score of -inf does not exist
     logits_process.TemperatureLogitsWarper,
@@ -51,7 +31,16 @@ AFTER = FIRST | {  # for these a token with a score of -inf does not exist
     logits_process.EtaLogitsWarper,
     logits_process.LogitNormalization,
 }
+WARPERS = AFTER | {
+    logits_process.TopHLogitsWarper,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+}
 RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})  # without a distribution
+OF_TEXT = ONE_PASS | WATERMARKS
+SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
+STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
+HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
 
 
 class RoundProcessor:

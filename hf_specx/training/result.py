@@ -5,17 +5,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 from jinja2 import Template
-from transformers import PreTrainedModel
 
 from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
-from hf_specx.bench.tune import Loaded, measure_draft
+from hf_specx.bench.tune import measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.tokenizers import padded_rows
-from hf_specx.hub.facts import model_facts
 from hf_specx.hub.folders import without_folders
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -82,17 +79,13 @@ class Distilled:
         """
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
-        own, trained = self.pair.target, cast(PreTrainedModel, self.pair.draft)
-        target = Loaded(own, self.pair.tokenizer, model_facts(own))
-        draft = Loaded(trained, self.pair.draft_tokenizer, model_facts(trained))
         inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
         done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
 
         def advance() -> None:
             progress("the new pair, in turns with plain generate", next(done), total)
 
-        measure_draft(target, draft, inputs, study, self.pair.config, advance)
-        self.pair.strategy = self.pair._strategy()
+        measure_draft(self.pair, inputs, study, advance)
 
     def _inputs(self, rows: int, run: int) -> Inputs:
         """Held-out prompts for a run, repeated where they are not enough, and padded on the left."""

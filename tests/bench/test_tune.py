@@ -1,30 +1,76 @@
-"""Trying drafts: what is measured and recommended, and what the config says of it."""
+"""Trying drafts: which are tried, which cannot be used, what is measured and recommended, and what the config says.
 
+Nothing hostile is run.
+"""
+
+import re
 import shutil
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from tiny import Forwards
+from repositories import edit, pickled, ran, with_code
+from tiny import Forwards, near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from tune_cases import DEAR, FREE, QUICK, saved, tiny_t5
+from transformers import BartConfig, LlamaConfig
 
-from hf_specx import Costs, DraftTargetPair, SpeculationReport
+from hf_specx import Costs, DraftTargetPair, EarlyExitDraft, SpeculationReport, SpeculativeDecoding, SuffixDraft
 from hf_specx.bench import tune
 from hf_specx.bench.prediction import predict
-from hf_specx.bench.study import Study
+from hf_specx.bench.study import Study, weightless_draft
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
-from hf_specx.hub.pair_config import SLOWER, PairConfig
+from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
 
+SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
+QUICK = Study(list(TEXTS), (1, 2), {"max_new_tokens": 6, "do_sample": True, "top_k": 0}, repeats=1, command="typed")
+FREE = {1: 1.0, 9: 1.0}, 0.01  # a larger forward costs nothing more, a draft step next to nothing
+DEAR = {1: 1.0, 9: 9.0}, 0.9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
+def saved(folder, model, tokenizer=None):
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, and drafts of all kinds."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny(**SIZES)
+    models = {
+        "target": (target, tiny_tokenizer()),
+        "same": (target, tiny_tokenizer()),
+        "near": (near(target, 0.1), tiny_tokenizer()),
+        "bare": (near(target, 0.1), None),
+        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
+    }
+    return {name: saved(root / name, *parts) for name, parts in models.items()}
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Known times of forwards, by batch size; and each draft pays."""
+    table = {1: FREE, 2: FREE}
+
+    def calibrate(strategy, model, input_ids):
+        target, draft = table[len(input_ids)]
+        strategy.costs.table[len(input_ids)] = {"target": dict(target), "draft": draft}
+
+    monkeypatch.setattr(SpeculativeDecoding, "calibrate", calibrate)
+    measured = tune._measurement
+    monkeypatch.setattr(tune, "_measurement", lambda *args: replace(measured(*args), measured_speedup=1.5))
+    return table
+
+
 def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
-    study = replace(QUICK, verification="token", keep_prompts=True)
+    study = replace(QUICK, verification="token")
     (trial,) = tune.tune(folders["target"], [folders["near"]], study)
     assert trial.error is None
     config = trial.config
@@ -40,7 +86,7 @@ def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
         assert min(m.expected_speedup, m.forward_limited_speedup, m.measured_speedup) > 0
     trial.pair.save_pretrained(tmp_path / "pair")
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    assert pair.prompts == list(TEXTS)
+    assert pair.prompts == []
     assert pair.config.measurements == config.measurements
     assert pair.strategy.num_draft_tokens == config.num_draft_tokens
     assert pair.strategy.costs.table[1]["draft"] == 0.01
@@ -165,8 +211,109 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path)
     assert trial.config.target.dtype is trial.config.draft.dtype is None  # of the files, which nobody looked at
 
 
-def test_encoder_decoders(tmp_path, costs):
-    target, draft = (saved(tmp_path / name, tiny_t5(), tiny_tokenizer()) for name in "td")
+def test_encoder_decoders(tmp_path, costs, t5):
+    target, draft = (saved(tmp_path / name, t5, tiny_tokenizer()) for name in "td")
     (trial,) = tune.tune(target, [draft], QUICK)
     assert trial.error is None
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)
+
+
+def test_names_of_drafts_without_weights():
+    assert isinstance(weightless_draft("suffix"), SuffixDraft)
+    draft = weightless_draft("exit:12")
+    assert isinstance(draft, EarlyExitDraft)
+    assert draft.exit_layer == 12
+    assert weightless_draft("org/suffix") is weightless_draft("./exit:4") is None
+    for name in ("exit:", "exit:0", "exit:-1", "exit:a", "exit:1.5", "exit:²"):
+        with pytest.raises(ValueError, match=f"'{name}' names no number of layers; give one of 1"):
+            weightless_draft(name)
+
+
+def test_what_exits_stand_for(monkeypatch):
+    tried = [tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 12)]
+    assert tried == [[], [1], [1, 2, 3, 4, 6]]
+    assert tune.exit_layers(BartConfig()) == []
+    monkeypatch.setattr(tune, "find_files", lambda *args: None)
+    monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
+    assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
+    assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
+
+
+def test_all_kinds_are_ranked(folders, costs):
+    costs |= {1: (FREE[0], 0.3), 2: (FREE[0], 0.3)}
+    names = tune.drafts_to_try(folders["target"], [folders["near"], "suffix", "exits"], QUICK)
+    assert names == [folders["near"], "suffix", "exit:1"]
+    found = tune.tune(folders["target"], names, QUICK)
+    assert {trial.name: trial.error for trial in found} == dict.fromkeys(names)
+    assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
+    suffix, early_exit = (next(t for t in found if t.name == name).config for name in names[1:])
+    assert [m.num_draft_tokens for m in suffix.measurements] == [16, 16]
+    assert suffix.num_draft_tokens == "auto"
+    assert {m.cost_coefficient for m in early_exit.measurements} == {0.3}
+
+
+def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
+    speeds = {folders["near"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
+
+    def measure(pair, batches, study, advance):
+        for speed in speeds[pair.draft.name_or_path]:
+            pair.config.measurements.append(Measurement(**dict.fromkeys(FIGURES) | {"measured_speedup": speed}))
+
+    monkeypatch.setattr(tune, "measure_draft", measure)
+    for drafts in (list(speeds), list(speeds)[::-1]):
+        found = tune.tune(folders["target"], drafts, QUICK)
+        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]
+        assert found[0].speedup == pytest.approx(2**0.5)
+        assert [trial.pair is not None for trial in found] == [True, False, False]
+
+
+FIGURES = [field.name for field in fields(Measurement)]
+HOSTILE = {
+    "model": (
+        "brings code of its own",
+        [with_code("own.py", "Config"), edit("config.json", model_type="own", auto_map={"AutoConfig": "own.Config"})],
+    ),
+    "tokenizer": (
+        "the tokenizer in .* brings code of its own",
+        [with_code("own.py", "T"), edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]})],
+    ),
+    "weights": ("pytorch_model.bin, a pickle, which may run code", [pickled("pytorch_model.bin")]),
+}
+
+
+@pytest.mark.parametrize(("kind", "role"), [("model", "target"), ("tokenizer", "draft"), ("weights", "draft")])
+def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
+    message, changes = HOSTILE[kind]
+    folder = tmp_path / "hostile"
+    shutil.copytree(folders["near"], folder)
+    for change in changes:
+        change(folder)
+    if role == "target":
+        with pytest.raises(ValueError, match=message):
+            tune.tune(str(folder), [folders["near"]], QUICK)
+    else:
+        (trial,) = tune.tune(folders["target"], [str(folder)], QUICK)
+        assert re.search(message, trial.error)
+        assert trial.pair is None
+    assert not ran(folder)
+
+
+def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_path, monkeypatch):
+    def measure(pair, *others):
+        if getattr(pair.draft, "name_or_path", "") == folders["same"]:
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(tune, "measure_draft", measure)
+    usable = [folders["stranger"], folders["bare"], "exit:1"]  # a tokenizer of its own, none, no model
+    errors = {
+        str(tmp_path / "none"): "none",
+        str(tmp_path): "config.json",
+        folders["same"]: "out of memory",
+        "exit:7": "exit_layer=7 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1",
+    }
+    found = tune.tune(folders["target"], [*errors, *usable], QUICK)
+    assert [trial.error is None for trial in found] == [True] * 3 + [False] * 4
+    assert {trial.name for trial in found[:3]} == set(usable)
+    for trial in found[3:]:
+        assert re.search(errors[trial.name], trial.error)
+        assert trial.config is trial.pair is None

@@ -45,7 +45,6 @@ def test_what_a_cell_says():
     for noted in found["contenders"].values():
         assert noted["first_seconds"] > 0
         assert [run["tokens"] for run in noted["runs"]] == [8, 8]
-        assert noted["speedup"]["min"] <= noted["speedup"]["median"] <= noted["speedup"]["max"]
     for name in ("coupled-2", "block-auto"):
         noted = found["contenders"][name]
         assert 0 < noted["alpha"] <= 1 <= noted["tokens_per_round"]

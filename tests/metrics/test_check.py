@@ -15,8 +15,7 @@ from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, check
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
 from hf_specx.metrics.check import judge_quality
-from hf_specx.metrics.result import distribution_line, in_words, least_share, quality_line, seen_deviations
-from hf_specx.metrics.sampled_law.sampled_law import STATISTICS
+from hf_specx.metrics.result import least_share, quality_line, seen_deviations
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject
 
@@ -51,7 +50,7 @@ def test_what_is_found(result):
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}, {"tempreature": 1.0}], ids=str)
 def test_what_cannot_be_checked_is_refused_before_any_forward(options):
-    """Also what plain generate does not refuse, which comes first."""
+    """Also what plain generate does not refuse."""
     with counting(tiny_pair().target.model.embed_tokens) as fed, pytest.raises(ValueError, match=next(iter(options))):
         quick(**SMALL, **options)
     assert fed == []
@@ -92,12 +91,12 @@ def test_which_prompts_are_in_which_batch():
 
 @pytest.fixture
 def generated(monkeypatch):
-    """The ways and batch sizes of which texts are generated; those of block at size 8 are interrupted at first."""
+    """The ways and batch sizes of which texts are generated; the last are interrupted at first."""
     made, generate = [], check_texts.generate_texts
 
     def generate_texts(subject, *how):
         made.append(how)
-        if made.count(how) == 1 and how == ("block", 8):
+        if made.count(how) == 1 and how == ("plain sampled", 8):
             raise KeyboardInterrupt
         return generate(subject, *how)
 
@@ -112,13 +111,13 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
     known = len(generated)
     again = quick(**SMALL, path=path, advance=lambda: steps.append(1))
     assert again.to_dict() == result.to_dict()
-    assert generated[known:] == [("block", 8)]
+    assert generated[known:] == [("plain sampled", 8)]
     assert len(steps) == Settings(**SMALL).steps
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
-    """Where one of seed, prompts, models, tokenizers, drafts or code is another; each begins where it last was."""
+    """Where one of seed, prompts, models, their own settings, tokenizers, drafts or code is another."""
     target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
     pairs = [
         tiny_pair(),
@@ -133,6 +132,9 @@ def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
     asked = [checking.asked_of(Subject(pair, PROMPTS, settings)) for pair in pairs]
     asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS[:3], settings)))
     asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, Settings(**GREEDY, seed=5))))
+    with monkeypatch.context() as changed:
+        changed.setattr(target.generation_config, "repetition_penalty", 1.5)
+        asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, settings)))
     assert asked[0] == asked[1]
     assert len(set(asked)) == len(asked) - 1
     for package in (checking.PACKAGE, checking.PACKAGE, tmp_path):
@@ -207,15 +209,3 @@ def test_what_a_test_sees_is_seen_nine_times_in_ten():
     smallest = float(told.split("by ")[1].split()[0])
     z = (rng.normal(0, error, runs) + smallest * weight) / error
     assert low <= sum(abs(z) > stats.norm.isf(level / 5 / 2)) <= high
-
-
-def test_what_was_seen_is_said_in_words():
-    """No line has the names of statistics, or their scores."""
-    statistic = {"z": -2.2, "p_value": 0.03, "standard_error": 2.0, "weight": 40.0}
-    law = {"passed": True, "p_value": 0.4, "level": 1e-4, "positions": 40, "comparisons": 2, "impossible": 0}
-    law |= {"statistics": {"rank_2_3_first": statistic, "top_1": statistic | {"p_value": 0.5}}, "on_the_edge": 0}
-    note = distribution_line("block, batch 1", law).note
-    assert "how often the 2nd or 3rd likeliest token comes first, 2.2 standard errors below what is expected" in note
-    assert "a correct pair is as far off with chance 0.4" in note
-    names = [name + kind for name, kind in STATISTICS] + ["distinct_1", "distinct_2"]
-    assert not [name for name in names if "_" in in_words(name)]

@@ -11,7 +11,7 @@ from check_cases import inject, quick
 
 from hf_specx import CheckResult
 from hf_specx.metrics import check as checking
-from hf_specx.metrics.page import number, page, visible
+from hf_specx.metrics.page import number, page
 from hf_specx.metrics.settings import Settings
 
 
@@ -35,7 +35,7 @@ TRACE = {
             "rejected": 1,
             "tokens": [
                 entry(" cat", 12, 0.0584, 0.1347, origin="accepted"),
-                entry("\n    ", 15, 0.3, 0.0777, origin="recovered"),
+                entry("\n\t\u202e  ", 15, 0.3, 0.0777, origin="recovered"),
             ],
         },
         {"candidates": [], "rejected": None, "tokens": [entry(HOSTILE, 17, 0.017, None, origin="bonus")]},
@@ -43,8 +43,8 @@ TRACE = {
 }
 TOLD = [  # of each token
     "␣cat: accepted, token 12, p 0.0584, q 0.135, acceptance 0.434, round 1, candidate 1 of 2",
-    f"↵␣␣␣␣: recovered, token 15, p 0.3, q 0.0777, acceptance -, round 1; in place of {HOSTILE}: token 13, p 0.00123, "
-    "q 0.5, acceptance 0.00247",
+    f"↵⇥\\u202e␣␣: recovered, token 15, p 0.3, q 0.0777, acceptance -, round 1; in place of {HOSTILE}: token 13, "
+    "p 0.00123, q 0.5, acceptance 0.00247",
     f"{HOSTILE}: bonus, token 17, p 0.017, q -, acceptance -, round 2",
 ]
 
@@ -104,8 +104,3 @@ def test_refused_before_any_work(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="does not end in .html"):
         quick(report=tmp_path / "report.txt")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_text_in_one_line():
-    texts = {" a b ": "␣a b␣", "   ": "␣␣␣", "": "", "\n    x": "↵    x", "\t\x00\u202eζ": "⇥\\u0000\\u202eζ"}
-    assert [visible(text) for text in texts] == list(texts.values())

@@ -30,32 +30,12 @@ class Trail(LogitsProcessor):
         return scores - 0.3 * self.average
 
 
-class Patience(StoppingCriteria):
-    """Counts its calls; stops every third row a call from the seventh on."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        rows = torch.arange(len(input_ids))
-        return (self.calls >= 7) & (rows <= (self.calls - 7) // 3)
-
-
 class Unsure(StoppingCriteria):
     """Reads the scores of all rows, those that are finished among them."""
 
     def __call__(self, input_ids, scores, **kwargs):
         done = scores[-1].softmax(-1).amax(-1).mean() < 0.17
         return torch.full((len(input_ids),), bool(done))
-
-
-class Together(StoppingCriteria):
-    """Mixes rows: stops those that just emitted what another row did."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        last = input_ids[:, -1]
-        return (last[:, None] == last).sum(1) > 1
 
 
 class Gumbel(LogitsProcessor):
@@ -66,7 +46,6 @@ class Gumbel(LogitsProcessor):
 
 
 CASES = {
-    "processor: calls": lambda: {"logits_processor": [Counting()]},
     "processor: trail": lambda: {"logits_processor": [Trail()], "repetition_penalty": 1.3},
     "processor: and others": lambda: {
         "logits_processor": [Counting()],
@@ -74,8 +53,6 @@ CASES = {
         "guidance_scale": 1.4,
     },
     "processor: noise": lambda: {"logits_processor": [Gumbel()]},
-    "criterion: calls": lambda: {"stopping_criteria": [Patience()]},
-    "criterion: mates": lambda: {"stopping_criteria": [Together()]},
     "criterion: scores": lambda: {
         "stopping_criteria": [Unsure()],
         "output_scores": True,

@@ -4,6 +4,7 @@ As in `test_law`: fixed seeds, and over all choices of them some test of the rig
 probability 1e-4.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -66,39 +67,31 @@ class Misjudging(RejectionRule):
     """Candidates are drawn as ever, and judged by another distribution, which is made of the draft's raw logits."""
 
     raw: torch.Tensor  # [R, V of the draft], of the last step
+    told: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def choose(self, batch, scores, ahead, lengths):
         token, _ = super().choose(batch, scores, ahead, lengths)
-        return token, self.told(self.raw, scores)
-
-    def told(self, raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return token, Misjudging.told(self.raw, scores)
 
 
-class NotRenormalised(Misjudging):
+def of_common_tokens(probs: torch.Tensor) -> torch.Tensor:
+    return torch.stack([probs[:, 1] + probs[:, 3], *probs[:, [2, 6, 4]].unbind(1), probs[:, 1] * 0], 1)
+
+
+def not_renormalised(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Wrong: q is the draft's share of each common token among all of its own tokens."""
-
-    def told(self, raw, scores):
-        probs = raw.softmax(-1)
-        return torch.stack([probs[:, 1] + probs[:, 3], *probs[:, [2, 6, 4]].unbind(1), probs[:, 1] * 0], 1)
+    return of_common_tokens(raw.softmax(-1))
 
 
-class Overwritten(Misjudging):
+def overwritten(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Wrong: of two draft tokens that mean the same the last one counts."""
-
-    def told(self, raw, scores):
-        scores = scores.clone()
-        scores[:, 0] = raw[:, 3]
-        return scores.softmax(-1)
+    return torch.cat([raw[:, 3:4], scores[:, 1:]], 1).softmax(-1)
 
 
-class RestrictedLate(Misjudging):
+def restricted_late(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Wrong: the common tokens are picked from what top-p has left of all the draft's tokens."""
-
-    def told(self, raw, scores):
-        probs = TopPLogitsWarper(0.5)(torch.zeros(len(raw), 1, dtype=torch.int64), raw).softmax(-1)
-        found = torch.stack([probs[:, 1] + probs[:, 3], *probs[:, [2, 6, 4]].unbind(1), probs[:, 1] * 0], 1)
-        return found / found.sum(-1, keepdim=True).clamp(min=1e-9)
+    found = of_common_tokens(TopPLogitsWarper(0.5)(torch.zeros(len(raw), 1, dtype=torch.int64), raw).softmax(-1))
+    return found / found.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def from_common_tokens(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -108,15 +101,12 @@ def from_common_tokens(residual: torch.Tensor, target: torch.Tensor, choice: tor
     return verify.pick(torch.where(kept.sum(-1, keepdim=True) > 0, kept, target), choice)
 
 
-CONTROLS: dict[str, tuple[object, str, object]] = {
-    "not renormalised": (rules, "RejectionRule", NotRenormalised),
-    "overwritten": (rules, "RejectionRule", Overwritten),
-    "restricted after top-p": (rules, "RejectionRule", RestrictedLate),
-    "residual over common tokens": (verify, "_draw", from_common_tokens),
-}
+JUDGED = {"not renormalised": not_renormalised, "overwritten": overwritten, "restricted after top-p": restricted_late}
 
 
-@pytest.mark.parametrize(("verification", "control"), once(["token", "block"], CONTROLS))
+@pytest.mark.parametrize(
+    ("verification", "control"), once(["token", "block"], [*JUDGED, "residual over common tokens"])
+)
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, control: str):
     logits = VocabularyMap.logits
 
@@ -124,6 +114,10 @@ def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: 
         Misjudging.raw = raw[:, -1].float()
         return logits(vocabularies, raw)
 
-    monkeypatch.setattr(VocabularyMap, "logits", noted)
-    monkeypatch.setattr(*CONTROLS[control])
+    if control in JUDGED:
+        monkeypatch.setattr(VocabularyMap, "logits", noted)
+        monkeypatch.setattr(Misjudging, "told", JUDGED[control], raising=False)
+        monkeypatch.setattr(rules, "RejectionRule", Misjudging)
+    else:
+        monkeypatch.setattr(verify, "_draw", from_common_tokens)
     assert min(p_values(draw(verification), exact_distribution([]))) < 1e-8

@@ -98,14 +98,15 @@ def test_a_strict_constraint_is_asked_only_what_stock_may_ask(rows: int, do_samp
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_warpers_act_once_on_the_draft(verification: str):
-    """With the draft equal to the target and T = 0.5, everything is accepted; twice the temperature would not be."""
+@pytest.mark.parametrize("settings", [{"temperature": 0.5, "top_k": 10}, {"watermarking_config": SYNTHID}], ids=str)
+def test_processors_act_once_on_the_draft(settings: dict, verification: str):
+    """With the draft equal to the target everything is accepted; twice the temperature, or a mark, would not be."""
     target = tiny()
     strategy = SpeculativeDecoding(target, num_draft_tokens=4, verification=verification)
-    settings = {"do_sample": True, "temperature": 0.5, "top_k": 10, "max_new_tokens": 30}
+    settings = {"do_sample": True, "max_new_tokens": 30} | settings
     target.generate(**prompts(4), **settings, custom_generate=strategy)
-    assert strategy.report.alpha > 1 - 1e-5
-    assert strategy.report.acceptance_rate == 1
+    assert strategy.report.alpha > 1 - 1e-4
+    assert strategy.report.acceptance_rate > 1 - 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

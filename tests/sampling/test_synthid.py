@@ -75,17 +75,6 @@ def test_hashes(name: str, hashes: str):
         compare(name, "sampled", 8)
 
 
-def test_the_draft_is_marked_as_well():
-    """With the draft equal to the target everything is kept."""
-    target, config = tiny(), SynthIDTextWatermarkingConfig(keys=list(range(20)), ngram_len=3)
-    strategy = SpeculativeDecoding(target, num_draft_tokens=4)
-    target.generate(
-        **prompts(4), do_sample=True, watermarking_config=config, max_new_tokens=30, custom_generate=strategy
-    )
-    assert strategy.report.verification == "block"
-    assert strategy.report.alpha > 1 - 1e-4
-
-
 def test_requests_of_a_queue_have_their_own():
     """Each text is that of the request alone, also in the place of a row that has ended."""
     config = SynthIDTextWatermarkingConfig(keys=KEYS, ngram_len=2)

@@ -26,17 +26,10 @@ PROMPTS = [*TEXTS, "the dog on the mat"]
 
 
 @cache
-def tiny_pair() -> DraftTargetPair:
+def tiny_pair(dtype: torch.dtype = torch.float32) -> DraftTargetPair:
     target = tiny(**SIZES)
-    return DraftTargetPair(target, near(target, 0.07), tiny_tokenizer())
-
-
-@cache
-def half_pair() -> DraftTargetPair:
-    """The same in bfloat16."""
-    target = tiny(**SIZES)
-    draft = near(target, 0.07).bfloat16()
-    return DraftTargetPair(target.bfloat16(), draft, tiny_tokenizer())
+    draft = near(target, 0.07).to(dtype)
+    return DraftTargetPair(target.to(dtype), draft, tiny_tokenizer())
 
 
 def quick(pair: DraftTargetPair | None = None, **changes) -> CheckResult:
@@ -115,7 +108,7 @@ def last_skipped(run):
 
 
 RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, Run._processors
-LAWFUL, EXACT = {"token", "block"}, {"greedy", "coupled"}
+LAWFUL, EXACT, SAMPLED = {"token", "block"}, {"greedy", "coupled"}, {"coupled", "token", "block"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
     "bonus in place of recovered": (verify, "_draw", lambda residual, p, choice: pick(p, choice), LAWFUL, LAWFUL),
@@ -126,7 +119,7 @@ FAULTS = {
     "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
-    "processor skipped on the target": (Run, "_processors", last_skipped, {"coupled"} | LAWFUL, {"coupled"} | LAWFUL),
+    "processor skipped on the target": (Run, "_processors", last_skipped, SAMPLED, SAMPLED),
     "coupled with fresh noise": (CoupledRule, "judge", with_fresh_noise, {"coupled"}, {"coupled"}),
 }
 
