@@ -74,3 +74,9 @@ def test_remarks_stay_comments():
     run = measured(hardware="a processor\nrm -rf pair")
     lines = str(vllm(by_reference(measurements=[run]), "org/pair")).splitlines()
     assert [line for line in lines if not line.startswith("# ")] == lines[-1:]
+
+
+@pytest.mark.parametrize(("speedup", "warned"), [(0.9, True), (1.1, False)])
+def test_a_pair_that_does_not_pay_says_so(speedup: float, warned: bool):
+    export = vllm(by_reference(measurements=[measured(measured_speedup=speedup)]), "org/pair")
+    assert ("no draft was faster than the target alone" in str(export)) == warned
