@@ -81,7 +81,7 @@ def tune(
     show_drafts(target, found, Output(quiet=as_json))
     if as_json:
         typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
-    require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
+    require(found[0].error is None, "no draft can be used, for the reasons given with each.")
     if out is not None:
         say(save_best(found[0], out, overwrite))
 

@@ -131,5 +131,6 @@ def test_no_draft_fits(folders, tmp_path):
     result = specx(folders["target"], str(tmp_path), *QUICK, "--json", "--out", str(out))
     assert result.exit_code == 2
     assert "no draft can be used" in result.stderr
+    assert result.stderr.count(str(tmp_path)) == 0
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
