@@ -206,7 +206,7 @@ def measure_draft(
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target.model, strategy, found, study.command)
         if prediction is not None:
-            measured.predicted_speedup = prediction.speedup(found.plain_step)
+            measured.predicted_speedup = prediction.speedup(found)
             measured.why_not_predicted = prediction.why_not(found)
         config.measurements.append(measured)
     numbers = {m.num_draft_tokens for m in config.measurements}

@@ -12,7 +12,7 @@ from tune_cases import DEAR, FREE, QUICK, saved, tiny_t5
 
 from hf_specx import Costs, DraftTargetPair, SpeculationReport
 from hf_specx.bench import tune
-from hf_specx.bench.prediction import predict
+from hf_specx.bench.prediction import expected_rounds, predict
 from hf_specx.bench.study import Study
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
@@ -72,8 +72,7 @@ def test_no_more_is_predicted_than_a_text_has_room_for(folders, costs, monkeypat
     monkeypatch.setattr(tune, "predict", lambda *given: predicted.append(predict(*given)) or predicted[-1])
     (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
     assert [m.num_draft_tokens for m in trial.measurements] == [20, 20]
-    assert [found.tokens for found in predicted] == pytest.approx([6, 6], abs=1e-3)
-    assert all(found.speedup(found.seconds) < 6 / (1 + 5 / 6) + 1e-2 for found in predicted)
+    assert [found.number for found in predicted] == [5, 5]
 
 
 @pytest.mark.parametrize(("speeds", "recommended"), [((0.9, 1.0), 0), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)])
@@ -111,14 +110,14 @@ def test_a_prediction_goes_by_the_rounds_of_this_machine():
     report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
     report.seconds = {"total": 39.6}
     found = predict(costs, [report], 1, 1, 10)
-    assert found == pytest.approx((1.5, 3.6, 10))  # a round of one candidate, whose forwards take 1.2
-    assert found.speedup(2.4) == pytest.approx(1.0)  # a step of plain, then 6 rounds, in place of 10 such steps
+    assert found == pytest.approx((0.5, 1, 3.6))  # a round of one candidate, whose forwards take 1.2
     plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)])
+    assert found.speedup(Comparison(plain, same)) == pytest.approx(0.97, abs=0.01)  # 10 steps, or 1 and 6.2 rounds
     assert found.why_not(Comparison(plain, same)) == ""
     slower = replace(report, gained=15, seconds={"total": 79.2})
     slower.drafted_per_row, slower.rounds_per_row = [10], [10]
     told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)])))
-    assert told == "predicted 1.00, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
+    assert told == "predicted 0.97, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
 
 
 def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch):
@@ -170,3 +169,12 @@ def test_encoder_decoders(tmp_path, costs):
     (trial,) = tune.tune(target, [draft], QUICK)
     assert trial.error is None
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "number", "tokens", "rows", "rounds"),
+    [(1.0, 3, 5, 8, 2), (0.0, 3, 5, 8, 5), (0.5, 1, 2, 1, 1.5), (0.5, 1, 2, 2, 1.75), (0.9, 4, 1, 3, 1)],
+)
+def test_rounds_of_a_text_go_on_until_the_slowest_row_is_done(alpha, number, tokens, rows, rounds):
+    """A row of two tokens takes one round with an even chance, else two; of two rows both must take one."""
+    assert expected_rounds(alpha, number, tokens, rows) == pytest.approx(rounds)
