@@ -112,7 +112,7 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
         speeds = [m.measured_speedup for m in best.measurements]
         speed = statistics.median(speeds)
-        says = "best" if speed > 1 else "none is faster than plain generate here; the best"
+        says = "best" if best.config and best.config.pays else "none is faster than plain generate here; the best"
         times = f"{speed:.2f} times as fast as plain generate"
         if len(speeds) > 1:
             times += f", the median over batch sizes ({min(speeds):.2f} to {max(speeds):.2f})"
