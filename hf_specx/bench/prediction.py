@@ -3,14 +3,11 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
-from hf_specx.engine.report import SpeculationReport
 
-from .timer import Comparison, seconds_per_step
+from .timer import Comparison
 
 
 PARTED = 0.1  # a prediction that is wrong by more than this part is explained
@@ -18,48 +15,33 @@ UNLIKELY = 1e-9  # chances below it are left out
 
 
 class Prediction(NamedTuple):
-    """The chance that a candidate is kept, how many a round has, and how many seconds the round takes."""
+    """The chance that a candidate is kept, and how many a round has. A round takes as long as those of the warm-up."""
 
     alpha: float
     number: int
-    seconds: float
 
     def speedup(self, found: Comparison) -> float:
         """How many times as fast as plain `generate` was, with texts as long as its own and a first step like its."""
         steps = round(statistics.median(run.steps for run in found.plain.runs))
         rows = round(statistics.median(run.tokens / run.steps for run in found.plain.runs))
         rounds = expected_rounds(self.alpha, self.number, steps - 1, rows)
-        return steps * found.plain_step / (found.plain_step + rounds * self.seconds)
+        return steps * found.plain_step / (found.plain_step + rounds * found.warm_up_round)
 
     def why_not(self, found: Comparison) -> str:
         """Why the measured speed-up is another: what differs most; "" where it is the predicted one, nearly."""
         measured, predicted = found.ratios["measured_speedup"], self.speedup(found)
         if abs(predicted / measured - 1) <= PARTED:
             return ""
-        expected = expected_tokens(self.alpha, self.number)
-        tokens, seconds = found.ours.median_of("tokens_per_round") or 1.0, found.round_seconds
+        tokens, expected = found.ours.median_of("tokens_per_round") or 1.0, expected_tokens(self.alpha, self.number)
+        seconds, before = found.round_seconds, found.warm_up_round
         reasons = {
             f"a row gained {tokens:.2f} tokens a round, not {expected:.2f}": tokens / expected,
-            f"a round took {1e3 * seconds:.1f} ms, not {1e3 * self.seconds:.1f}": self.seconds / seconds,
+            f"a round took {1e3 * seconds:.1f} ms, not {1e3 * before:.1f}": before / seconds,
         }
         rest = measured / predicted / math.prod(reasons.values())
         reasons["texts had other lengths, or the machine was unsteady"] = rest
         told = max(reasons, key=lambda reason: abs(math.log(reasons[reason])))
         return f"predicted {predicted:.2f}, measured {measured:.2f}, mostly because {told}"
-
-
-def predict(costs: Costs, learned: Sequence[SpeculationReport], rows: int, number: int, new_tokens: int) -> Prediction:
-    """What to expect of batches of `rows` with so many candidates a round, or as many as texts have room for.
-
-    Args:
-        costs: with times of the forwards of all batch sizes concerned.
-        learned: of calls that have shown the acceptance, and how much longer rounds take than their forwards.
-    """
-    beside = [
-        seconds_per_step(report) / costs.forwards(report.rows, round(report.mean_draft_tokens)) for report in learned
-    ]
-    alpha, number = costs.alpha.get(learned[0].verification, 0.0), min(number, new_tokens - 1)
-    return Prediction(alpha, number, statistics.median(beside) * costs.forwards(rows, number))
 
 
 def expected_rounds(alpha: float, number: int, tokens: int, rows: int) -> float:

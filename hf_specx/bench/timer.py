@@ -44,6 +44,7 @@ class Timing:
 
     runs: list[TimedCall] = field(default_factory=list)  # one for each turn
     first_seconds: float | None = None  # of its very first call, which warms up and may compile
+    warm_up: TimedCall | None = None  # the last one before its runs, in which nothing was compiled
     error: str | None = None  # what the contender failed with, in a line; it then has no runs
 
     @property
@@ -124,6 +125,8 @@ class Timer:
             run = time_call(*call)  # a size had not occurred before
         if turn >= 0:
             timing.runs.append(run)
+        else:
+            timing.warm_up = run
 
 
 def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], seed: int) -> TimedCall:
@@ -180,6 +183,11 @@ class Comparison:
     def round_seconds(self) -> float:
         """Seconds of a round of ours."""
         return statistics.median(map(seconds_per_step, self.ours.reports))
+
+    @property
+    def warm_up_round(self) -> float:
+        """Seconds of a round of ours before it was timed."""
+        return seconds_per_step(self.ours.warm_up.report)  # type: ignore[union-attr, arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""

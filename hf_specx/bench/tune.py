@@ -25,7 +25,7 @@ from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
 from .drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
 from .inputs import Inputs, encode, settings_of
-from .prediction import predict
+from .prediction import Prediction
 from .store import provenance
 from .study import DraftTrial, Study, weightless_draft
 from .timer import Advance, Comparison, compare, time_call
@@ -198,14 +198,13 @@ def measure_draft(
     for size in () if chooses else study.batches:
         strategy.calibrate(target.model, batches[size][0]["input_ids"])
     for size in study.batches:
-        prediction = None
         if not chooses:
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
-            how = size, strategy.num_draft_tokens, study.options["max_new_tokens"]
-            prediction = predict(strategy.costs, reports, *how) if report.rounds else None
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target.model, strategy, found, study.command)
-        if prediction is not None:
+        if report.rounds and not chooses:
+            room = min(strategy.num_draft_tokens, study.options["max_new_tokens"] - 1)
+            prediction = Prediction(strategy.costs.alpha.get(report.verification, 0.0), room)
             measured.predicted_speedup = prediction.speedup(found)
             measured.why_not_predicted = prediction.why_not(found)
         config.measurements.append(measured)

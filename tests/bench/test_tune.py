@@ -10,9 +10,9 @@ from tiny import Forwards
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from tune_cases import DEAR, FREE, QUICK, saved, tiny_t5
 
-from hf_specx import Costs, DraftTargetPair, SpeculationReport
+from hf_specx import DraftTargetPair, SpeculationReport
 from hf_specx.bench import tune
-from hf_specx.bench.prediction import expected_rounds, predict
+from hf_specx.bench.prediction import Prediction, expected_rounds
 from hf_specx.bench.study import Study
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
@@ -67,9 +67,9 @@ def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, 
 
 
 def test_no_more_is_predicted_than_a_text_has_room_for(folders, costs, monkeypatch):
-    """20 candidates are recommended, and texts have 6 tokens: a round gives no 21, and a text takes two forwards."""
+    """20 candidates are recommended, and texts have 6 tokens: a round gives no 21."""
     predicted = []
-    monkeypatch.setattr(tune, "predict", lambda *given: predicted.append(predict(*given)) or predicted[-1])
+    monkeypatch.setattr(tune, "Prediction", lambda *given: predicted.append(Prediction(*given)) or predicted[-1])
     (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
     assert [m.num_draft_tokens for m in trial.measurements] == [20, 20]
     assert [found.number for found in predicted] == [5, 5]
@@ -104,19 +104,17 @@ def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
 
 
 def test_a_prediction_goes_by_the_rounds_of_this_machine():
-    """Rounds take three times their forwards: what is predicted is less, and what is otherwise is told."""
-    costs = Costs({1: {"target": {1: 1.0, 9: 1.8}, "draft": 0.1}}, {"block": 0.5})
+    """By those of the warm-up, and what is otherwise is told."""
     report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
     report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
     report.seconds = {"total": 39.6}
-    found = predict(costs, [report], 1, 1, 10)
-    assert found == pytest.approx((0.5, 1, 3.6))  # a round of one candidate, whose forwards take 1.2
-    plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)])
+    found, warm_up = Prediction(0.5, 1), TimedCall(39.6, 10, report)
+    plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)], warm_up=warm_up)
     assert found.speedup(Comparison(plain, same)) == pytest.approx(0.97, abs=0.01)  # 10 steps, or 1 and 6.2 rounds
     assert found.why_not(Comparison(plain, same)) == ""
     slower = replace(report, gained=15, seconds={"total": 79.2})
     slower.drafted_per_row, slower.rounds_per_row = [10], [10]
-    told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)])))
+    told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)], warm_up=warm_up)))
     assert told == "predicted 0.97, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
 
 
