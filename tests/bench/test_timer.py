@@ -128,3 +128,12 @@ def test_one_that_fails_is_noted_or_raised():
     assert found["block-2"].error.startswith("ValueError: ")
     assert "num_beams=2" in found["block-2"].error
     assert calls == ["plain", "block-2"]
+
+
+def test_two_plain_ways_are_not_said_to_differ():
+    """As of a pair that was measured, and recommends to decode plainly."""
+    with pytest.warns(UserWarning, match="num_draft_tokens=0"):
+        found = compare(
+            tiny(), SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=0), [batch(1)], OPTIONS, repeats=1
+        )
+    assert str(found).endswith("though both decode plainly: what differs is noise")
