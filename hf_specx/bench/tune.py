@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -32,6 +33,8 @@ from .timer import Advance, Comparison, compare, time_call
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
+TOO_SHORT = "texts ended before anything was drafted, so their speed tells nothing; give prompts with longer answers, "
+TOO_SHORT += "and a chat model chats (--chat)."
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -193,6 +196,8 @@ def measure_draft(
         reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
         advance()
     report: Any = reduce(operator.add, reports)
+    if not report.rounds and not chooses:
+        warnings.warn(TOO_SHORT, UserWarning, stacklevel=2)
     if report.survival[1]:
         strategy.costs.alpha[report.verification] = report.survival_rate
     for size in () if chooses else study.batches:

@@ -176,3 +176,10 @@ def test_encoder_decoders(tmp_path, costs):
 def test_rounds_of_a_text_go_on_until_the_slowest_row_is_done(alpha, number, tokens, rows, rounds):
     """A row of two tokens takes one round with an even chance, else two; of two rows both must take one."""
     assert expected_rounds(alpha, number, tokens, rows) == pytest.approx(rounds)
+
+
+def test_texts_that_end_at_once_are_said_to_tell_nothing(folders, costs):
+    options = QUICK.options | {"eos_token_id": list(range(280))}
+    with pytest.warns(UserWarning, match="ended before anything was drafted"):
+        (trial,) = tune.tune(folders["target"], [folders["near"]], replace(QUICK, options=options))
+    assert all(m.predicted_speedup is None for m in trial.measurements)
