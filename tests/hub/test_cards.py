@@ -107,7 +107,9 @@ def test_measurements_stand_by_where_and_how_they_were_made():
 
 @pytest.mark.parametrize("speedup", [0.9, 1.1])
 def test_a_pair_that_does_not_pay_says_so(speedup: float):
-    card = render(full(measurements=[measured(measured_speedup=speedup)]), "org/pair")
+    """Nor has a draft an acceptance of which nothing was judged."""
+    card = render(full(measurements=[measured(measured_speedup=speedup, alpha=0.0)]), "org/pair")
+    assert table(section(card, "Measured"))[-1][5] == "-"
     assert ("Nothing was faster" in section(card, "Measured")) == (speedup < 1)
 
 
