@@ -33,10 +33,10 @@ class Prediction(NamedTuple):
         if abs(predicted / measured - 1) <= PARTED:
             return ""
         tokens, expected = found.ours.median_of("tokens_per_round") or 1.0, expected_tokens(self.alpha, self.number)
-        seconds, before = found.round_seconds, found.warm_up_round
+        seconds = statistics.median(map(found.seconds_per_round, found.ours.reports))
         reasons = {
             f"a row gained {tokens:.2f} tokens a round, not {expected:.2f}": tokens / expected,
-            f"a round took {1e3 * seconds:.1f} ms, not {1e3 * before:.1f}": before / seconds,
+            f"a round took {1e3 * seconds:.1f} ms, not {1e3 * found.warm_up_round:.1f}": found.warm_up_round / seconds,
         }
         rest = measured / predicted / math.prod(reasons.values())
         reasons["texts had other lengths, or the machine was unsteady"] = rest

@@ -184,10 +184,15 @@ class Comparison:
         """Seconds of a round of ours."""
         return statistics.median(map(seconds_per_step, self.ours.reports))
 
+    def seconds_per_round(self, report: SpeculationReport) -> float:
+        """Seconds of a round with candidates in a call of ours, whose other steps took as long as those of plain."""
+        left = report.seconds["total"] - report.plain_steps * self.plain_step
+        return left / report.rounds if report.rounds and left > 0 else seconds_per_step(report)
+
     @property
     def warm_up_round(self) -> float:
         """Seconds of a round of ours before it was timed."""
-        return seconds_per_step(self.ours.warm_up.report)  # type: ignore[union-attr, arg-type]
+        return self.seconds_per_round(self.ours.warm_up.report)  # type: ignore[union-attr, arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""

@@ -107,12 +107,12 @@ def test_a_prediction_goes_by_the_rounds_of_this_machine():
     """By those of the warm-up, and what is otherwise is told."""
     report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
     report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
-    report.seconds = {"total": 39.6}
-    found, warm_up = Prediction(0.5, 1), TimedCall(39.6, 10, report)
+    report.seconds = {"total": 38.4}
+    found, warm_up = Prediction(0.5, 1), TimedCall(38.4, 10, report)
     plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)], warm_up=warm_up)
     assert found.speedup(Comparison(plain, same)) == pytest.approx(0.97, abs=0.01)  # 10 steps, or 1 and 6.2 rounds
     assert found.why_not(Comparison(plain, same)) == ""
-    slower = replace(report, gained=15, seconds={"total": 79.2})
+    slower = replace(report, gained=15, seconds={"total": 74.4})
     slower.drafted_per_row, slower.rounds_per_row = [10], [10]
     told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)], warm_up=warm_up)))
     assert told == "predicted 0.97, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
