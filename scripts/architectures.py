@@ -24,7 +24,8 @@ random model in float32, three rows of unequal length; `python scripts/architect
 `tests/generate/test_sweep.py` checks every row of it. *exact* means: in each layout named (`layout="auto"` takes the
 first), the tokens of plain `generate`, greedily and sampled under one seed, with drafts that are rejected, accepted in
 full and accepted unequally, and with the fewest forwards possible when draft and target are equal. A model for which
-plain `generate` itself gives a row another text in a batch than alone has nothing to be compared with.
+plain `generate` itself gives a row another text in a batch than alone has nothing to be compared with. *plain* means:
+transformers' own sampler decodes it under the same call, with the same text and no speed-up.
 
 {counts}
 

@@ -111,6 +111,8 @@ class Contender:
         """Have ours know the times of its forwards, which predict speed; compiled ones would take minutes."""
         if self.strategy is None or self.compiled or self.strategy.costs.knows(len(inputs["input_ids"])):
             return
+        if self.strategy.num_draft_tokens == 0:  # it decodes plainly
+            return
         if make_drafter(self.strategy.draft_model, self.target).model is not None:
             self.strategy.calibrate(self.target, inputs["input_ids"])
 

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -25,13 +26,15 @@ from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
 from .drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
 from .inputs import Inputs, encode, settings_of
-from .prediction import predict
+from .prediction import Prediction
 from .store import provenance
 from .study import DraftTrial, Study, weightless_draft
 from .timer import Advance, Comparison, compare, time_call
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
+TOO_SHORT = "texts ended before anything was drafted, so their speed tells nothing; give prompts with longer answers, "
+TOO_SHORT += "and a chat model chats (--chat)."
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -174,20 +177,21 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
         reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
         advance()
     report: Any = reduce(operator.add, reports)
+    if not report.rounds and not chooses:
+        warnings.warn(TOO_SHORT, UserWarning, stacklevel=2)
     if report.survival[1]:
         strategy.costs.alpha[report.verification] = report.survival_rate
     for size in () if chooses else study.batches:
         strategy.calibrate(target, batches[size][0]["input_ids"])
     for size in study.batches:
-        prediction = None
         if not chooses:
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
-            how = size, strategy.num_draft_tokens, study.options["max_new_tokens"]
-            prediction = predict(strategy.costs, reports, *how) if report.rounds else None
         found = compare(target, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target, strategy, found, study.command)
-        if prediction is not None:
-            measured.predicted_speedup = prediction.speedup(found.plain_step)
+        if report.rounds and not chooses:
+            room = min(strategy.num_draft_tokens, study.options["max_new_tokens"] - 1)
+            prediction = Prediction(strategy.costs.alpha.get(report.verification, 0.0), room)
+            measured.predicted_speedup = prediction.speedup(found)
             measured.why_not_predicted = prediction.why_not(found)
         config.measurements.append(measured)
     numbers = {m.num_draft_tokens for m in config.measurements}

@@ -80,7 +80,7 @@ def tune(
     show_drafts(target, found, Output(quiet=as_json))
     if as_json:
         typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
-    require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
+    require(found[0].error is None, "no draft can be used, for the reasons given with each.")
     if out is not None:
         say(save_best(found[0], out, overwrite))
 
@@ -110,7 +110,7 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
         speeds = [m.measured_speedup for m in best.measurements]
         speed = statistics.median(speeds)
-        says = "best" if speed > 1 else "none is faster than plain generate here; the best"
+        says = "best" if best.config and best.config.pays else "none is faster than plain generate here; the best"
         times = f"{speed:.2f} times as fast as plain generate"
         if len(speeds) > 1:
             times += f", the median over batch sizes ({min(speeds):.2f} to {max(speeds):.2f})"

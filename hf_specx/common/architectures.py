@@ -1,4 +1,4 @@
-"""In which layouts each architecture was shown to be exact on transformers 5.23, by tests/generate/test_sweep.py.
+"""In which layouts each architecture was shown to be exact on transformers 5.24, by tests/generate/test_sweep.py.
 
 Types of vision-language models were run with and without images, by tests/models/test_vision.py or by hand. Names are
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
@@ -65,7 +65,7 @@ ENCODERS = """
     bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
     roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 """.split()  # noqa: SIM905
-_STEPS = "its forward of several tokens after cached ones gives other logits than single steps do (transformers 5.23)"
+_STEPS = "its forward of several tokens after cached ones gives other logits than single steps do"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
 # As targets; as drafts they are as good as any, since their candidates are judged by the distribution that they gave
 INEXACT = dict.fromkeys(["mamba", "falcon_mamba", "jamba", "zamba"], _STEPS) | {

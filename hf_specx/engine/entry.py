@@ -166,8 +166,8 @@ def check_many(
     for name in OF_ONE_REQUEST:
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
-    told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...)."
-    check_names("generate_many", kwargs, known_arguments(model) | {"tokenizer"}, told)
+    told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
+    check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
 
 

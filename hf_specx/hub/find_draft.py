@@ -58,7 +58,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
         pair, config = get_pair(name, commit, **hub)
     except (OSError, ValueError) as error:
         told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
-        told += f"brings its draft (this one is of no pair: {error})."
+        told += f"brings its draft (this one is of no pair: {str(error).partition(';')[0]})."
         gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
         raise ValueError(told + gone) from error
     warn_of_another_target(config, target)

@@ -33,7 +33,7 @@ def check_place(name: str, revision: str | None) -> None:
     is_folder = Path(name).is_dir()
     known = is_folder or HUB_ID.fullmatch(name) is not None
     require(known, f"{name!r} is neither a folder nor an id on the Hub; name one of them.")
-    told = f"revision={revision!r} is for repositories on the Hub, and {name!r} is a folder; leave it out."
+    told = f"{name!r} is a folder, which has no revision {revision!r}; leave that out."
     require(revision is None or not is_folder, told)
 
 

@@ -72,6 +72,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     speculative |= {"use_heterogeneous_vocab": True} if mapped else judged if kind in (None, "eagle3") else {}
     speculative |= {"parallel_drafting": True} if kind == "peagle" else {}
     remarks = {
+        "Measured in transformers, no draft was faster than the target alone; compare both in vLLM.": not config.pays,
         "How many tokens to draft was not measured in vLLM.": True,
         "vLLM has no coupled mode; rejection sampling is used instead.": config.verification == "coupled",
         "The models score different tokens: vLLM then drafts greedily, so another share is accepted.": mapped,

@@ -112,3 +112,12 @@ def test_a_comparison_without_one_of_the_two_is_an_error():
     target, options = tiny(), OPTIONS | {"num_beams": 2}  # which plain generate takes
     with pytest.raises(ValueError, match="num_beams=2"):
         compare(target, strategy(target, 1), [batch(1)], options, repeats=1)
+
+
+def test_two_plain_ways_are_not_said_to_differ():
+    """As of a pair that was measured, and recommends to decode plainly."""
+    with pytest.warns(UserWarning, match="num_draft_tokens=0"):
+        found = compare(
+            tiny(), SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=0), [batch(1)], OPTIONS, repeats=1
+        )
+    assert str(found).endswith("though both decode plainly: what differs is noise")

@@ -51,7 +51,12 @@ def test_tables_and_json(folders, texts, tmp_path):
 
 
 MEDIAN = "2.00 times as fast as plain generate, the median over batch sizes (1.00 to 4.00)"
-HEADLINES = [([2.0], "best: d, "), ([0.5], "none is faster than plain generate here"), ([1.0, 2.0, 4.0], MEDIAN)]
+HEADLINES = [
+    ([2.0], "best: d, "),
+    ([0.7, 1.1], "\nbest: d, "),
+    ([0.5], "none is faster than plain generate here"),
+    ([1.0, 2.0, 4.0], MEDIAN),
+]
 
 
 @pytest.mark.parametrize(("speeds", "says"), HEADLINES)
@@ -133,5 +138,6 @@ def test_no_draft_fits(folders, tmp_path):
     result = specx(folders["target"], str(tmp_path), *QUICK, "--json", "--out", str(out))
     assert result.exit_code == 2
     assert "no draft can be used" in result.stderr
+    assert result.stderr.count(str(tmp_path)) == 0
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()

@@ -125,7 +125,7 @@ CASES = [
     ("has weights for more layers than its config, 'model.layers.1.input_lay", model(num_hidden_layers=1)),
     # What is asked for
     ("nowhere' is neither a folder nor an id on the Hub", lambda f: load(f / "nowhere")),
-    ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
+    ("is a folder, which has no revision 'v1'; leave", lambda f: load(f, revision="v1")),
     ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
     # What is there
     ("draft has no config.json: .*written half; get", after(r.remove("draft/config.json"))),

@@ -110,6 +110,14 @@ def test_measurements_stand_by_where_and_how_they_were_made():
     assert re.findall(r"```bash\n(.*)\n```", text) == ["specx tune a b", "specx tune a b --dtype float32"]
 
 
+@pytest.mark.parametrize("speedup", [0.9, 1.1])
+def test_a_pair_that_does_not_pay_says_so(speedup: float):
+    """Nor has a draft an acceptance of which nothing was judged."""
+    card = render(full(measurements=[measured(measured_speedup=speedup, alpha=0.0)]), "org/pair")
+    assert table(section(card, "Measured"))[-1][5] == "-"
+    assert ("Nothing was faster" in section(card, "Measured")) == (speedup < 1)
+
+
 def test_no_folder_of_this_machine_is_published(tmp_path: Path):
     """Neither in the card nor in the config beside it."""
     kept = "specx tune org/target org/draft --url https://host/a/b/c\none 'quote that does not end"

@@ -14,7 +14,7 @@ from tiny import near
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED
+from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED, WHOLE
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.models.choose import DECODERS, layouts_of
 
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     """One row of the table.
 
     Attributes:
-        result: "exact", "refused", "not self-consistent" or "not built".
+        result: "exact", "plain", "refused", "not self-consistent" or "not built".
         note: the layouts in which it is exact, best first; or why it is not.
     """
 
@@ -47,6 +47,10 @@ def examine(kind: str, model_type: str) -> Outcome:
         return Outcome("not built", _line(error))
     inputs = zoo.inputs(model)
     inconsistent, greedy = _by_stock(model, inputs)
+    if model_type in WHOLE and greedy is not None and not inconsistent:
+        for mode, text in _stock_texts(model, inputs, greedy).items():
+            _compared(model, inputs, text, _strategy(near(model, 0.02), "auto"), f"plain, {mode}")
+        return Outcome("plain", "exact without a cache only")
     try:
         layouts = layouts_of(model)
         if greedy is not None:

@@ -25,6 +25,7 @@ from .reading import is_head
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 NO_ADAPTERS = {"subfolder": "none", "local_files_only": True}  # where transformers looks for one if peft is installed
 KERNEL = re.compile(r'"_?\w*_implementation": "[^"]*[/:]')  # a repository whose code would be run
+FOR_COMMANDS = re.compile("suffix|(exit|layers|head):.*")
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 
@@ -46,6 +47,10 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
     """
+    told = (
+        f"draft_model={name!r} is spelt for a command; give EarlyExitDraft(number), SuffixDraft(), or the name alone."
+    )
+    require(FOR_COMMANDS.fullmatch(name) is None or Path(name).is_dir(), told)
     told = f"draft_model={name!r} is a pair; give the folder of its draft, or load it by DraftTargetPair."
     require(find_file(name, "specx_config.json") is None, f"{told}from_pretrained.")
     raw = read_config(name)

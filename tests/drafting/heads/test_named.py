@@ -91,6 +91,12 @@ def test_names_that_lead_nowhere_and_pairs_are_refused(target, folders, tmp_path
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
 
 
+@pytest.mark.parametrize("name", ["suffix", "exit:2", "head:org/head"])
+def test_names_of_commands_are_told_apart(target, name: str):
+    with pytest.raises(ValueError, match="is spelt for a command; give EarlyExitDraft"):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(name))
+
+
 def test_a_model_in_a_pickle_is_refused(target, folders, tmp_path: Path):
     folder = changed(folders["model"], tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
