@@ -263,12 +263,10 @@ class Decoder:
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        length = self.width + emitted - 1
-        return assemble(self._empty_cache(), self.left, ends, length, self.crossed)
-
-    def _empty_cache(self) -> Cache:
-        """One of transformers' for the columns of `past`, of which this decoder may have let go of some."""
-        return DynamicCache()
+        length, slots = self.width + emitted - 1, getattr(self.cache, "slots", None)
+        cut = slots is not None and slots.has_lost  # windows are of the whole text otherwise
+        made = DynamicCache(config=self.model.config) if cut else DynamicCache()
+        return assemble(made, self.left, ends, length, self.crossed)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Types [R, count] of the next tokens: as in `generate` that of the last token, or text."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
 from hf_specx.common.architectures import READS_WHOLE
@@ -48,9 +47,6 @@ class RaggedDecoder(Decoder):
         window = self.masks.longest_window
         kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers]
         return SlotCache(limit, window and window + MARGIN, kinds)
-
-    def _empty_cache(self) -> Cache:
-        return DynamicCache(config=self.model.config) if self.cache.slots.has_lost else super()._empty_cache()
 
     def _texts(self) -> torch.Tensor | None:
         """[B, n] int64, the prompts whose keys are in the slots of each row, with -1 behind their ends.

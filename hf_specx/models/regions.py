@@ -153,21 +153,18 @@ class Regions:
         alone = FunctionType(code, function.__globals__, code.co_name)
         alone.__kwdefaults__ = function.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
-        compiling = weakref.WeakMethod(self._inductor)  # torch keeps every backend that it has seen
+        own = weakref.ref(self)  # torch keeps every backend that it has seen
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            inductor = compiling()
-            assert inductor is not None
-            return inductor(graph, inputs, captures)
+            regions = own()
+            assert regions is not None
+            regions.compilations += 1
+            use_prepacked(graph, inputs)
+            patches = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
+            inductor: Callable[..., Any] = lookup_backend("inductor")
+            return inductor(graph, inputs, config_patches=patches)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
-
-    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Any:
-        self.compilations += 1
-        use_prepacked(graph, inputs)
-        options = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
-        inductor: Callable[..., Any] = lookup_backend("inductor")
-        return inductor(graph, inputs, config_patches=options)
 
 
 REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()
