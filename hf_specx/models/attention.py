@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -26,61 +25,50 @@ ALIGNED = 16  # entries between rows of a mask: with others CUDA's memory-effici
 IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by transformers' function as well
 
 
-class GroupedAttention:
-    """An attention function for transformers; a call that it cannot serve goes to transformers' own `sdpa`."""
+def grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """[R, q, n * H, D'] of queries [R, n * H, q, D], keys [R, H, S, D] and values [R, H, S, D'], without weights.
 
-    def __init__(self) -> None:
-        # by mask, then group size and dtype: the mask of one forward serves all its layers
-        self.tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """[R, q, n * H, D'] of queries [R, n * H, q, D], keys [R, H, S, D] and values [R, H, S, D'], without weights.
-
-        The mask [R or 1, 1, q, S] is bool or additive; n is the `num_key_value_groups` of the module.
-        """
-        group = getattr(module, "num_key_value_groups", 1)
-        rows, heads, count, _ = query.shape
-        if (
-            heads != group * key.shape[1]
-            or attention_mask is None
-            or attention_mask.shape[1:-1] != (1, count)
-            or (not kwargs.keys() <= IGNORED and any(kwargs[name] is not None for name in kwargs.keys() - IGNORED))
-        ):
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-            )
-        folded = torch.nn.functional.scaled_dot_product_attention(
-            query if group == 1 else query.reshape(rows, -1, group * count, query.shape[3]),
-            key,
-            value,
-            attn_mask=self._tiled(attention_mask, group, query.dtype),
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        if group == 1:
-            return folded.transpose(1, 2).contiguous(), None
-        output = folded.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4)  # [R, q, H, n, D']
-        return output.flatten(2, 3).contiguous(), None
-
-    def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-        """[R or 1, 1, n * q, S], additive as torch would make it in every layer."""
-        if torch.compiler.is_dynamo_compiling():  # the compiler finds that all layers need the same
-            return tiled(mask, group, dtype)
-        tiles = self.tiles.setdefault(mask, {})
-        if (group, dtype) not in tiles:
-            tiles[group, dtype] = tiled(mask, group, dtype)
-        return tiles[group, dtype]
+    The mask [R or 1, 1, q, S] is bool or additive; n is the `num_key_value_groups` of the module. Any other call goes
+    to transformers' own function.
+    """
+    group = getattr(module, "num_key_value_groups", 1)
+    rows, heads, count, _ = query.shape
+    if (
+        heads != group * key.shape[1]
+        or attention_mask is None
+        or attention_mask.shape[1:-1] != (1, count)
+        or (not kwargs.keys() <= IGNORED and any(kwargs[name] is not None for name in kwargs.keys() - IGNORED))
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    if torch.compiler.is_dynamo_compiling():  # the compiler finds that all layers need the same
+        mask = tiled(attention_mask, group, query.dtype)
+    else:  # the mask of one forward serves all its layers
+        tiles = vars(attention_mask).setdefault("specx_tiles", {})
+        if (group, query.dtype) not in tiles:
+            tiles[group, query.dtype] = tiled(attention_mask, group, query.dtype)
+        mask = tiles[group, query.dtype]
+    folded = torch.nn.functional.scaled_dot_product_attention(
+        query if group == 1 else query.reshape(rows, -1, group * count, query.shape[3]),
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    if group == 1:
+        return folded.transpose(1, 2).contiguous(), None
+    output = folded.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4)  # [R, q, H, n, D']
+    return output.flatten(2, 3).contiguous(), None
 
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,30 +80,25 @@ def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     return tile.flatten(1, 2)[:, None]
 
 
-TRACED = GroupedAttention()
-ACTIVE: ContextVar[GroupedAttention | None] = ContextVar("ACTIVE", default=None)  # of this thread or asyncio task
-LOCK = threading.Lock()
-
-
 class Switch:
-    """Stands in the registry of transformers for the function `patched` while there are `uses`.
+    """Stands in the place of transformers' `sdpa` function while there are `uses`, also by other copies of this file.
 
-    Contexts that use it have `ACTIVE`, and others, as plain `generate` in another thread, what was there before. While
-    torch compiles it is `TRACED` or that: what a user compiles serves plain forwards as well.
+    In contexts that use it, `active` says whether what torch compiles may be `traced` with our function; others, as
+    plain `generate` in another thread, have transformers' own. What a user compiles serves plain forwards as well.
     """
 
     def __init__(self) -> None:
-        self.patched: Any = sdpa_attention_forward
-        self.uses = 0
+        self.uses, self.lock = 0, threading.Lock()
+        self.active: ContextVar[bool | None] = ContextVar("active", default=None)  # of this thread or asyncio task
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which cannot trace a `ContextVar`
-            return (TRACED if self.traces() else self.patched)(*args, **kwargs)
-        return (ACTIVE.get() or self.patched)(*args, **kwargs)
+            return (grouped_attention if self.traces() else sdpa_attention_forward)(*args, **kwargs)
+        return (sdpa_attention_forward if self.active.get() is None else grouped_attention)(*args, **kwargs)
 
     @torch.compiler.assume_constant_result
     def traces(self) -> bool:
-        return ACTIVE.get() is TRACED
+        return bool(self.active.get())
 
 
 SWITCH = Switch()  # always the same, since what a user compiles is made anew for another function
@@ -128,34 +111,23 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
     Torch may compile this into forwards that are `traced`, and must not into those that a user compiles.
     """
     place: Any = AttentionInterface._global_mapping
-    with LOCK:
-        found = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])
-        usual = found[-1] is sdpa_attention_forward
-        if usual and SWITCH not in found:
-            SWITCH.patched = found[0]
-            place["sdpa"] = SWITCH
-        SWITCH.uses += usual
-    if not usual:
+    found: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    switch = found if hasattr(found, "uses") else SWITCH  # another copy, as each published pair has its own
+    if found not in (switch, sdpa_attention_forward):
         yield
         return
-    before = ACTIVE.set(TRACED if traced else GroupedAttention())
+    with switch.lock:
+        switch.uses += 1
+        place["sdpa"] = switch
+    before = switch.active.set(traced)
     try:
         yield
     finally:
-        ACTIVE.reset(before)
-        with LOCK:
-            SWITCH.uses -= 1
-            # another copy of this file, as each published pair has its own, may have put its switch over ours
-            while getattr(place["sdpa"], "uses", None) == 0:
-                place["sdpa"] = place["sdpa"].patched
-
-
-def beneath(found: Any) -> list[Any]:
-    """What lies in a place, from the top: switches of this copy and of others, and last what they are put over."""
-    layers = [found]
-    while isinstance(getattr(layers[-1], "uses", None), int):
-        layers.append(layers[-1].patched)
-    return layers
+        switch.active.reset(before)
+        with switch.lock:
+            switch.uses -= 1
+            if not switch.uses and place["sdpa"] is switch:
+                place["sdpa"] = sdpa_attention_forward
 
 
 def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
@@ -169,14 +141,13 @@ class Masks:
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
         self.additive = None if config._attn_implementation == "sdpa" else model.dtype
-        self.window: int | None = getattr(config, "sliding_window", None)
-        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
         self.kinds = sorted(set(self.layers))
+        of_kinds = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
         # how many keys a token sees in a layer of a kind, its own among them
-        self.windows: dict[str, int] = {x: n for x, n in {SLIDING: self.window, CHUNKED: self.chunk}.items() if n}
+        self.windows: dict[str, int] = {x: n for x, name in of_kinds.items() if (n := getattr(config, name, None))}
         self.longest_window = max([self.windows.get(kind, 0) for kind in self.kinds or [SLIDING]])
-        plain = self.additive is None and self.window is None and not self.kinds
+        plain = self.additive is None and not self.longest_window and not self.kinds
         self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
 
     def __call__(
@@ -198,11 +169,10 @@ class Masks:
             known = known & ~holes[:, None, None]
         if not 0 < ring < extent:
             return self.between(queries, keys, known, first)
-        columns = columns_of_ring(slots[:, -1:], ring)
-        there = columns >= (0 if pads is None else pads[:, None])
-        if holes is not None:
-            there = there & ~holes.gather(1, columns.clamp(min=0))
-        columns, there = columns[:, None, None], there[:, None, None]
+        columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
+        there = columns >= 0
+        if known is not None:
+            there = there & known.gather(-1, columns.clamp(min=0))
         in_ring: Any = self.between(queries, columns, there, first)
         if not self.kinds:
             return in_ring
@@ -223,16 +193,13 @@ class Masks:
         visible = keys <= queries if known is None else known & (keys <= queries)
         masks = {}
         for kind in self.kinds or [SLIDING]:
-            seen = visible
-            if kind == SLIDING and self.window is not None:
-                seen = visible & (keys > queries - self.window)
-            elif kind == CHUNKED and self.chunk is not None:
-                seen = visible & ((keys - first) // self.chunk == (queries - first) // self.chunk)
-            masks[kind] = self._as_asked(seen)
+            seen, window = visible, self.windows.get(kind)
+            if window and kind == SLIDING:
+                seen = visible & (keys > queries - window)
+            elif window:
+                seen = visible & ((keys - first) // window == (queries - first) // window)
+            if self.additive is not None:
+                hidden, lowest = ~seen, torch.finfo(self.additive).min
+                seen = torch.zeros_like(seen, dtype=self.additive).masked_fill_(hidden, lowest)
+            masks[kind] = seen
         return masks if self.kinds else masks[SLIDING]
-
-    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
-        if self.additive is None:
-            return visible
-        lowest = torch.finfo(self.additive).min
-        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

@@ -11,10 +11,11 @@ from transformers.utils.import_utils import is_torch_greater_or_equal
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
+from .attention import grouped_queries
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import capacity_bucket, length_bucket, move, regions_of, row_bucket
+from .regions import capacity_bucket, forward, length_bucket, move, regions_of, row_bucket
 from .slots import MARGIN, SlotCache, columns_of
 
 
@@ -84,6 +85,7 @@ class CompiledDecoder(RaggedDecoder):
         self.regions = regions_of(self.model, self.device)
         self.compiled_before = self.regions.compilations
         self.usual = 1  # query length of the last round that the end of the text did not cut short
+        self.given: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
     def _slot_cache(self, limit: int) -> SlotCache:
         return SlotCache(limit)  # all buffers have the same size
@@ -96,7 +98,6 @@ class CompiledDecoder(RaggedDecoder):
     def read(self) -> None:
         with PackedLinear(self.regions.prepacked):
             super().read()
-        self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
@@ -107,23 +108,20 @@ class CompiledDecoder(RaggedDecoder):
         move(before, buffers, index)
         for layer, (keys, values) in zip(self.cache.layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
-        self.buffers = buffers
-        self._note_rows()
+        self.buffers, self.given = buffers, {}
 
-    def _note_rows(self) -> None:
-        """Prepare what the forwards are given for each buffer row."""
+    def _note_rows(self, index: torch.Tensor) -> None:
+        """Prepare what the forwards are given for each buffer row, of which `index` [R] are the decoding ones."""
         assert self.first_position is not None
-        offsets = self.first_position.index_select(-2, self.index) - self.width
+        offsets = self.first_position.index_select(-2, index) - self.width
         last = torch.full_like(offsets, self.width + min(self.prompt.max_new_tokens, FAR) - 2)
         if self.max_positions is not None:
             last = torch.minimum(last, self.max_positions - 1 - offsets)
         self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
-        self.given["pads"] = self._placed(self.pads[self.index])
+        self.given["pads"] = self._placed(self.pads[index])
         if self.holes is not None:
-            capacity = self.buffers[0][0].shape[2]
-            self.given["holes"] = self._placed(
-                torch.nn.functional.pad(self.holes[self.index], (0, capacity - self.width))
-            )
+            more = self.buffers[0][0].shape[2] - self.width
+            self.given["holes"] = self._placed(torch.nn.functional.pad(self.holes[index], (0, more)))
 
     def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Values of the R rows along a dimension, with zeros for idle rows after them."""
@@ -138,6 +136,8 @@ class CompiledDecoder(RaggedDecoder):
         end = self.width + max(counts) + ahead + length - count
         if end > self.buffers[0][0].shape[2]:
             self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
+        if not self.given:
+            self._note_rows(batch.index)
         starts = batch.ends + (self.width - batch.width + ahead - count)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
         kept = keep
@@ -145,16 +145,13 @@ class CompiledDecoder(RaggedDecoder):
             tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = kept
-        logits, states = self.regions(
-            self.model,
-            self.hidden,
-            self.buffers,
-            self._placed(tokens),
-            keep=kept,
-            starts=self._placed(starts),
-            **self.given,
-            **given,
-        )
+        given |= self.given | {"starts": self._placed(starts)}
+        places = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.places]
+        size = (*self.buffers[0][0].shape[::2], length, kept, *given, *places)
+        arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._placed(tokens)
+        with grouped_queries(traced=True):
+            logits, states = self.regions.run(forward, size, *arguments, keep=kept, **given)
+        assert logits is not None
         first = 0 if length == count else count - keep
         self.states = None if states is None else states[: len(counts), first : first + keep]
         return logits[: len(counts), first : first + keep]
@@ -186,18 +183,17 @@ class CompiledDecoder(RaggedDecoder):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         with PackedLinear(self.regions.prepacked):
             super().admit(batch, rows)
-        self._note_rows()
+        self.given = {}
 
     def leave(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
-        self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)
         held, _, capacity, _ = self.buffers[0][0].shape
         if row_bucket(len(stay)) < held:
             self._resize(row_bucket(len(stay)), capacity, stay)
         else:
             move(self.buffers, self.buffers, stay)
-            self._note_rows()
+            self.given = {}
 
     def _feed_last(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""

@@ -26,16 +26,10 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
 class Forward(NamedTuple):
-    """What a target forward gave.
+    """What a target forward gave after the last emitted token and after each candidate."""
 
-    Attributes:
-        logits: [R, K + 1, V], after the last emitted token and after each candidate.
-        hidden: [R, K + 1, H], the last layer's states at the same positions, or joined those of the places that the
-            drafter asks for; None unless it reads them.
-    """
-
-    logits: torch.Tensor
-    hidden: torch.Tensor | None = None
+    logits: torch.Tensor  # [R, K + 1, V]
+    hidden: torch.Tensor | None = None  # [R, K + 1, H], of the last layer, or joined those of places; if they are read
 
 
 class HiddenStates:
@@ -79,13 +73,12 @@ class Decoder:
 
     Attributes:
         width: slots that the prompts take in the cache, pads among them; known once they are read.
-        after_prompt: logits [B, 1, V] after the last tokens of the prompts; `opening` says whether all rows are those
-            that these were read with. `prompt_hidden` [B, L, H] are the states of all columns that were fed, or those
-            of the rows that were admitted last, right-aligned; None unless they are read.
+        after_prompt: logits [B, 1, V] after the last tokens of the prompts that were read last; `opening`: whether
+            these are all rows'. `prompt_hidden`: their states [B, L, H], right-aligned; None unless they are read.
         held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
             of these, from the first on, may still be its text.
         left: the columns of rows that have left, where the call wants its cache.
-        compilations: forwards of this model that torch has compiled for it.
+        compilations: forwards that torch has compiled for this one.
         copied: tokens of prompts that were not read, since others begin alike.
     """
 
@@ -224,6 +217,13 @@ class Decoder:
         """Logits [R, keep, V] of tokens [R, q], of which the last lie `ahead` tokens after the ends of their rows."""
         raise NotImplementedError
 
+    def _logits(self, tokens: torch.Tensor, keep: int, **given: Any) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] that the model is fed as they are, with what else it is given."""
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = keep
+        given[self.cache_name] = self.cache
+        return self.model(input_ids=tokens, use_cache=True, return_dict=True, **given).logits[:, -keep:]
+
     def observe(self, done: Round) -> None:
         """Drop rows that have left. Where the call wants its cache, the columns of rows that have ended are kept."""
         if self.prompt.keeps_past and (done.finished or done.stay is not None):
@@ -242,9 +242,8 @@ class Decoder:
 
     def _keep_columns(self, done: Round) -> None:
         """Copy the columns of the rows that leave; a last token that is no candidate was not fed yet, and is now."""
-        counts, leaving = list(done.batch.counts), done.rows
-        if done.stay is not None:
-            leaving = [row for row in done.rows if row not in done.batch.rows]
+        counts, staying = list(done.batch.counts), [] if done.stay is None else done.batch.rows
+        leaving = [row for row in done.rows if row not in staying]
         last = max(counts) if done.finished else None  # `generate` does not feed the last tokens of the longest rows
         fed = [emitted <= accepted for emitted, accepted in zip(done.emitted, done.accepted, strict=True)]
         lacking = [row for row, held in zip(done.rows, fed, strict=True) if not held and counts[row] != last]
@@ -264,12 +263,10 @@ class Decoder:
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        length = self.width + emitted - 1
-        return assemble(self._empty_cache(), self.left, ends, length, self.crossed)
-
-    def _empty_cache(self) -> Cache:
-        """One of transformers' for the columns of `past`, of which this decoder may have let go of some."""
-        return DynamicCache()
+        length, slots = self.width + emitted - 1, getattr(self.cache, "slots", None)
+        cut = slots is not None and slots.has_lost  # windows are of the whole text otherwise
+        made = DynamicCache(config=self.model.config) if cut else DynamicCache()
+        return assemble(made, self.left, ends, length, self.crossed)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Types [R, count] of the next tokens: as in `generate` that of the last token, or text."""
@@ -279,19 +276,15 @@ class Decoder:
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
 
-    def _positions(self, batch: Batch, emitted: torch.Tensor, longest: int | None = None) -> torch.Tensor | None:
+    def _positions(self, batch: Batch, emitted: torch.Tensor) -> torch.Tensor | None:
         """Positions [..., R, q] of tokens with `emitted` [R, q] ones before them; None where the model is given none.
 
-        The longest row has `longest` tokens, candidates among them; None if that is not known.
+        Candidates that cannot be emitted are not given a position that does not exist.
         """
         if self.first_position is None:
             return None
-        last = self.prompt.max_new_tokens - 2
-        if longest is None or longest - 1 > last:
-            # candidates that cannot be emitted must not be given a position that does not exist
-            emitted = emitted.clamp(max=last)
         first = self.first_position
         if len(batch.rows) < first.shape[-2]:
             first = first.index_select(-2, batch.index)
-        positions = first + emitted
+        positions = first + emitted.clamp(max=self.prompt.max_new_tokens - 2)
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)

@@ -27,14 +27,10 @@ from .slots import MARGIN, Columns, SlotCache, self_attention, with_slots
 
 
 class HostedDecoder(Decoder):
-    """Fed through the model's own `prepare_inputs_for_generation`.
+    """Fed through the model's own `prepare_inputs_for_generation`."""
 
-    Attributes:
-        length: slots that hold something, pads among them.
-        last_column: the last that `generate` feeds; in those after it are only candidates that cannot be emitted.
-    """
-
-    length = last_column = 0
+    length = 0  # slots that hold something, pads among them
+    last_column = 0  # the last that `generate` feeds; in those after it are only candidates that cannot be emitted
 
     def read(self) -> None:
         super().read()
@@ -117,7 +113,7 @@ class HostedDecoder(Decoder):
 
     @cached_property
     def stepping(self) -> PreTrainedModel:
-        """The model as it is fed after the prompts, when tokens that `generate` feeds one by one come together."""
+        """The model, fed at once what `generate` feeds it one by one."""
         return altered(self.model, self.tables | without_limits(self.model))
 
     @cached_property

@@ -21,8 +21,8 @@ class Slots:
     Attributes:
         start: the first slot to write, if all rows write the same consecutive slots.
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
-        extent: how many leading slots attention sees; 0 before `aim` was called, where each layer writes after what it
-            holds, as it is fed a prompt.
+        extent: how many leading slots attention sees; 0 while prompts are read, when each layer writes after what it
+            holds.
         rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
         ring: how many slots layers with a window have at most, if there are any.
@@ -36,14 +36,11 @@ class Slots:
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
     def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
-        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`.
-
-        With `rows` [r] these are the rows that it is of, out of all.
-        """
-        if index is not None and rows is None:
-            rows = torch.arange(len(index), device=index.device)
-        self.index = None if index is None or rows is None else (rows[:, None], index)
-        self.start, self.extent = start, extent
+        """Say where the next forward writes: at slots index [R, q] of `rows` [R], by default all; or from `start`."""
+        self.start, self.extent, self.index = start, extent, None
+        if index is not None:
+            rows = torch.arange(len(index), device=index.device) if rows is None else rows
+            self.index = rows[:, None], index
 
 
 class SlotLayer(CacheLayerMixin):
@@ -207,7 +204,5 @@ class RingLayer(SlotLayer):
 
     def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
-        ring = self.slots.ring
-        if len(slots) > ring:
-            slots = torch.cat([slots.new_full((len(slots) - ring,), -1), slots[-ring:] % ring])
-        return super().row(index, slots)
+        gone = slots < len(slots) - self.slots.ring
+        return super().row(index, (slots % self.slots.ring).masked_fill(gone, -1))

@@ -22,15 +22,11 @@ PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", CACHE}
 
 
 class PackedDecoder(Decoder):
-    """A batch of one that holds all rows; the model must take positions and masks as given.
+    """A batch of one that holds all rows; the model must take positions and masks as given."""
 
-    Attributes:
-        lengths: tokens in the prompts of the R rows that are held.
-        row, before: [n] int64, for each slot the index of its row, and how many tokens of that row come before.
-    """
-
-    row: torch.Tensor
-    before: torch.Tensor
+    lengths: list[int]  # tokens in the prompts of the R rows that are held
+    row: torch.Tensor  # [n] int64, for each slot the index of its row
+    before: torch.Tensor  # [n] int64, how many tokens of that row come before
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
@@ -109,16 +105,8 @@ class PackedDecoder(Decoder):
         self.cache.slots.aim(None if slots is None else slots[None], start, extent)
         row, before = self.row[:extent], self.before[:extent]
         own_row, own_before = (x[start:] if slots is None else x[slots] for x in (row, before))
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row),
-            **{self.cache_name: self.cache},
-            use_cache=True,
-            return_dict=True,
-            **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
-        )
-        return output.logits[0, -keep:]
+        mask = self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row)
+        return self._logits(tokens[None], keep, attention_mask=mask, position_ids=positions[None])[0]
 
     def _foresee(self, extent: int) -> None:
         """Assign at least `extent` slots to rows."""

@@ -38,35 +38,21 @@ SIZES = {  # fields of a config, the first that it has
 
 @dataclass
 class Prompt:
-    """What `generate` has prepared for one model.
-
-    Attributes:
-        model: the model that it was prepared for.
-        input_ids: [B, L] int64, as the model's own prompt; for an encoder-decoder what its decoder starts with.
-        generation_config: with the lengths and special tokens of this call.
-        kwargs: inputs of the model's forward, the cache among them.
-        keeps_past: whether the cache is wanted at the end.
-        max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
-        longest: the most new tokens of the prompts that are known now.
-        in_step: whether other ranks run forwards whenever this one does, so that none may be added.
-        processors, criteria: as they are given to a decoding method.
-        inputs_tensor: what an encoder reads, before rows were repeated; None where that is not known.
-        gives_hidden: whether forwards hand over hidden states: those of `places`, or without any the last ones.
-    """
+    """What `generate` has prepared for one model."""
 
     model: PreTrainedModel
-    input_ids: torch.Tensor
-    generation_config: GenerationConfig
-    kwargs: dict[str, Any]
-    max_new_tokens: int = UNLIMITED
-    keeps_past: bool = False
-    gives_hidden: bool = False
-    places: Sequence[Place] = ()
-    longest: int = UNLIMITED
-    in_step: bool = False
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    input_ids: torch.Tensor  # [B, L] int64; for an encoder-decoder what its decoder starts with
+    generation_config: GenerationConfig  # with the lengths and special tokens of this call
+    kwargs: dict[str, Any]  # of the model's forward, the cache among them
+    max_new_tokens: int = UNLIMITED  # no text gets more; where prompts come later, these have limits of their own
+    keeps_past: bool = False  # whether the cache is wanted at the end
+    gives_hidden: bool = False  # whether forwards hand over hidden states
+    places: Sequence[Place] = ()  # where these are read; without any they are the last ones
+    longest: int = UNLIMITED  # the most new tokens of the prompts that are known now
+    in_step: bool = False  # whether other ranks run forwards whenever this one does, so that none may be added
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # as a decoding method is given them
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
-    inputs_tensor: torch.Tensor | None = None
+    inputs_tensor: torch.Tensor | None = None  # what an encoder reads, before rows were repeated, where that is known
 
     @cached_property
     def stopping(self) -> Stopping:
@@ -82,9 +68,7 @@ class Prompt:
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
     """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
 
-    def decoding_method(
-        _: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
-    ) -> Prompt:
+    def decoding_method(_: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> Prompt:
         given = {"processors": kwargs.pop("logits_processor"), "criteria": kwargs.pop("stopping_criteria")}
         return Prompt(model, input_ids, generation_config, kwargs, max_new_tokens, longest=max_new_tokens, **given)
 

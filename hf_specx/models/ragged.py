@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import utils
 
 from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
-from .attention import SLIDING, Mask, Masks, grouped_queries
+from .attention import Mask, Masks, grouped_queries
 from .decoder import Decoder
-from .layers import RingLayer, SlotLayer, Slots
+from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
 from .slots import MARGIN, Columns, SlotCache, with_slots
 
@@ -31,11 +30,6 @@ class RaggedDecoder(Decoder):
 
     Where a prompt begins like one whose keys are there, these are copied, and only the rest is read. Where all prompts
     begin alike, that is read before them, once.
-
-    Attributes:
-        texts: [B, n] int64, the prompts whose keys the slots of each row hold, with -1 behind their ends; None where
-            keys follow from more than tokens.
-        text_states: of each row, hidden states [l, H] of such a prompt, if they are read and prompts come later.
     """
 
     begun: torch.Tensor | None = None  # [B, n, H], hidden states of what was copied
@@ -45,27 +39,20 @@ class RaggedDecoder(Decoder):
         self.masks = Masks(self.model)
         self.cache = with_slots(self.cache, self._slot_cache(prompt.input_ids.shape[1] + prompt.longest + MARGIN))
         assert isinstance(self.cache, SlotCache)
-
         self.texts = self._texts()
-        self.text_states: dict[int, torch.Tensor] = {}
+        self.text_states: dict[int, torch.Tensor] = {}  # [l, H] of each row, if they are read and prompts come later
 
     def _slot_cache(self, limit: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
-        window, layers = self.masks.longest_window, self.masks.layers
-        if not window:
-            return SlotCache(limit)
-
-        def new_layer(slots: Slots, number: int) -> SlotLayer:
-            kind = layers[number] if layers else SLIDING
-            return RingLayer(slots) if kind in self.masks.windows else SlotLayer(slots)
-
-        return SlotCache(limit, window + MARGIN, new_layer)
-
-    def _empty_cache(self) -> Cache:
-        return DynamicCache(config=self.model.config) if self.cache.slots.has_lost else super()._empty_cache()
+        window = self.masks.longest_window
+        kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers]
+        return SlotCache(limit, window and window + MARGIN, kinds)
 
     def _texts(self) -> torch.Tensor | None:
-        """As `texts`: the prompts that are read now."""
+        """[B, n] int64, the prompts whose keys are in the slots of each row, with -1 behind their ends.
+
+        None where keys follow from more than tokens.
+        """
         ids, mask = self.prompt.input_ids, self.kwargs.get("attention_mask")
         alone = not why_read_anew(self.model) and self.kwargs.keys() <= OF_TOKENS and not self.cache.get_seq_length()
         if not alone or (mask is not None and mask.shape != ids.shape):
@@ -147,22 +134,12 @@ class RaggedDecoder(Decoder):
             self._enlarge(ring, slots[:, :1] - 1)
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}
-        if "logits_to_keep" in self.parameters:
-            given["logits_to_keep"] = keep
-        positions = self._positions(batch, emitted, longest + ahead)
+        positions = self._positions(batch, emitted)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
         mask = self._mask(batch, slots, extent, even)
         with contextlib.nullcontext() if mask is None else grouped_queries():
-            output = self.model(
-                input_ids=tokens.to(self.device),
-                attention_mask=mask,
-                **{self.cache_name: self.cache},
-                use_cache=True,
-                return_dict=True,
-                **given,
-            )
-        return output.logits[:, -keep:]
+            return self._logits(tokens.to(self.device), keep, attention_mask=mask, **given)
 
     def _enlarge(self, ring: int, newest: torch.Tensor) -> None:
         """Have rings of so many slots, where the newest columns that are needed have the numbers [R, 1]."""

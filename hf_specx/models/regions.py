@@ -20,7 +20,7 @@ from torch._dynamo import lookup_backend
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention import Masks, grouped_queries
+from .attention import Masks
 from .decoder import HiddenStates
 from .layers import SlotLayer, Slots
 from .prepacked import Prepacked, use_prepacked
@@ -31,7 +31,6 @@ EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
 SHARED = vars(torch.nn.Module()).keys() - HELD - {"training"}  # what every module has
-Outputs = tuple[torch.Tensor, torch.Tensor | None]
 OTHERS = re.compile(r"\b(model|hidden)\b")  # in the source of a guard
 SLOW = (
     "compile=True compiles the forwards of {} once for each size that occurs, which takes seconds for each; later "
@@ -122,38 +121,18 @@ class StaticLayer(SlotLayer):
 class Regions:
     """The compiled forwards of a model: they stay as long as it does, for all strategies and threads.
 
-    Attributes:
-        captures: whether forwards of this thread are captured in CUDA graphs.
-        traits: of the model, to see later whether it has changed; see the function.
-        compilations: how many forwards torch has compiled so far.
+    Those of the thread that made this are captured in CUDA graphs, if `captures`.
     """
 
-    def __init__(self, model: PreTrainedModel, captures: bool, traits: int = 0):
+    def __init__(self, model: PreTrainedModel, captures: bool, traits: int):
         self.captures, self.traits = captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        hidden: HiddenStates | None,
-        buffers: Columns,
-        tokens: torch.Tensor,
-        keep: int,
-        **given: Any,
-    ) -> Outputs:
-        """What a compiled `forward` gives, with its arguments."""
-        names = (name for name in given if given[name] is not None)
-        places = [] if hidden is None else [(id(module), read) for module, read in hidden.places]
-        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, *names, *places)
-        with grouped_queries(traced=True):
-            outputs = self.run(forward, size, model, hidden, self.masks, buffers, tokens, keep=keep, **given)
-        return outputs  # type: ignore[return-value]
-
     def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:
-        """What a function gives once it is compiled for this size; guards on its `model` are not checked."""
+        """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         key = (function, *size, captures)
@@ -174,21 +153,18 @@ class Regions:
         alone = FunctionType(code, function.__globals__, code.co_name)
         alone.__kwdefaults__ = function.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
-        compiling = weakref.WeakMethod(self._inductor)  # torch keeps every backend that it has seen
+        own = weakref.ref(self)  # torch keeps every backend that it has seen
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            inductor = compiling()
-            assert inductor is not None
-            return inductor(graph, inputs, captures)
+            regions = own()
+            assert regions is not None
+            regions.compilations += 1
+            use_prepacked(graph, inputs)
+            patches = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
+            inductor: Callable[..., Any] = lookup_backend("inductor")
+            return inductor(graph, inputs, config_patches=patches)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
-
-    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Any:
-        self.compilations += 1
-        use_prepacked(graph, inputs)
-        options = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
-        inductor: Callable[..., Any] = lookup_backend("inductor")
-        return inductor(graph, inputs, config_patches=options)
 
 
 REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()
@@ -240,22 +216,13 @@ def forward(
     holes: torch.Tensor | None = None,
     keep: int,
     **others: torch.Tensor,
-) -> Outputs:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One forward over buffers of fixed size; no value in it has to be known before it runs.
 
-    Gives logits [R, keep, V] and hidden states [R, keep, H] at the same positions.
-
-    Args:
-        model, masks, buffers: the model's.
-        hidden: in the context of which it runs; None unless states are wanted.
-        tokens: [R, q] int64, which go to consecutive slots of the buffers.
-        starts: [R] int64, the slot of each row's first one.
-        offsets: [..., R, 1] int64, position minus slot.
-        last: as `offsets`, the last slot whose position exists; later ones get the same position.
-        pads: [R] int64, leading slots that hold no token.
-        holes: [R, C] bool, other slots that are hidden.
-        keep: for how many of the last tokens.
-        others: what else the forward is given.
+    Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
+    go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `holes` [R, C], have no token.
+    `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
+    the same.
     """
     slots, capacity = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), buffers[0][0].shape[2]
     places = Slots()

@@ -1,11 +1,8 @@
-"""A key-value cache in slots that are written in place, used instead of transformers' own; and how it is handed over.
-
-What lies after the end of a row is hidden by the mask and overwritten later, so a rollback only changes lengths.
-"""
+"""A key-value cache in slots that are written in place, in place of transformers' own; and how it is handed over."""
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_specx.common.architectures import CACHE
 from hf_specx.common.errors import require
 
-from .layers import SlotLayer, Slots
+from .layers import RingLayer, SlotLayer, Slots
 
 
 MARGIN = 32  # slots for candidates after the last token that can be emitted
@@ -22,20 +19,18 @@ Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by l
 
 
 class SlotCache(Cache):
-    """A cache whose layers are made when the model first writes to them.
+    """Its layers are made when the model first writes to them: of `kinds`, in order; without any, all are alike."""
 
-    Args:
-        limit, ring: of its `Slots`.
-        new_layer: makes the layer of a number; None makes those of the whole text.
-    """
-
-    def __init__(self, limit: int = 0, ring: int = 0, new_layer: Callable[[Slots, int], SlotLayer] | None = None):
+    def __init__(self, limit: int = 0, ring: int = 0, kinds: Sequence[type[SlotLayer]] = ()):
         self.slots = Slots(limit, ring)
-        make: Any = new_layer or (lambda slots, number: SlotLayer(slots))
-        super().__init__(layer_class_to_replicate=lambda: make(self.slots, len(self.layers)))  # type: ignore[arg-type]
+        kinds = kinds or [RingLayer if ring else SlotLayer]
+
+        def new_layer() -> SlotLayer:
+            return kinds[len(self.layers) % len(kinds)](self.slots)
+
+        super().__init__(layer_class_to_replicate=new_layer)  # type: ignore[arg-type]
 
     def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
         self.slots.rows = len(stay)
         self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
 
@@ -45,7 +40,6 @@ class SlotCache(Cache):
         self.slots.start = self.slots.extent = len(kept)
 
     def widen(self, count: int) -> None:
-        """Put `count` slots before the first of all rows."""
         self.slots.spare.clear()
         for layer in self._filled():
             layer.widen(count)
@@ -70,7 +64,8 @@ class SlotCache(Cache):
         """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""
         for number, layer in enumerate(columns_of(other)):
             if other.layers[number].is_initialized:  # type: ignore[union-attr]
-                keys, values = (_at(stored, rows, slots) for stored in layer)
+                found = (x[rows[:, None].to(x.device), :, slots.to(x.device)] for x in layer)
+                keys, values = (x.transpose(1, 2) for x in found)  # [R, H, n, D]
                 self.update(keys, values, number)
 
     def roll(self, source: torch.Tensor) -> None:
@@ -88,13 +83,8 @@ class SlotCache(Cache):
         return target
 
     def row(self, index: int, slots: torch.Tensor) -> Columns:
-        """Keys and values [H, n, D] of one row at slots [n], made on the device; zeros where a slot is negative."""
+        """By layer, as there."""
         return [layer.row(index, slots) for layer in self._filled()]
-
-
-def _at(stored: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[R, H, n, D] of stored rows [R] at slots [R, n]."""
-    return stored[rows[:, None].to(stored.device), :, slots.to(stored.device)].transpose(1, 2)
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:
@@ -143,9 +133,9 @@ def with_slots(cache: Cache, made: SlotCache) -> Cache:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
     """
     text = self_attention(cache)
-    if text.layers and text.get_seq_length():
-        told = f"{CACHE} is a {type(text).__name__} without the keys of all its tokens"
-        require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
+    told = f"{CACHE} is a {type(text).__name__} without the keys of all its tokens"
+    require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
+    if text.get_seq_length():
         for number, (keys, values) in enumerate(columns_of(text)):
             made.update(keys, values, number)
     return EncoderDecoderCache(made, own_copy(cache).cross_attention_cache) if text is not cache else made
@@ -164,8 +154,8 @@ def columns_of(cache: Cache) -> Columns:
 def assemble(cache: Cache, rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
     """Fill an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
 
-    Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`, where
-    `generate` would have keys of pads. Those of cross-attention are `crossed`, empty without an encoder.
+    Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`. Those of
+    cross-attention are `crossed`, empty without an encoder.
     """
     encoded = DynamicCache()
     for number, layer in enumerate(rows[0]):

@@ -9,12 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from all_pairs import all_pairs
-from tiny import Forwards, near, prompts, tiny
+from plain import assert_plain, coupled
+from tiny import near, prompts, tiny
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.models.attention import ACTIVE, GroupedAttention, grouped_queries, tiled
+from hf_specx.models.attention import SWITCH, grouped_attention, grouped_queries, tiled
 
 
 ROWS, KEYS = 3, 13
@@ -62,7 +63,7 @@ def test_equals_the_host(group: int, count: int, dtype: torch.dtype, additive: b
     if additive:
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
-    output, weights = GroupedAttention()(
+    output, weights = grouped_attention(
         module, query, key, value, mask, scaling=0.3, position_ids=torch.zeros(1), use_cache=True, sliding_window=4
     )
     assert not host_calls
@@ -74,15 +75,13 @@ def test_equals_the_host(group: int, count: int, dtype: torch.dtype, additive: b
 
 def test_a_mask_serves_layers_with_other_groups_and_dtypes():
     """The tile is kept by mask; what is kept for one layer is not given to another kind of layer."""
-    attention, mask = GroupedAttention(), ragged_mask(5)
+    mask = ragged_mask(5)
     for group, dtype in ((2, torch.float32), (4, torch.float32), (4, torch.float64), (2, torch.float32)):
         module, query, key, value = tensors(group, 5, dtype)
         expected, _ = sdpa_attention_forward(module, query, key, value, mask)
-        output, _ = attention(module, query, key, value, mask)
+        output, _ = grouped_attention(module, query, key, value, mask)
         torch.testing.assert_close(output, expected, rtol=0, atol=BOUNDS[dtype])
-    assert len(attention.tiles) == 1
-    del mask
-    assert len(attention.tiles) == 0
+    assert len(mask.specx_tiles) == 3
 
 
 def test_a_mask_is_laid_out_as_the_kernels_of_cuda_take_it():
@@ -107,7 +106,7 @@ def test_other_calls_go_to_the_host(name: str, host_calls: list):
     if given["attention_mask"] is None:
         key, value = key[:, :, :count], value[:, :, :count]
     expected, _ = sdpa_attention_forward(module, query, key, value, **given)
-    output, _ = GroupedAttention()(module, query, key, value, **given)
+    output, _ = grouped_attention(module, query, key, value, **given)
     assert torch.equal(output, expected)
     (call,) = host_calls
     assert call == {k: v for k, v in changes.items() if k != "attention_mask"}
@@ -128,13 +127,10 @@ def test_forwards_of_several_copies_and_threads_end_in_any_order(order: tuple[in
     forwards = [grouped_queries(), other.grouped_queries(), grouped_queries()]
     for context, forward in zip(contexts, forwards, strict=True):
         context.run(forward.__enter__)
-    assert all(
-        isinstance(context.run(module.ACTIVE.get), module.GroupedAttention)
-        for context, module in zip(contexts, [MODULE, other, MODULE], strict=True)
-    )
-    assert ACTIVE.get() is None
+    assert [context.run(SWITCH.active.get) for context in contexts] == 3 * [False]
+    assert SWITCH.active.get() is None
     for number in order:
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is SWITCH
         contexts[number].run(forwards[number].__exit__, None, None, None)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
@@ -153,7 +149,7 @@ def test_a_function_of_the_user_is_left_alone(during: bool, mapping: str, monkey
         monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
     module, query, key, value = tensors(4, 5)
     expected, _ = sdpa_attention_forward(module, query, key, value, ragged_mask(5))
-    monkeypatch.setattr(GroupedAttention, "__call__", None)
+    monkeypatch.setattr(MODULE, "grouped_attention", None)
     with grouped_queries():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
         assert torch.equal(mine(module, query, key, value, ragged_mask(5))[0], expected)
@@ -162,26 +158,19 @@ def test_a_function_of_the_user_is_left_alone(during: bool, mapping: str, monkey
 
 @pytest.mark.parametrize(("heads", "layout"), [(1, "ragged"), (2, "padded"), (2, "packed"), (8, "ragged")])
 def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: pytest.MonkeyPatch):
-    """Sampled under one seed, with rejections; heads are folded in every layer of each forward that has groups."""
-    tiled, folds = GroupedAttention._tiled, []
+    """Sampled under one seed, with rejections; in each forward that has groups heads are folded under one mask."""
+    folds = []
 
-    def noted(self, mask, group, dtype):
+    def noted(mask, group, dtype):
         folds.append(group)
-        return tiled(self, mask, group, dtype)
+        return tiled(mask, group, dtype)
 
-    monkeypatch.setattr(GroupedAttention, "_tiled", noted)
+    monkeypatch.setattr(MODULE, "tiled", noted)
     target = tiny("llama", num_attention_heads=8, num_key_value_heads=heads, head_dim=4)
-    inputs, settings = prompts(4), {"do_sample": True, "top_k": 0, "max_new_tokens": 31}
-    torch.manual_seed(3)
-    expected = target.generate(**inputs, **settings)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled", layout=layout)
-    torch.manual_seed(3)
-    with Forwards(target) as forwards:
-        output = target.generate(**inputs, **settings, custom_generate=strategy)
-    assert torch.equal(output, expected)
-    assert 7 < len(forwards.lengths) < 31
+    strategy = coupled(target, 0.05, layout=layout)
+    found = assert_plain(target, strategy, do_sample=True, top_k=0, max_new_tokens=31)
+    assert 7 < found.forwards < 31
     assert set(folds) == {8 // heads}
-    assert len(folds) >= (0 if heads == 8 else 2 * sum(count > 1 for count in forwards.lengths[1:]))
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method")

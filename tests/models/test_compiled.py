@@ -4,7 +4,6 @@ Where a test is about anything but the compiler, torch traces the same regions a
 """
 
 import gc
-import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -15,9 +14,10 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, regions
-from hf_specx.models.attention import ACTIVE
+from hf_specx.models.attention import SWITCH
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.compiled import has_compiler
 from hf_specx.models.prompts import prepare
@@ -37,13 +37,14 @@ def pair(model_type: str = "llama", **changes) -> tuple[PreTrainedModel, PreTrai
     return target, near(target, 0.05)
 
 
-def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, verification="coupled", **call):
-    """Text of stock where there is no draft, and the report otherwise; a strategy of its own for each call."""
-    options = {"num_draft_tokens": 2, "compile": True} | {x: call.pop(x) for x in ("compile",) if x in call}
-    strategy = None if draft is None else SpeculativeDecoding(draft, verification=verification, **options)
-    torch.manual_seed(3)
-    output = target.generate(**prompts(rows) | call, custom_generate=strategy)
-    return output, None if strategy is None else strategy.report
+def same(target: PreTrainedModel, draft: PreTrainedModel, rows: int = 4, **call) -> SpeculationReport:
+    """Assert that the text is stock's, by a strategy of its own for each call; a hook would change the model."""
+    strategy, texts = SpeculativeDecoding(draft, num_draft_tokens=2, verification="coupled", compile=True), []
+    for custom in (None, strategy):
+        torch.manual_seed(3)
+        texts.append(target.generate(**prompts(rows) | call, custom_generate=custom))
+    assert torch.equal(*texts)
+    return strategy.report
 
 
 @pytest.fixture
@@ -69,19 +70,21 @@ def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.Fixture
     before = torch._dynamo.config.get_config_copy()
     compilations = []
     for settings in (SAMPLED, {"do_sample": False}, SAMPLED):
-        expected, _ = run(target, None, **settings, **ENDS)
-        output, report = run(target, draft, **settings, **ENDS)
-        assert torch.equal(output, expected)
+        report = same(target, draft, **settings, **ENDS)
         active = [sum(len(row) > i for row in report.history) for i in range(1, max(map(len, report.history)))]
         assert {4, 3, 2} == set(active)
         compilations.append(report.compilations)
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
     assert before == torch._dynamo.config.get_config_copy()
-    assert ACTIVE.get() is None
+    assert SWITCH.active.get() is None
     assert taken[:4] == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft: places stay until half are idle
-    block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
-    assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
+    texts = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=2, verification="block", compile=compile)
+        texts.append(target.generate(**prompts(4), **SAMPLED, **ENDS, custom_generate=strategy))
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("model_type", [slow("mistral"), slow("gpt2"), "gemma2"])
@@ -89,27 +92,19 @@ def test_models_of_other_kinds(traced: None, model_type: str):
     """Windows, learned positions, masks by layer; three rows in four buffer rows."""
     target, draft = pair(model_type)
     for settings in (SAMPLED, {"do_sample": False}):
-        expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)
-        output, report = run(target, draft, rows=3, max_new_tokens=31, **settings)
-        assert torch.equal(output, expected)
-    assert report.accepted > 0
+        assert same(target, draft, rows=3, max_new_tokens=31, **settings).accepted > 0
 
 
 def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "ROOM", 4)
-    target, draft = pair()
-    call = {"max_new_tokens": 60, "do_sample": False, "rows": 2}
-    output, _ = run(target, draft, **call)
-    assert torch.equal(output, run(target, None, **call)[0])
+    same(*pair(), rows=2, max_new_tokens=60, do_sample=False)
     assert {(2, 64), (2, 128)} <= set(taken)
 
 
 def test_a_round_that_the_end_cuts_short_is_filled_up(traced: None):
     """So that it is not compiled anew: the target's forward is of three tokens, the draft's of one or two."""
     target = tiny(num_hidden_layers=1)
-    call = {"rows": 2, "max_new_tokens": 12, "do_sample": False}
-    output, report = run(target, near(target, 0.0), **call)
-    assert torch.equal(output, run(target, None, **call)[0])
+    report = same(target, near(target, 0.0), rows=2, max_new_tokens=12, do_sample=False)
     assert [record.drafted for record in report.history[0]] == [0, 2, 2, 2, 1]
     assert report.compilations == 3
 
@@ -119,9 +114,13 @@ def test_holes_and_the_cache_for_the_next_turn(traced: None):
     target, draft = pair(num_hidden_layers=1)
     mask = prompts(4)["attention_mask"].clone()
     mask[0, 4:6] = 0
-    call = {"attention_mask": mask, "return_dict_in_generate": True, **SAMPLED, **ENDS}
-    expected, _ = run(target, None, **call)
-    output, eager = (run(target, draft, compile=compile, **call)[0] for compile in (True, False))
+    call = prompts(4) | {"attention_mask": mask, "return_dict_in_generate": True, **SAMPLED, **ENDS}
+    options, outputs = {"num_draft_tokens": 2, "verification": "coupled"}, []
+    for compiles in (None, True, False):
+        custom = None if compiles is None else SpeculativeDecoding(draft, compile=compiles, **options)
+        torch.manual_seed(3)
+        outputs.append(target.generate(**call, custom_generate=custom))
+    expected, output, eager = outputs
     assert torch.equal(output.sequences, expected.sequences)
     for ours, theirs in zip(output.past_key_values.layers, eager.past_key_values.layers, strict=True):
         assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
@@ -158,18 +157,17 @@ def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: p
     monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
     monkeypatch.setattr(compiled, "regions_of", lambda model, _: regions.regions_of(model, torch.device("cuda")))
     call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    here, _ = run(target, draft, **call)
+    same(target, draft, **call)
     assert all(captured)
     before = len(captured)
     with ThreadPoolExecutor(1) as pool:
-        there, _ = pool.submit(run, target, draft, **call).result()
+        pool.submit(same, target, draft, **call).result()
     assert captured[before:] == [False] * before
-    assert torch.equal(here, there)
 
 
 def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
-    run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
     assert len(regions.REGIONS) == 2
     gone = [weakref.ref(thing) for thing in (target, draft, *regions.REGIONS.values())]
     del target, draft
@@ -193,16 +191,10 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     def hook():
         target.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
 
-    texts = []
     for change in (lambda: None, weights, setting, hook, target.double):
         change()
-        texts.append(run(target, None, **call)[0])
-        output, report = run(target, draft, **call)
-        assert torch.equal(output, texts[-1])
-        seen.append(report.compilations > 0)
+        seen.append(same(target, draft, **call).compilations > 0)
     assert seen == [True, False, True, True, True]
-    texts.pop()
-    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(texts))
 
 
 def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
@@ -228,8 +220,7 @@ def test_a_table_of_positions_that_ends(traced: None, positions: int):
     """The target's with the text, and the draft's perhaps within the prompt; the last round is filled up behind it."""
     target = tiny("gpt2", num_hidden_layers=1, max_position_embeddings=11 + 15 - 1)
     draft = tiny("gpt2", seed=1, num_hidden_layers=1, max_position_embeddings=positions)
-    call = {"rows": 3, "max_new_tokens": 15, "do_sample": False}
-    assert torch.equal(run(target, draft, **call)[0], run(target, None, **call)[0])
+    same(target, draft, rows=3, max_new_tokens=15, do_sample=False)
 
 
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
@@ -241,33 +232,23 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
     with monkeypatch.context() as patch:
         patch.setattr(regions, "lookup_backend", lambda name: fail)
         with pytest.raises(Exception, match="no space left"):
-            run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
-    assert ACTIVE.get() is None
-    expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
-    assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
+            same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    assert SWITCH.active.get() is None
+    same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
 
 
 @pytest.mark.parametrize("first", [slow(True), False])
 def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: bool):
     """Buffers are kept from call to call."""
-    target, draft = pair(num_hidden_layers=1)
-    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    expected, _ = run(target, None, **call)
     for mode in (first, not first):
         with torch.inference_mode(mode):
-            assert torch.equal(run(target, draft, **call)[0], expected)
+            same(*pair(num_hidden_layers=1), rows=2, max_new_tokens=8, do_sample=False)
 
 
-@pytest.mark.filterwarnings("ignore:compile=True compiles")
 def test_one_row_is_compiled_once_for_all_widths(traced: None):
     """A column of its text has the stride of the whole text, by which torch tells tensors."""
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, compile=True)
-    compilations = []
+    target, draft = pair()
     for width in range(3, 9):
         ids = torch.arange(1, 1 + width)[None]
-        text = target.generate(ids, do_sample=False, max_new_tokens=6, custom_generate=strategy)
-        assert torch.equal(text, target.generate(ids, do_sample=False, max_new_tokens=6))
-        compilations.append(strategy.report.compilations)
-    assert compilations[0] > 0
-    assert compilations[1:] == [0] * 5
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+        assert (same(target, draft, rows=1, **call).compilations > 0) == (width == 3)

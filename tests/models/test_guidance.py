@@ -5,11 +5,10 @@ import torch
 import zoo
 from all_pairs import all_pairs
 from enumerated import PROMPT, draw, exact_distribution, models, p_values
-from tiny import Forwards, near, prompts, tiny
-from transformers import PreTrainedModel
+from plain import assert_plain, coupled
+from tiny import Forwards, prompts, tiny
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx import SpeculativeDecoding
 from hf_specx.models.guidance import NOT_BY_COLUMN
 
 
@@ -23,17 +22,7 @@ PROMPTS = {
 }
 
 
-def both(target: PreTrainedModel, draft: PreTrainedModel, settings: dict, **options):
-    """Stock's text and ours, with the state that each leaves the generator in, and the report."""
-    settings = {"max_new_tokens": NEW_TOKENS, "guidance_scale": 1.6} | settings
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, **options)
-    results = []
-    for custom in ({}, {"custom_generate": strategy}):
-        torch.manual_seed(3)
-        results.append((target.generate(**prompts(4), **settings, **custom), torch.get_rng_state()))
-    return *results, strategy.report
-
-
+GUIDED = {"max_new_tokens": NEW_TOKENS, "guidance_scale": 1.6}
 MODELS = [(model_type, "auto") for model_type in ("llama", "mistral", "gpt2", "opt", "bloom")]
 MODELS += [("llama", layout) for layout in ("ragged", "padded", "packed", "lockstep")]
 
@@ -43,23 +32,19 @@ def test_equals_stock(model: tuple[str, str], do_sample: bool, prompt: str):
     model_type, layout = model
     target = tiny(model_type, **({"word_embed_proj_dim": 32, "ffn_dim": 48} if model_type == "opt" else {}))
     settings = {"do_sample": do_sample, "eos_token_id": [5, 6, 7]} | ({"top_k": 0} if do_sample else {})
-    for draft in (target, near(target, 0.05)):
-        (expected, state), (output, left), report = both(
-            target, draft, settings | PROMPTS[prompt], verification="coupled", layout=layout
-        )
-        assert torch.equal(output, expected)
-        assert torch.equal(left, state)
-        assert layout in ("auto", report.layout)
-        assert "once, in order" not in report.layout_reason or (model_type, prompt) == ("opt", "padded")
+    for noise in (0.0, 0.05):
+        strategy = coupled(target, noise, layout=layout)
+        assert_plain(target, strategy, **GUIDED | settings | PROMPTS[prompt])
+        assert layout in ("auto", strategy.report.layout)
+        assert "once, in order" not in strategy.report.layout_reason or (model_type, prompt) == ("opt", "padded")
 
 
 @pytest.mark.parametrize("model_type", [*NOT_BY_COLUMN, "biogpt"])
 def test_types_that_number_tokens_otherwise(model_type: str):
     target = zoo.build("causal", model_type)
-    settings = {"do_sample": False} | PROMPTS["padded"]
-    (expected, _), (output, _), report = both(target, near(target, 0.05), settings)
-    assert torch.equal(output, expected)
-    assert "once, in order" in report.layout_reason
+    strategy = coupled(target, 0.05)
+    assert_plain(target, strategy, do_sample=False, **GUIDED | PROMPTS["padded"])
+    assert "once, in order" in strategy.report.layout_reason
 
 
 class Guided(LogitsProcessor):
@@ -80,11 +65,9 @@ def test_law(verification: str):
 
 def test_one_unconditional_forward_a_round():
     target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4)
+    strategy = coupled(target, 0.0)
     with Forwards(target) as forwards:
-        target.generate(
-            **prompts(4), do_sample=False, max_new_tokens=NEW_TOKENS, guidance_scale=1.6, custom_generate=strategy
-        )
+        target.generate(**prompts(4), **GUIDED, do_sample=False, custom_generate=strategy)
     prompt, unconditional, *rounds = forwards.lengths
     assert (prompt, unconditional) == (11, 1)
     assert rounds[::2] == rounds[1::2]
@@ -94,9 +77,8 @@ def test_one_unconditional_forward_a_round():
 def test_guidance_that_we_do_not_know_is_called_in_order():
     """On another model, or with a text of an earlier call in it, it is stock's own that is called."""
     target, other = tiny(), tiny(seed=8)
-    results = []
-    for custom in ({}, {"custom_generate": SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)}):
-        guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, other)
-        settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "logits_processor": [guidance]}
-        results.append(target.generate(**prompts(4), **settings, **custom))
-    assert torch.equal(*results)
+
+    def fresh() -> dict:
+        return {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, other)]}
+
+    assert_plain(target, coupled(target, 0.05), fresh=fresh, do_sample=False, max_new_tokens=NEW_TOKENS)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from all_pairs import all_pairs
+from plain import assert_plain
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 
@@ -23,13 +24,7 @@ def strategy(draft: PreTrainedModel, **options) -> SpeculativeDecoding:
 
 def same(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, settings: dict, **options) -> int:
     """Assert that the tokens are stock's, given a fresh copy of any cache; returns the number of target forwards."""
-    torch.manual_seed(2)
-    expected = target.generate(**copy.deepcopy(inputs), **settings)
-    torch.manual_seed(2)
-    with Forwards(target) as forwards:
-        output = target.generate(**inputs, **settings, custom_generate=strategy(draft, **options))
-    assert torch.equal(output, expected)
-    return len(forwards.lengths)
+    return assert_plain(target, strategy(draft, **options), {}, lambda: copy.deepcopy(inputs), **settings).forwards
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
@@ -84,11 +79,9 @@ def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dic
     target, inputs = tiny(model_type), prompts(3)
     draft, cache = near(target, 0.05), DynamicCache(config=target.config)
     text = target.generate(**inputs, **GREEDY, **{CACHE: cache})
-    turn = later(text, inputs["attention_mask"])
-    speculative = strategy(draft)
-    expected = target.generate(**turn, **GREEDY)
-    output = target.generate(**turn, **GREEDY, **{CACHE: cache}, custom_generate=speculative)
-    assert torch.equal(output, expected)
+    turn, speculative = later(text, inputs["attention_mask"]) | GREEDY, strategy(draft)
+    output = target.generate(**turn, **{CACHE: cache}, custom_generate=speculative)
+    assert torch.equal(output, target.generate(**turn))
     assert speculative.report.layout == ("ragged" if model_type == "llama" else "lockstep")
     assert cache.get_seq_length() == 36 + 20 - 1
     turn = later(output, inputs["attention_mask"])
@@ -158,21 +151,16 @@ def test_token_types_reach_every_forward(layout: str):
 def test_a_text_that_fills_its_table_of_positions(layout: str, new_tokens: int, num_draft_tokens: int | str):
     """The last token is never fed, so that it needs no position; candidates behind it must not either."""
     target = tiny("gpt2", max_position_embeddings=11 + new_tokens - 1)
-    draft = near(target, 0.05)
-    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=new_tokens)
-    speculative = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens, layout=layout)
-    output = target.generate(**prompts(4), do_sample=False, max_new_tokens=new_tokens, custom_generate=speculative)
-    assert torch.equal(output, expected)
+    speculative = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=num_draft_tokens, layout=layout)
+    assert_plain(target, speculative, do_sample=False, max_new_tokens=new_tokens)
 
 
 @pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("positions", [8, 16])
 def test_a_draft_with_fewer_positions_than_the_prompt_or_the_text(positions: int):
-    target, draft = tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=positions)
-    expected = target.generate(**prompts(3), **GREEDY)
+    draft = tiny("gpt2", seed=3, max_position_embeddings=positions)
     for number in (4, "auto"):
-        custom = SpeculativeDecoding(draft, num_draft_tokens=number)
-        assert torch.equal(target.generate(**prompts(3), **GREEDY, custom_generate=custom), expected)
+        assert_plain(tiny("gpt2"), SpeculativeDecoding(draft, num_draft_tokens=number), **GREEDY)
 
 
 def test_what_the_draft_would_generate_by_does_not_matter():
@@ -187,14 +175,13 @@ def test_what_the_draft_would_generate_by_does_not_matter():
     assert draft.generation_config.to_dict() == before
 
 
-def _draw(*_: object) -> None:
-    torch.rand(3)
-
-
 def test_a_draft_that_draws_random_numbers_is_coupled_all_the_same():
+    def draw(*_: object) -> None:
+        torch.rand(3)
+
     target = tiny()
     draft = near(target, 0.05)
-    draft.register_forward_pre_hook(_draw)
+    draft.register_forward_pre_hook(draw)
     assert same(target, draft, prompts(3), SAMPLED) < 20
 
 
@@ -204,11 +191,7 @@ def test_a_cache_that_cannot_be_filled_is_said():
     free = target.generate(**prompts(3), **GREEDY)
     settings = GREEDY | {"eos_token_id": int(free[0, 14]), "pad_token_id": 0}
     cache = DynamicCache(config=target.config)
+    call = prompts(3) | settings | {CACHE: cache}
     with pytest.warns(UserWarning, match=f"{CACHE}= was not filled"):
-        target.generate(
-            **prompts(3),
-            **settings,
-            **{CACHE: cache},
-            custom_generate=strategy(tiny("mistral"), layout="lockstep"),
-        )
+        target.generate(**call, custom_generate=strategy(tiny("mistral"), layout="lockstep"))
     assert cache.get_seq_length() == 0

@@ -61,28 +61,16 @@ def speculate(target: PreTrainedModel, draft: PreTrainedModel, settings: dict[st
     return output
 
 
-KINDS = {  # with their layouts
-    "llama": ["ragged", "padded", "packed"],
-    "gpt2": ["ragged"],
-    "opt": ["padded"],
-    "tied": ["lockstep"],
-    "t5": ["padded"],
-}
+LLAMA = [("llama", "ragged"), ("llama", "padded"), ("llama", "packed")]
+CASES = [*LLAMA, ("gpt2", "ragged"), ("opt", "padded"), ("tied", "lockstep"), ("t5", "padded")]
+ROLES = ["target", "draft", "target draft"]
 
 
 @pytest.mark.parametrize(
-    ("kind_and_layout", "where", "which", "do_sample"),
-    all_pairs(
-        [(kind, layout) for kind, layouts in KINDS.items() for layout in layouts],
-        ["cpu", "disk", "both"],
-        ["target", "draft", "target draft"],
-        [False, True],
-    ),
+    ("case", "where", "which", "do_sample"), all_pairs(CASES, ["cpu", "disk", "both"], ROLES, [False, True])
 )
-def test_text_of_the_models_in_memory(
-    kind_and_layout: tuple[str, str], where: str, which: str, do_sample: bool, tmp_path: Path
-):
-    kind, layout = kind_and_layout
+def test_text_of_the_models_in_memory(case: tuple[str, str], where: str, which: str, do_sample: bool, tmp_path: Path):
+    kind, layout = case
     target = build(kind)
     draft = near(target, NOISE.get(kind, 0.05))
     settings = prompts(3) | (SAMPLED if do_sample else GREEDY) | {"max_new_tokens": NEW_TOKENS}

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from plain import assert_plain
+from tiny import VOCAB_SIZE, near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
@@ -36,25 +37,22 @@ def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **chan
     return single, several
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_rows_that_stay_together_need_none(rows: int):
-    """The draft is the target, so that all rows keep all candidates."""
-    assert steps("llama", rows) == ({False}, {True})
-
-
 @pytest.mark.parametrize(
-    ("model_type", "settings"),
+    ("model_type", "settings", "given"),
     [
-        ("llama", {"widths": (4,)}),
-        ("llama", {"rows": 2, "widths": (6, 4)}),
-        ("llama", {"attn_implementation": "eager"}),
-        ("mistral", {"sliding_window": 4}),
-        ("llama4_text", CHUNKED),
-        ("gpt2", {}),  # it would ask for one wherever a token is a pad
+        ("llama", {}, False),
+        ("llama", {"rows": 2}, False),
+        ("llama", {"widths": (4,)}, True),
+        ("llama", {"rows": 2, "widths": (6, 4)}, True),
+        ("llama", {"attn_implementation": "eager"}, True),
+        ("mistral", {"sliding_window": 4}, True),
+        ("llama4_text", CHUNKED, True),
+        ("gpt2", {}, True),  # it would ask for one wherever a token is a pad
     ],
 )
-def test_others_are_given_one(model_type: str, settings: dict):
-    assert steps(model_type, **settings) == ({True}, {True})
+def test_rows_that_stay_together_need_none(model_type: str, settings: dict, given: bool):
+    """In steps of single tokens. The draft is the target, so that all rows keep all candidates."""
+    assert steps(model_type, **settings) == ({given}, {True})
 
 
 class Sometimes(Drafter):
@@ -80,8 +78,6 @@ def test_single_steps_of_rows_that_have_drifted_apart():
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
     plain = target.generate(**inputs, **settings)
     strategy = SpeculativeDecoding(Sometimes(plain), num_draft_tokens=3, layout="ragged")
-    with Forwards(target) as forwards:
-        assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), plain)
+    assert assert_plain(target, strategy, inputs, **settings).forwards < 24
     assert strategy.report.accepted >= 6
     assert strategy.report.plain_steps >= 6
-    assert len(forwards.ids) < 24

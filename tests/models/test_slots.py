@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
@@ -41,10 +42,8 @@ def new_memory_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_uninitialised_memory_has_no_part_in_the_text(layout: str):
     target = tiny("llama")
-    inputs, settings = prompts(4), {"do_sample": False, "max_new_tokens": 31}
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, layout=layout)
-    output = target.generate(**inputs, **settings, custom_generate=strategy)
-    assert torch.equal(output, target.generate(**inputs, **settings))
+    strategy = coupled(target, 0.05, layout=layout)
+    assert_plain(target, strategy, do_sample=False, max_new_tokens=31)
     assert strategy.report.rounds < 30
 
 

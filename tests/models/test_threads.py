@@ -46,16 +46,9 @@ def stock(name: str, rows: int = 3) -> torch.Tensor:
     return models(name)[0].generate(**inputs(name, rows), **GREEDY)
 
 
-def ours(
-    name: str,
-    rows: int = 3,
-    num_draft_tokens: int = 3,
-    verification: str = "token",
-    by: type = SpeculativeDecoding,
-    **settings: Any,
-) -> torch.Tensor:
+def ours(name: str, rows=3, number=3, verification="token", by=SpeculativeDecoding, **settings: Any) -> torch.Tensor:
     target, draft = models(name)
-    strategy = by(draft, num_draft_tokens=num_draft_tokens, verification=verification, layout=LAYOUTS[name])
+    strategy = by(draft, num_draft_tokens=number, verification=verification, layout=LAYOUTS[name])
     output = target.generate(**inputs(name, rows), **GREEDY | settings, custom_generate=strategy)
     assert strategy.report.layout == LAYOUTS[name]
     assert 0 < strategy.report.accepted < strategy.report.drafted
@@ -113,8 +106,8 @@ def test_threads_side_by_side(name: str):
     target, _ = models(name)
     settings = {"do_sample": True, "top_k": 0}
     jobs = {
-        "three": lambda: ours(name, 3, num_draft_tokens=3),
-        "four": lambda: ours(name, 4, num_draft_tokens=5),
+        "three": lambda: ours(name, 3),
+        "four": lambda: ours(name, 4, number=5),
         "sampled": lambda: ours(name, 2, **settings),
         "seeded": lambda: ours(name, 2, verification="coupled", **settings, seeds=[4, 5]),
         "stock": lambda: stock(name, 2),

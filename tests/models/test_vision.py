@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from plain import assert_plain
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from vision import IMAGE, MODEL_TYPES, inputs, seeing
@@ -21,6 +22,7 @@ SETTINGS = {
     "greedy": {"do_sample": False},
     "two texts a row": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
 }
+LENGTH = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
 CALLS = [((1,), "two texts a row"), ((1, 0, 1), "greedy"), ((1, 1, 1), "two texts a row")]  # images in each row
 LAYOUTS = ("ragged", "padded", "lockstep")
 EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
@@ -28,7 +30,7 @@ EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) !
 
 def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
     torch.manual_seed(4)
-    return target.generate(**given, max_new_tokens=NEW_TOKENS, pad_token_id=0, **settings)
+    return target.generate(**given, **LENGTH, **settings)
 
 
 @cache
@@ -56,10 +58,9 @@ def test_equals_stock(model_type: str, layout: str, request: pytest.FixtureReque
         request.getfixturevalue("any_layout")
     target, rounds = seeing(model_type), []
     for (images, name), draft in itertools.product(CALLS, (near(target, 0.02), tiny())):
+        given = inputs(target, images) | SETTINGS[name]
         with Forwards(target) as forwards:
-            output = generated(
-                target, inputs(target, images), **SETTINGS[name], custom_generate=strategy(draft, layout)
-            )
+            output = generated(target, given, custom_generate=strategy(draft, layout))
         assert torch.equal(output, plain(model_type, images, name)), (images, name, type(draft))
         assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
         rounds.append(len(forwards.lengths) - 1)
@@ -74,9 +75,8 @@ def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
     target = seeing(model_type)
     twin = near(target, 0.0)
     for images, name in ((1,), "greedy"), ((1, 0, 1), "two texts a row"):
-        with Forwards(target) as forwards:
-            generated(target, inputs(target, images), **SETTINGS[name], custom_generate=strategy(twin, layout))
-        assert len(forwards.lengths) - 1 == FEWEST
+        found = assert_plain(target, strategy(twin, layout), inputs(target, images), **SETTINGS[name], **LENGTH)
+        assert found.forwards - 1 == FEWEST
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3", "qwen2_5_vl"])
@@ -87,8 +87,7 @@ def test_draft_that_cannot_read_the_features(model_type: str):
     draft = seeing(model_type, hidden_size=16, num_attention_heads=2)
     given = inputs(target, (1, 0, 1))
     with Forwards(draft) as forwards:
-        output = generated(target, given, do_sample=True, custom_generate=strategy(draft, "ragged"))
-    assert torch.equal(output, generated(target, given, do_sample=True))
+        assert_plain(target, strategy(draft, "ragged"), given, do_sample=True, **LENGTH)
     assert sum(forwards.lengths) > NEW_TOKENS
 
 
@@ -119,23 +118,11 @@ def test_embeddings_as_the_prompt(layout: str):
     cases = [(embeds | mask, twin), (embeds, twin), (embeds | words, narrow), (embeds | words, near(target, 0.05))]
     for chosen in SETTINGS.values():
         for given, draft in cases:
-            expected = generated(target, given, **chosen)
-            assert expected.shape[1] == NEW_TOKENS + ("input_ids" in given) * 11
-            rounds = []
-            handle = target.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
-            output = generated(target, given, **chosen, custom_generate=strategy(draft, layout))
-            handle.remove()
-            assert torch.equal(output, expected)
-            if draft is twin:
-                assert len(rounds) - 1 == FEWEST
-
-
-def test_embeddings_that_the_draft_cannot_read():
-    target, narrow = tiny(), tiny(hidden_size=16, head_dim=4)
-    embeds = target.get_input_embeddings()(prompts(1)["input_ids"]).detach()
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
-        generated(target, {"inputs_embeds": embeds}, custom_generate=strategy(narrow, "ragged"))
-    assert not forwards.ids
+            found = assert_plain(target, strategy(draft, layout), given, **chosen, **LENGTH)
+            assert found.text.shape[1] == NEW_TOKENS + ("input_ids" in given) * 11
+            assert draft is not twin or found.forwards - 1 == FEWEST
+    with pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
+        generated(target, embeds, custom_generate=strategy(narrow, layout))
 
 
 class Words:

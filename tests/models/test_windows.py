@@ -5,6 +5,8 @@ from itertools import count
 import pytest
 import torch
 import zoo
+from many import assert_alone
+from plain import assert_plain, coupled
 from tiny import WINDOW, near, prompts, tiny
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
@@ -40,11 +42,8 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch):
 def test_rows_of_unequal_length_over_several_windows(model_type: str, number: int):
     target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
     inputs["attention_mask"][1, :-2] = 0  # so that pads lie in a window
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=number, verification="coupled")
-    torch.manual_seed(0)
-    plain = target.generate(**inputs, **LONG, do_sample=True)
-    torch.manual_seed(0)
-    assert torch.equal(plain, target.generate(**inputs, **LONG, do_sample=True, custom_generate=strategy))
+    strategy = coupled(target, 0.05, num_draft_tokens=number)
+    assert_plain(target, strategy, inputs, **LONG, do_sample=True)
     assert 0 < strategy.report.accepted < strategy.report.drafted
 
 
@@ -59,9 +58,7 @@ def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
     strategy = SpeculativeDecoding(
         EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05), num_draft_tokens=3
     )
-    for done in strategy.generate_many(target, texts, batch_size=2, do_sample=False, **LONG):
-        alone = target.generate(torch.tensor([texts[done.index]]), do_sample=False, **LONG)
-        assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
+    assert_alone(strategy, target, [Request(text) for text in texts], batch_size=2, do_sample=False, **LONG)
 
 
 def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches():
@@ -81,9 +78,7 @@ def test_what_a_window_has_lost_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     ids = prompts(1, width=4 * WINDOW)["input_ids"][0].tolist()
     texts = [[*ids[: 3 * WINDOW + number], number + 1] for number in range(6)]
     strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=3)
-    for done in strategy.generate_many(target, texts, batch_size=2, do_sample=False, **LONG):
-        alone = target.generate(torch.tensor([texts[done.index]]), do_sample=False, **LONG)
-        assert done.tokens == alone[0, len(texts[done.index]) :].tolist()
+    assert_alone(strategy, target, [Request(text) for text in texts], batch_size=2, do_sample=False, **LONG)
     # of the shorter one of a pair one token less, since both are read from one column on
     assert strategy.report.copied == sum(2 * (3 * WINDOW + number) - 1 for number in (0, 2, 4))
     assert strategy.report.acceptance_rate == 1
@@ -102,11 +97,7 @@ def test_a_draft_may_catch_up_where_rows_are_new(monkeypatch: pytest.MonkeyPatch
 
 def test_prompts_may_be_read_in_pieces():
     target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
-    given = LONG | {"do_sample": False, "prefill_chunk_size": 5}
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    assert torch.equal(
-        target.generate(**inputs, **given), target.generate(**inputs, **given, custom_generate=strategy)
-    )
+    assert_plain(target, coupled(target, 0.05), inputs, **LONG, do_sample=False, prefill_chunk_size=5)
 
 
 def test_the_cache_is_that_of_plain_generate():
@@ -170,6 +161,4 @@ def test_every_type_with_windows(model_type: str):
     if not Masks(target).longest_window:
         pytest.skip(f"no layer of {model_type} has a window by its config")
     inputs, given = prompts(3, width=3 * WINDOW), {"do_sample": False, "max_new_tokens": 5 * WINDOW}
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    ours = target.generate(**inputs, **given, custom_generate=strategy)
-    assert torch.equal(target.generate(**inputs, **given), ours)
+    assert_plain(target, coupled(target, 0.05, num_draft_tokens=3), inputs, **given)
