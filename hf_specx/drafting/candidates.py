@@ -17,7 +17,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
 from .costs import Pace
-from .drafter import Drafter, Reading, no_candidates
+from .drafter import Drafter, Reading, alike, no_candidates
 from .forced import Growth
 from .several import SeveralDrafts
 
@@ -202,7 +202,7 @@ class GeneratorDrafter(Drafter):
         self.generator = generator
 
     def read(self, reading: Reading) -> None:
-        self.vocab_size, self.asked = reading.vocab_size, [0] * len(reading.batch.rows)
+        self.vocab_size = reading.vocab_size
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """What the generator proposes for each row, cut to its length; raises ValueError for ids that are none."""
@@ -217,14 +217,15 @@ class GeneratorDrafter(Drafter):
                 f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
                 f"{self.vocab_size - 1}; use a generator for this target."
             )
+        self.found = [candidates.tolist() for candidates in found]
         return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        counts = zip(done.rows, done.draft.lengths, done.accepted, done.gained, done.emitted, strict=True)
-        for index, (row, length, accepted, gained, emitted) in enumerate(counts):
-            if self.asked[index] and emitted and done.draft.sources[index] == type(self.generator).__name__:
+        counts = zip(done.rows, self.asked, self.found, done.tokens, done.gained, strict=True)
+        for index, (row, asked, found, tokens, gained) in enumerate(counts):
+            if asked and tokens:
                 # after a cut at a stop the last token counts as the one that follows what was kept
-                kept = min(accepted, gained) if emitted == gained else emitted - 1
-                scores = done.scores[index : index + 1, : length + 1]
+                kept = alike(found, tokens if len(tokens) == gained else tokens[:-1])
+                scores = done.scores[index : index + 1, : len(found) + 1]
                 self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, kept)

@@ -4,7 +4,6 @@ From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: it proposes tokens that 
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Reading, TokenizerMatch
+from .drafter import Reading, TokenizerMatch, alike
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -57,8 +56,7 @@ class Translation:
                 text += content
             self.states.append((start + len(found), text))
         found += self.draft.encode(text) if text else []
-        pairs = zip(self.ids[start:], found, strict=False)
-        kept = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = start + alike(self.ids[start:], found)
         self.ids[kept:] = found[kept - start :]
         return kept
 

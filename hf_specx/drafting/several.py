@@ -1,4 +1,7 @@
-"""Several drafts as one: each row and round takes its candidates from the one with the better expected gain."""
+"""Several drafts as one: each row and round takes its candidates from the one with the better expected gain.
+
+Also one draft alone, whose candidates are joined by those that the processors force.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +18,7 @@ from .costs import Pace
 from .draft_length import PRIOR_ALPHA, Survival
 from .drafter import Drafter, Reading
 from .forced import within_masks
-from .forward_times import NOTHING, ForwardSize
+from .forward_times import ForwardSize
 
 
 class SeveralDrafts(Drafter):
@@ -32,8 +35,9 @@ class SeveralDrafts(Drafter):
     """
 
     def __init__(self, parts: Sequence[Drafter]):
-        self.others = [part for part in parts if not has_forwards(part)]
-        self.costly = next((part for part in parts if has_forwards(part)), None)
+        alone = len(parts) == 1
+        self.costly = None if alone else next((part for part in parts if has_forwards(part)), None)
+        self.others = [part for part in parts if part is not self.costly]
         self.parts = self.others if self.costly is None else [*self.others, self.costly]
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
@@ -57,6 +61,7 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.read(reading)
         self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
+        self.forces = reading.forces
         self.pace = Pace(None) if self.apart else reading.pace
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
@@ -68,7 +73,12 @@ class SeveralDrafts(Drafter):
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Candidates of one part for each row: of the model up to `lengths`, of others too if a number was given."""
         limits = self._limits(batch, lengths)
-        drafts = [within_masks(part.propose(batch, limits), self.processors, batch) for part in self.others]
+        drafts = [part.propose(batch, limits) for part in self.others]
+        if self.forces:
+            pace = None if self.apart else self.pace
+            drafts = [within_masks(draft, self.processors, batch, pace) for draft in drafts]
+        if len(self.parts) == 1:
+            return drafts[0]
         found = [
             self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
             for number, draft in enumerate(drafts)
@@ -110,7 +120,8 @@ class SeveralDrafts(Drafter):
         return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
 
     def size(self) -> ForwardSize | None:
-        return NOTHING if self.costly is None else self.costly.size()
+        known = [part.size() for part in self.others] if self.costly is None else [self.costly.size()]
+        return next((size for size in known if size is not None), None)
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
         """[R], candidates of each row at most, from whichever part."""

@@ -14,9 +14,9 @@ from hf_specx.common.round import Draft, Round
 
 from .costs import Pace
 from .draft_length import best_number
-from .drafter import Drafter, Reading, no_candidates
+from .drafter import Drafter, Reading, alike, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
-from .suffix_pool import DEPTH, NGrams, SuffixPool, check_number
+from .suffix_pool import DEPTH, NGrams, SuffixPool
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -90,7 +90,7 @@ class SuffixDraft(Drafter):
         max_match: int = DEPTH,
     ):
         for name, number in (("max_candidates", max_candidates), ("min_match", min_match), ("max_match", max_match)):
-            check_number(name, number, 1)
+            check_number(name, number)
         require(isinstance(pool, SuffixPool | None), f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
         told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
         require(max_match >= min(min_match, DEPTH), told)
@@ -110,15 +110,12 @@ class SuffixDraft(Drafter):
     def of(self, target: PreTrainedModel) -> "SuffixDrafter":
         return SuffixDrafter(self)
 
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
-
 
 class SuffixDrafter(Drafter):
     """Looks for candidates in the texts of one call, and in a pool; see `SuffixDraft`.
 
-    `texts` says for each row where: in all rows, or, where it stands apart, in itself; its own has a number in these.
-    `found` is by row what was found for the round that is going on, also where less of it is judged.
+    `texts` says for each row where: in all rows, or, where it stands apart, in itself. Its own is among these by its
+    number. `found` is by row what was found for this round, also where less of it is judged.
     """
 
     def __init__(self, draft: SuffixDraft):
@@ -134,7 +131,7 @@ class SuffixDrafter(Drafter):
         rows, shared = reading.batch.rows, NGrams(self.draft.min_match)
         self.texts = [NGrams(self.draft.min_match) if self.apart else shared for _ in rows]
         self.acceptance = [Acceptance() if self.apart else self.draft.acceptance for _ in rows]
-        self.numbers, self.given = [0 for _ in rows], 0
+        self.numbers = list(rows)
         self.found: dict[int, Match] = {}
         self._read(reading.batch, rows)
 
@@ -143,7 +140,6 @@ class SuffixDrafter(Drafter):
         for row in rows:
             text = batch.row(row)
             known = text.where((text >= 0) & (text < self.vocab_size), -1).tolist()
-            self.numbers[row], self.given = self.given, self.given + 1
             self.texts[row].extend(self.numbers[row], known)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
@@ -157,8 +153,6 @@ class SuffixDrafter(Drafter):
         found = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
         self.found = dict(zip(batch.rows, found, strict=True))
         chances = [one.chances for one in found]
-        if not any(chances):
-            return no_candidates(batch)
         most = [self._best([own]) for own in chances] if self.apart else [self._best(chances)] * len(found)
         chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
         kept, width = [len(tokens) for tokens in chosen], max(map(len, chosen))
@@ -178,14 +172,12 @@ class SuffixDrafter(Drafter):
         draft, count = self.draft, min(most, self.draft.max_candidates)
         if not count:
             return NONE
-        texts, text = self.texts[row], self._text(row)
-        length, followers = texts.find(text, draft.max_match, count)
+        text = self._text(row)
+        length, followers = self.texts[row].find(text, draft.max_match, count)
         if draft.pool is not None and not self.apart:
             of_pool, others = draft.pool.find(text, draft.min_match, draft.max_match, count)
             followers = others if of_pool > length else followers + others * (of_pool == length)
             length = max(length, of_pool)
-        if not length:
-            return NONE
         return Match(*_most_frequent(followers, count, self.acceptance[row].rate(length)), length)
 
     def _text(self, row: int) -> array:
@@ -196,6 +188,7 @@ class SuffixDrafter(Drafter):
         self._learn(rows)
         for row in rows:
             self.texts[row].remove(self.numbers[row])
+            self.numbers[row] += len(self.numbers)  # which no text has had
             self.found.pop(row, None)
             if self.apart:
                 self.acceptance[row] = Acceptance()
@@ -206,9 +199,9 @@ class SuffixDrafter(Drafter):
         for row, tokens in zip(done.rows, done.tokens, strict=True):
             found = self.found.pop(row, NONE)
             if found.length:
-                alike = [one == other for one, other in zip(found.tokens, tokens, strict=False)]
-                accepted = (*alike, False).index(False)
-                self.acceptance[row].note(found.length, accepted, min(accepted + 1, len(alike)))
+                accepted = alike(found.tokens, tokens)
+                judged = min(accepted + 1, len(found.tokens), len(tokens))
+                self.acceptance[row].note(found.length, accepted, judged)
             self.texts[row].extend(self.numbers[row], tokens)
         if done.finished:
             self._learn(range(len(self.numbers)))
