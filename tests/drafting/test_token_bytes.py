@@ -3,7 +3,7 @@
 import pytest
 from other_tokens import KINDS, PROMPTS, TEXTS, tokenizer_of
 
-from hf_specx.drafting.token_bytes import TokenBytes, tokens_without_bytes
+from hf_specx.drafting.token_bytes import TokenBytes
 
 
 EXACT = [kind for kind in KINDS if "word pieces" not in kind]
@@ -80,4 +80,4 @@ def test_roles_and_what_comes_before_a_text():
 
 def test_a_tokenizer_without_a_backend_is_refused():
     with pytest.raises(ValueError, match="object does not say which bytes its tokens stand for; load the fast one"):
-        tokens_without_bytes(object())
+        TokenBytes(object())
