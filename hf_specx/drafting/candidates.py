@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of, make_decoder
@@ -212,13 +213,12 @@ class GeneratorDrafter(Drafter):
             candidates = self.generator.get_candidates(text)[0] if length else text  # type: ignore[arg-type]
             found.append(candidates[0, text.shape[1] :][:length])
         tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(batch.ids)
-        if ((tokens < 0) | (tokens >= self.vocab_size)).any():
-            raise ValueError(
-                f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
-                f"{self.vocab_size - 1}; use a generator for this target."
-            )
-        self.found = [candidates.tolist() for candidates in found]
-        return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
+        lengths = [len(candidates) for candidates in found]
+        self.found = [ids[:length] for ids, length in zip(tokens.tolist(), lengths, strict=True)]
+        name, most = type(self.generator).__name__, self.vocab_size - 1
+        told = f"{name} proposes ids outside of the target's vocabulary, 0 to {most}; use a generator for this target."
+        require(all(0 <= number <= most for ids in self.found for number in ids), told)
+        return Draft(tokens, lengths, None, name)
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""

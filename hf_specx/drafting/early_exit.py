@@ -50,8 +50,8 @@ class EarlyExitDraft(Drafter):
         told = f"head is {kind(head)}; give a module from hidden states to hidden states, or leave it out."
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
-        self.models: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]
-        self.models = WeakKeyDictionary()  # of targets, and what these held when their first layers were copied
+        # of targets, and what these held when their first layers were copied
+        self.models = WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]()
 
     def __repr__(self) -> str:
         head = "" if self.head is None else f", head={type(self.head).__name__}"

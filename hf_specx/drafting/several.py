@@ -79,23 +79,18 @@ class SeveralDrafts(Drafter):
             drafts = [within_masks(draft, self.processors, batch, pace) for draft in drafts]
         if len(self.parts) == 1:
             return drafts[0]
-        found = [
-            self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
-            for number, draft in enumerate(drafts)
-        ]
+        found = [draft.estimate or self._expected(batch, part, draft.lengths) for part, draft in enumerate(drafts)]
         hopes = [[sum(chances) for chances in of_rows] for of_rows in found]
-        best = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
-        if self.costly is not None:
-            model = len(drafts)
-            offered = [found[number][row] for row, number in enumerate(best)]
-            asked = self._asks_model(batch, offered, self._expected(batch, model, lengths))
-            best = [model if is_asked else number for number, is_asked in zip(best, asked, strict=True)]
-            if any(asked):
-                wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
-                drafts.append(self.costly.propose(batch, wanted))
-        self.taken = best
-        joined = _joined(batch, drafts, best, len(self.others))
-        return joined._replace(free=None) if self.costly is None else joined
+        self.taken = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
+        if self.costly is None:
+            return _joined(batch, drafts, self.taken, len(drafts))._replace(free=None)
+        model, offered = len(drafts), [found[number][row] for row, number in enumerate(self.taken)]
+        asked = self._asks_model(batch, offered, self._expected(batch, model, lengths))
+        self.taken = [model if is_asked else number for number, is_asked in zip(self.taken, asked, strict=True)]
+        if any(asked):
+            wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
+            drafts.append(self.costly.propose(batch, wanted))
+        return _joined(batch, drafts, self.taken, model)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         for part in self.parts:
@@ -130,10 +125,9 @@ class SeveralDrafts(Drafter):
         most = self.processors.max_rollback
         return [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
 
-    def _expected(self, batch: Batch, number: int, lengths: list[int]) -> list[list[float]]:
+    def _expected(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""
-        pairs = zip(batch.rows, lengths, strict=True)
-        return [self.survival[number][row].chances(length) for row, length in pairs]
+        return [self.survival[part][row].chances(most) for row, most in zip(batch.rows, lengths, strict=True)]
 
     def _groups(self, rows: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together."""

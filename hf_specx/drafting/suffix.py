@@ -169,10 +169,9 @@ class SuffixDrafter(Drafter):
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        draft, count = self.draft, min(most, self.draft.max_candidates)
+        draft, count, text = self.draft, min(most, self.draft.max_candidates), self._text(row)
         if not count:
             return NONE
-        text = self._text(row)
         length, followers = self.texts[row].find(text, draft.max_match, count)
         if draft.pool is not None and not self.apart:
             of_pool, others = draft.pool.find(text, draft.min_match, draft.max_match, count)

@@ -61,10 +61,8 @@ class TokenBytes:
             if content and number not in special:
                 self.numbers.setdefault(content, number)
         self.longest = max(map(len, self.numbers), default=0)
-        bare = self._ids("a")
-        whole: list[int] = self.backend.encode("a").ids
-        starts = range(len(whole) - len(bare) + 1) if bare else ()
-        self.before = next((whole[:start] for start in starts if whole[start : start + len(bare)] == bare), [])
+        bare, whole = self._ids("a"), self.backend.encode("a")
+        self.before: list[int] = whole.ids[: whole.special_tokens_mask.index(0)] if bare else []
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(bare).startswith(b" ")
         self._kept = lru_cache(PIECES)(self._encoded)
