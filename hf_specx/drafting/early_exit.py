@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specx.common.altered import shallow
+from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import kind, require
 from hf_specx.models.decoder import Decoder
@@ -80,18 +80,16 @@ class EarlyExitDraft(Drafter):
         return model
 
     def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
-        """Copies of the modules down to the list of layers; theirs is cut, all else is shared, the config too."""
-        made = parent = shallow(target)
-        for name in path[:-1]:
-            parent._modules[name] = parent = shallow(parent.get_submodule(name))
-        parent._modules[path[-1]] = parent.get_submodule(path[-1])[: self.exit_layer]
+        """The target with fewer layers in their list; all else is shared, the config too."""
+        layers: Any = target.get_submodule(".".join(path))
+        parts: dict[nn.Module, nn.Module] = {layers: layers[: self.exit_layer]}
         if self.head is not None:
-            output = target.get_output_embeddings()
-            names = [name for name, module in target.named_children() if module is output]
+            output: Any = target.get_output_embeddings()
             told = f"head= goes before an output head, and {type(target).__name__} has none of its own; leave it out."
-            require(bool(names), told)
-            made._modules[names[0]] = nn.Sequential(self.head, output)
-        return made
+            require(output in list(target.children()), told)
+            parts[output] = nn.Sequential(self.head, output)
+        found: PreTrainedModel = altered(target, parts)
+        return found
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):

@@ -5,7 +5,6 @@ Also one draft alone, whose candidates are joined by those that the processors f
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,20 +37,15 @@ class SeveralDrafts(Drafter):
         alone = len(parts) == 1
         self.costly = None if alone else next((part for part in parts if has_forwards(part)), None)
         self.others = [part for part in parts if part is not self.costly]
+        self.timed = self.others if self.costly is None else [self.costly]  # "auto" goes by the cost of these
         self.parts = self.others if self.costly is None else [*self.others, self.costly]
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         self.places = next((part.places for part in parts if part.needs_hidden), ())
-        if self.costly is None:
-            known = [part.max_candidates for part in parts if part.max_candidates is not None]
-            self.max_candidates = max(known, default=None)
-        else:
-            self.model, self.max_candidates = self.costly.model, self.costly.max_candidates
-            self.own_text, self.matching = self.costly.own_text, self.costly.matching
-
-    @property
-    def decoder(self) -> Any:
-        return None if self.costly is None else self.costly.decoder
+        known = [part.max_candidates for part in self.timed if part.max_candidates is not None]
+        self.max_candidates = max(known, default=None)
+        if self.costly is not None:
+            self.model, self.own_text, self.matching = self.costly.model, self.costly.own_text, self.costly.matching
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
@@ -60,6 +54,7 @@ class SeveralDrafts(Drafter):
     def read(self, reading: Reading) -> None:
         for part in self.parts:
             part.read(reading)
+        self.decoder = None if self.costly is None else self.costly.decoder
         self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
         self.forces = reading.forces
         self.pace = Pace(None) if self.apart else reading.pace
@@ -111,12 +106,10 @@ class SeveralDrafts(Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
-        parts = self.others if self.costly is None else [self.costly]
-        return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
+        return next((cost for part in self.timed if (cost := part.cost(batch)) is not None), None)
 
     def size(self) -> ForwardSize | None:
-        known = [part.size() for part in self.others] if self.costly is None else [self.costly.size()]
-        return next((size for size in known if size is not None), None)
+        return next((size for part in self.timed if (size := part.size()) is not None), None)
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
         """[R], candidates of each row at most, from whichever part."""

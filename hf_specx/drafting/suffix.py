@@ -1,5 +1,6 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
+import copy
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -107,32 +108,22 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
-    def of(self, target: PreTrainedModel) -> "SuffixDrafter":
-        return SuffixDrafter(self)
-
-
-class SuffixDrafter(Drafter):
-    """Looks for candidates in the texts of one call, and in a pool; see `SuffixDraft`.
-
-    `texts` says for each row where: in all rows, or, where it stands apart, in itself. Its own is among these by its
-    number. `found` is by row what was found for this round, also where less of it is judged.
-    """
-
-    def __init__(self, draft: SuffixDraft):
-        self.draft, self.max_candidates = draft, draft.max_candidates
+    def of(self, target: PreTrainedModel) -> "SuffixDraft":
+        """The drafter of one call: a copy, which learns together with this."""
+        return copy.copy(self)
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        if self.draft.pool is not None:
-            self.draft.pool.meet(vocab_size, tokenizer)
+        if self.pool is not None:
+            self.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         self.vocab_size, self.apart = reading.vocab_size, reading.apart
         self.pace = Pace(None) if self.apart else reading.pace
-        rows, shared = reading.batch.rows, NGrams(self.draft.min_match)
-        self.texts = [NGrams(self.draft.min_match) if self.apart else shared for _ in rows]
-        self.acceptance = [Acceptance() if self.apart else self.draft.acceptance for _ in rows]
-        self.numbers = list(rows)
-        self.found: dict[int, Match] = {}
+        rows, shared = reading.batch.rows, NGrams(self.min_match)
+        # where each row is looked for, and which of these texts is its own
+        self.texts, self.numbers = [NGrams(self.min_match) if self.apart else shared for _ in rows], list(rows)
+        self.own = [Acceptance() if self.apart else self.acceptance for _ in rows]
+        self.found: dict[int, Match] = {}  # for this round by row, also where less of it is judged
         self._read(reading.batch, rows)
 
     def _read(self, batch: Batch, rows: Iterable[int]) -> None:
@@ -169,15 +160,15 @@ class SuffixDrafter(Drafter):
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        draft, count, text = self.draft, min(most, self.draft.max_candidates), self._text(row)
+        count, text = min(most, self.max_candidates), self._text(row)
         if not count:
             return NONE
-        length, followers = self.texts[row].find(text, draft.max_match, count)
-        if draft.pool is not None and not self.apart:
-            of_pool, others = draft.pool.find(text, draft.min_match, draft.max_match, count)
+        length, followers = self.texts[row].find(text, self.max_match, count)
+        if self.pool is not None and not self.apart:
+            of_pool, others = self.pool.find(text, self.min_match, self.max_match, count)
             followers = others if of_pool > length else followers + others * (of_pool == length)
             length = max(length, of_pool)
-        return Match(*_most_frequent(followers, count, self.acceptance[row].rate(length)), length)
+        return Match(*_most_frequent(followers, count, self.own[row].rate(length)), length)
 
     def _text(self, row: int) -> array:
         return self.texts[row].texts[self.numbers[row]]
@@ -190,7 +181,7 @@ class SuffixDrafter(Drafter):
             self.numbers[row] += len(self.numbers)  # which no text has had
             self.found.pop(row, None)
             if self.apart:
-                self.acceptance[row] = Acceptance()
+                self.own[row] = Acceptance()
         self._read(batch, rows)
 
     def observe(self, done: Round) -> None:
@@ -200,15 +191,15 @@ class SuffixDrafter(Drafter):
             if found.length:
                 accepted = alike(found.tokens, tokens)
                 judged = min(accepted + 1, len(found.tokens), len(tokens))
-                self.acceptance[row].note(found.length, accepted, judged)
+                self.own[row].note(found.length, accepted, judged)
             self.texts[row].extend(self.numbers[row], tokens)
         if done.finished:
             self._learn(range(len(self.numbers)))
 
     def _learn(self, rows: Iterable[int]) -> None:
         """Add rows to the pool."""
-        if self.draft.pool is not None:
-            self.draft.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
+        if self.pool is not None:
+            self.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
 
 def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
