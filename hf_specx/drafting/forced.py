@@ -82,16 +82,16 @@ class Growth:
         return self.flags if any(map(any, self.flags)) else None
 
 
-def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace | None = None) -> Draft:
-    """Given candidates before the first that a mask excludes, joined by those that are forced.
+def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace | None, joins: bool) -> Draft:
+    """Given candidates before the first that a mask excludes; if this `joins` them, with those that are forced.
 
     They are written after the rows' ends.
     """
     if not processors.mask_size:
         return draft
     given, limits = draft.tokens.tolist(), list(draft.lengths)
-    growth, columns = Growth(processors, batch, pace), list[list[int]]()
-    while True:
+    growth, columns = Growth(processors, batch, pace if joins else None), list[list[int]]()
+    while joins or max(limits) > len(columns):
         at = len(columns)
         wanted = [at < limit for limit in limits]
         own = [tokens[at] if is_wanted else 0 for tokens, is_wanted in zip(given, wanted, strict=True)]
@@ -104,11 +104,11 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
         # where another token stands, the candidates behind do not follow it
         follows = [draw or mine == forced for mine, draw, forced in found]
         limits = [limit if goes_on else min(limit, at) for limit, goes_on in zip(limits, follows, strict=True)]
-    lengths, estimate = growth.lengths, draft.estimate
-    kept = [min(pair) for pair in zip(limits, lengths, strict=True)]
+    kept, estimate = [min(pair) for pair in zip(limits, growth.lengths, strict=True)], draft.estimate
+    lengths, forced = (growth.lengths, growth.forced) if joins else (kept, None)
     if estimate is not None:  # what is forced is kept if those before it are
         rows = zip(estimate, kept, lengths, strict=True)
         estimate = [known[:own] + [known[own - 1] if own else 1.0] * (most - own) for known, own, most in rows]
     tokens = batch.index.new_tensor(columns).T if columns else draft.tokens[:, :0]
-    source = draft.source if any(kept) or not columns else "forced"
-    return draft._replace(tokens=tokens, lengths=lengths, source=source, forced=growth.forced, estimate=estimate)
+    source = draft.source if any(kept) or not any(lengths) else "forced"
+    return draft._replace(tokens=tokens, lengths=lengths, source=source, forced=forced, estimate=estimate)

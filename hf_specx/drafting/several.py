@@ -56,7 +56,7 @@ class SeveralDrafts(Drafter):
             part.read(reading)
         self.decoder = None if self.costly is None else self.costly.decoder
         self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
-        self.forces = reading.forces
+        self.joins = reading.forces and self.costly is None  # else rows with forced tokens would not ask the model
         self.pace = Pace(None) if self.apart else reading.pace
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
@@ -69,9 +69,8 @@ class SeveralDrafts(Drafter):
         """Candidates of one part for each row: of the model up to `lengths`, of others too if a number was given."""
         limits = self._limits(batch, lengths)
         drafts = [part.propose(batch, limits) for part in self.others]
-        if self.forces:
-            pace = None if self.apart else self.pace
-            drafts = [within_masks(draft, self.processors, batch, pace) for draft in drafts]
+        pace = None if self.apart else self.pace
+        drafts = [within_masks(draft, self.processors, batch, pace, self.joins) for draft in drafts]
         if len(self.parts) == 1:
             return drafts[0]
         found = [draft.estimate or self._expected(batch, part, draft.lengths) for part, draft in enumerate(drafts)]
