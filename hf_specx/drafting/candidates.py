@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of, make_decoder
@@ -17,7 +18,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
 from .costs import Pace
-from .drafter import Drafter, Reading, no_candidates
+from .drafter import Drafter, Reading, alike, no_candidates
 from .forced import Growth
 from .several import SeveralDrafts
 
@@ -202,7 +203,7 @@ class GeneratorDrafter(Drafter):
         self.generator = generator
 
     def read(self, reading: Reading) -> None:
-        self.vocab_size, self.asked = reading.vocab_size, [0] * len(reading.batch.rows)
+        self.vocab_size = reading.vocab_size
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """What the generator proposes for each row, cut to its length; raises ValueError for ids that are none."""
@@ -212,19 +213,19 @@ class GeneratorDrafter(Drafter):
             candidates = self.generator.get_candidates(text)[0] if length else text  # type: ignore[arg-type]
             found.append(candidates[0, text.shape[1] :][:length])
         tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(batch.ids)
-        if ((tokens < 0) | (tokens >= self.vocab_size)).any():
-            raise ValueError(
-                f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
-                f"{self.vocab_size - 1}; use a generator for this target."
-            )
-        return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
+        lengths = [len(candidates) for candidates in found]
+        self.found = [ids[:length] for ids, length in zip(tokens.tolist(), lengths, strict=True)]
+        name, most = type(self.generator).__name__, self.vocab_size - 1
+        told = f"{name} proposes ids outside of the target's vocabulary, 0 to {most}; use a generator for this target."
+        require(all(0 <= number <= most for ids in self.found for number in ids), told)
+        return Draft(tokens, lengths, None, name)
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        counts = zip(done.rows, done.draft.lengths, done.accepted, done.gained, done.emitted, strict=True)
-        for index, (row, length, accepted, gained, emitted) in enumerate(counts):
-            if self.asked[index] and emitted and done.draft.sources[index] == type(self.generator).__name__:
+        counts = zip(done.rows, self.asked, self.found, done.tokens, done.gained, strict=True)
+        for index, (row, asked, found, tokens, gained) in enumerate(counts):
+            if asked and tokens:
                 # after a cut at a stop the last token counts as the one that follows what was kept
-                kept = min(accepted, gained) if emitted == gained else emitted - 1
-                scores = done.scores[index : index + 1, : length + 1]
+                kept = alike(found, tokens if len(tokens) == gained else tokens[:-1])
+                scores = done.scores[index : index + 1, : len(found) + 1]
                 self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, kept)

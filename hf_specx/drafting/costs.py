@@ -1,6 +1,7 @@
 """How long rounds take, and how much was accepted: what a strategy keeps, and how one call reads it."""
 
 import itertools
+import json
 import math
 import statistics
 import time
@@ -59,17 +60,11 @@ class Costs:
     def apart(self) -> "Costs":
         """A copy that from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
-        table, alpha, assumed = dict(self.table), dict(self.alpha), set(self.assumed)
-        return Costs(table, alpha, rounds, self.clock, assumed=assumed, saved=self.saved)
+        own = set(self.assumed)
+        return Costs(dict(self.table), dict(self.alpha), rounds, self.clock, assumed=own, saved=self.saved)
 
     def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
-        """Add the acceptance of a call, and how many of its `rounds` had candidates.
-
-        Args:
-            verification: of the call.
-            alpha: the chance that a candidate was kept whose predecessors were; `judged` candidates have shown it.
-            rounds: with candidates.
-        """
+        """Add the acceptance of a call, as `judged` candidates have shown it, and how many `rounds` had candidates."""
         self.unspent += rounds
         if judged:
             old = self.alpha.get(verification, PRIOR_ALPHA)
@@ -121,15 +116,9 @@ class Costs:
         return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
 
     def best_num_draft_tokens(self, batch: int, verification: str) -> int:
-        """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`, for a whole call.
-
-        "auto" chooses anew for each round.
-        """
-        alpha = self.alpha.get(verification, PRIOR_ALPHA)
-        return max(
-            range(1, MAX_DRAFT_TOKENS + 1),
-            key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g),
-        )
+        """The γ, 1 or more, with the largest `forward_limited_speedup` for a whole call; "auto" chooses each round."""
+        alpha, numbers = self.alpha.get(verification, PRIOR_ALPHA), range(1, MAX_DRAFT_TOKENS + 1)
+        return max(numbers, key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g))
 
     def prepare(
         self,
@@ -146,10 +135,8 @@ class Costs:
             return
         if batch in self.measured:
             self._keep(batch, self.measured[batch])
-        elif prior is None:
-            self.measure(batch, target, draft)
-        elif self.unspent >= PAYS_FOR_TIMING:
-            self.unspent -= PAYS_FOR_TIMING
+        elif prior is None or self.unspent >= PAYS_FOR_TIMING:
+            self.unspent -= 0 if prior is None else PAYS_FOR_TIMING
             self.measure(batch, target, draft)
         elif batch not in self.table:
             self.table[batch] = prior
@@ -168,27 +155,21 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with strings as keys, as JSON has them."""
-        known = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
-        table = {
-            str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
-            for batch, row in known.items()
-        }
-        rounds = {str(batch): {str(number): t for number, t in row.items()} for batch, row in self.rounds.items()}
-        return {"table": table, "alpha": dict(self.alpha), "rounds": rounds}
+        table = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
+        found: dict[str, Any] = json.loads(json.dumps({"table": table, "alpha": self.alpha, "rounds": self.rounds}))
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Costs":
         """The inverse of `to_dict`, with a clock of its own."""
 
-        def numbered(times: dict[str, Any]) -> dict[int, float]:
-            return {int(number): float(seconds) for number, seconds in times.items()}
+        def numbered(times: dict[str, Any], read: Callable[[Any], Any] = float) -> dict[int, Any]:
+            return {int(number): read(value) for number, value in times.items()}
 
-        table = {
-            int(batch): {"target": numbered(row["target"]), "draft": float(row["draft"])}
-            for batch, row in values["table"].items()
-        }
-        rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
-        return cls(table, dict(values["alpha"]), rounds)
+        def row(times: dict[str, Any]) -> dict[str, Any]:
+            return {"target": numbered(times["target"]), "draft": float(times["draft"])}
+
+        return cls(numbered(values["table"], row), dict(values["alpha"]), numbered(values.get("rounds", {}), numbered))
 
 
 NOT_TIMED = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED}, "draft": ASSUMED}})

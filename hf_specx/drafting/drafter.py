@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import Place, Prompt
@@ -119,7 +120,7 @@ class Drafter(Protocol):
             batch: the text so far; `batch.row(row)` for each of `batch.rows`.
             lengths: [R], how many each row may have at most; all 0 if none are wanted.
         """
-        ...
+        raise TypeError(f"{type(self).__name__} has no `propose`; what its `of` returns must have one.")
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """New prompts have the places of these rows: `batch.row(row)`."""
@@ -144,3 +145,14 @@ class Drafter(Protocol):
 def no_candidates(batch: Batch) -> Draft:
     """A draft that proposes nothing."""
     return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    same = [own == its for own, its in zip(one, other, strict=False)]
+    return (*same, False).index(False)
+
+
+def check_number(name: str, value: Any, what: str = "one") -> None:
+    """Raise a ValueError for what is not an int of 1 or more."""
+    require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give {what}.")

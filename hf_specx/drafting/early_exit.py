@@ -7,19 +7,18 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import brief, is_int, kind, require
-from hf_specx.common.round import Draft
-from hf_specx.common.wrappers import shallow
+from hf_specx.common.errors import kind, require
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Reading, check_number
 from .forward_times import ForwardSize
 
 
-NO_LAYERS = "give a draft model instead, or SuffixDraft()"
+NUMBER, NO_LAYERS = "the number of layers that draft", "give a draft model instead, or SuffixDraft()"
 
 
 class EarlyExitDraft(Drafter):
@@ -47,12 +46,12 @@ class EarlyExitDraft(Drafter):
     has_probs = True
 
     def __init__(self, exit_layer: int, head: nn.Module | None = None):
-        check_exit_number("exit_layer", exit_layer)
+        check_number("exit_layer", exit_layer, NUMBER)
         told = f"head is {kind(head)}; give a module from hidden states to hidden states, or leave it out."
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
-        self.models: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]
-        self.models = WeakKeyDictionary()  # of targets, and what these held when their first layers were copied
+        # of targets, and what these held when their first layers were copied
+        self.models = WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]()
 
     def __repr__(self) -> str:
         head = "" if self.head is None else f", head={type(self.head).__name__}"
@@ -60,9 +59,6 @@ class EarlyExitDraft(Drafter):
 
     def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
         return EarlyExitDrafter(self.first_layers(target), self.exit_layer)
-
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
 
     def first_layers(self, target: PreTrainedModel) -> PreTrainedModel:
         """The target without its later layers: a model that shares its weights and everything else with it.
@@ -84,18 +80,16 @@ class EarlyExitDraft(Drafter):
         return model
 
     def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
-        """Copies of the modules down to the list of layers; theirs is cut, all else is shared, the config too."""
-        made = parent = shallow(target)
-        for name in path[:-1]:
-            parent._modules[name] = parent = shallow(parent.get_submodule(name))
-        parent._modules[path[-1]] = parent.get_submodule(path[-1])[: self.exit_layer]
+        """The target with fewer layers in their list; all else is shared, the config too."""
+        layers: Any = target.get_submodule(".".join(path))
+        parts: dict[nn.Module, nn.Module] = {layers: layers[: self.exit_layer]}
         if self.head is not None:
-            output = target.get_output_embeddings()
-            names = [name for name, module in target.named_children() if module is output]
+            output: Any = target.get_output_embeddings()
             told = f"head= goes before an output head, and {type(target).__name__} has none of its own; leave it out."
-            require(bool(names), told)
-            made._modules[names[0]] = nn.Sequential(self.head, output)
-        return made
+            require(output in list(target.children()), told)
+            parts[output] = nn.Sequential(self.head, output)
+        found: PreTrainedModel = altered(target, parts)
+        return found
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):
@@ -128,18 +122,12 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         return lent
 
 
-def check_exit_number(name: str, value: Any) -> None:
-    """Check that a value, given by this name, can be a number of layers."""
-    told = f"{name}={brief(value)} is not an int of 1 or more; give the number of layers that draft."
-    require(is_int(value) and value >= 1, told)
-
-
 def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str]:
     """The names of the modules down to the list of a target's layers, if its first `value` layers can draft.
 
     Raises ValueError, naming the value by `name`, if these are all layers of the target, or it has no such list.
     """
-    check_exit_number(name, value)
+    check_number(name, value, NUMBER)
     path, layers = find_layers(target)
     most = len(layers) - 1
     remedy = f"give 1 to {most}" if most else NO_LAYERS

@@ -4,19 +4,14 @@ Only what a mask forces is taken, token by token, and never what other tokens co
 it is kept wherever those before it are.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft, Round
+from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import choices
 
 from .costs import Pace
-from .drafter import Drafter, Reading
-from .forward_times import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -87,80 +82,33 @@ class Growth:
         return self.flags if any(map(any, self.flags)) else None
 
 
-def within_masks(draft: Draft, processors: Processors, batch: Batch) -> Draft:
-    """The candidates of each row before the first that a mask excludes; they are written after the rows' ends."""
-    batch.put(draft.tokens)
-    lengths, going = [0] * len(draft.lengths), [length > 0 for length in draft.lengths]
-    while any(going):
-        ahead = max(lengths)
-        masks = processors.allowed(batch, ahead, going)
-        if masks is None:
-            return draft
-        column = draft.tokens[:, ahead].tolist()
-        allowed = [mask is not None and bool(mask[token]) for mask, token in zip(masks, column, strict=True)]
-        lengths = [length + one for length, one in zip(lengths, allowed, strict=True)]
-        going = [ok and length < most for ok, length, most in zip(allowed, lengths, draft.lengths, strict=True)]
-    known = draft.estimate
-    cut = None if known is None else [chances[:most] for chances, most in zip(known, lengths, strict=True)]
-    return draft._replace(lengths=lengths, tokens=draft.tokens[:, : max(lengths)], estimate=cut)
+def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace | None, joins: bool) -> Draft:
+    """Given candidates before the first that a mask excludes; if this `joins` them, with those that are forced.
 
-
-class ForcedDrafter(Drafter):
-    """Another drafter without a distribution, whose candidates are joined by those that are forced."""
-
-    def __init__(self, inner: Drafter):
-        self.inner = inner
-        self.model, self.max_candidates = inner.model, inner.max_candidates
-        self.needs_hidden, self.places = inner.needs_hidden, inner.places
-        self.own: Draft | None = None  # of the other drafter, as far as it was taken
-
-    def read(self, reading: Reading) -> None:
-        self.processors = reading.processors
-        self.pace = None if reading.apart else reading.pace
-        self.inner.read(reading)
-
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the other drafter proposes, up to `lengths` [R] and as far as it is allowed, with what is forced."""
-        draft, self.own = self.inner.propose(batch, lengths), None
-        if not self.processors.mask_size:
-            return draft
-        given, limits = draft.tokens.tolist(), list(draft.lengths)
-        growth, columns = Growth(self.processors, batch, self.pace), list[list[int]]()
-        while True:
-            at = len(columns)
-            wanted = [at < limit for limit in limits]
-            own = [tokens[at] if is_wanted else 0 for tokens, is_wanted in zip(given, wanted, strict=True)]
-            draws = growth.next(at, wanted, own)
-            if not any(draws) and not growth.forces:
-                break
-            found = list(zip(own, draws, growth.tokens, strict=True))
-            columns.append([mine if draw else forced or 0 for mine, draw, forced in found])
-            batch.put(batch.index.new_tensor(columns[-1])[:, None], at)
-            # where another token stands, the candidates behind do not follow it
-            follows = [draw or mine == forced for mine, draw, forced in found]
-            limits = [limit if goes_on else min(limit, at) for limit, goes_on in zip(limits, follows, strict=True)]
-        kept = [min(pair) for pair in zip(limits, growth.lengths, strict=True)]
-        self.own = draft._replace(lengths=kept)
-        if not columns:
-            return draft._replace(tokens=draft.tokens[:, :0], lengths=growth.lengths)
-        tokens, source = batch.index.new_tensor(columns).T, draft.source if any(kept) else "forced"
-        return Draft(tokens, growth.lengths, None, source, growth.forced, free=draft.free)
-
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        self.inner.admit(batch, rows)
-
-    def observe(self, done: Round) -> None:
-        """Tell the other drafter what became of its own candidates."""
-        own = self.own
-        if own is not None:
-            accepted = [min(pair) for pair in zip(done.accepted, own.lengths, strict=True)]
-            judged = [min(pair) for pair in zip(done.judged, own.lengths, strict=True)]
-            survival = [chances[:length] for chances, length in zip(done.survival, own.lengths, strict=True)]
-            done = replace(done, draft=own, accepted=accepted, judged=judged, survival=survival)
-        self.inner.observe(done)
-
-    def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return self.inner.cost(batch)
-
-    def size(self) -> ForwardSize | None:
-        return self.inner.size()
+    They are written after the rows' ends.
+    """
+    if not processors.mask_size:
+        return draft
+    given, limits = draft.tokens.tolist(), list(draft.lengths)
+    growth, columns = Growth(processors, batch, pace if joins else None), list[list[int]]()
+    while joins or max(limits) > len(columns):
+        at = len(columns)
+        wanted = [at < limit for limit in limits]
+        own = [tokens[at] if is_wanted else 0 for tokens, is_wanted in zip(given, wanted, strict=True)]
+        draws = growth.next(at, wanted, own)
+        if not any(draws) and not growth.forces:
+            break
+        found = list(zip(own, draws, growth.tokens, strict=True))
+        columns.append([mine if draw else forced or 0 for mine, draw, forced in found])
+        batch.put(batch.index.new_tensor(columns[-1])[:, None], at)
+        # where another token stands, the candidates behind do not follow it
+        follows = [draw or mine == forced for mine, draw, forced in found]
+        limits = [limit if goes_on else min(limit, at) for limit, goes_on in zip(limits, follows, strict=True)]
+    kept, estimate = [min(pair) for pair in zip(limits, growth.lengths, strict=True)], draft.estimate
+    lengths, forced = (growth.lengths, growth.forced) if joins else (kept, None)
+    if estimate is not None:  # what is forced is kept if those before it are
+        rows = zip(estimate, kept, lengths, strict=True)
+        estimate = [known[:own] + [known[own - 1] if own else 1.0] * (most - own) for known, own, most in rows]
+    tokens = batch.index.new_tensor(columns).T if columns else draft.tokens[:, :0]
+    source = draft.source if any(kept) or not any(lengths) else "forced"
+    return draft._replace(tokens=tokens, lengths=lengths, source=source, forced=forced, estimate=estimate)

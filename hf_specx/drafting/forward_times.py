@@ -32,22 +32,10 @@ class ForwardSize(NamedTuple):
     weight: float = 4.0
 
 
-class Speed(NamedTuple):
-    """A kind of device: seconds that a `layer` takes for next to nothing, and bytes of weights read in a second.
-
-    Of `operations` (multiplications and additions a second) a processor has so many a thread. A device that `overlaps`
-    computes while the next layers are started.
-    """
-
-    layer: float
-    bandwidth: float
-    operations: float
-    overlaps: bool
-
-
 NOTHING = ForwardSize(0, 0.0)
-CPU = Speed(0.9e-3, 6e9, 30e9, overlaps=False)  # fitted to three pairs of 14M to 163M in float32 on an AMD EPYC
-ACCELERATOR = Speed(0.25e-3, 1.5e12, 60e12, overlaps=True)
+# seconds that a layer takes for next to nothing; bytes of weights read, and multiplications and additions, in a second
+CPU = (0.9e-3, 6e9, 30e9)  # of one thread; fitted to three pairs of 14M to 163M in float32 on an AMD EPYC
+ACCELERATOR = (0.25e-3, 1.5e12, 60e12)
 
 
 def size_of(model: PreTrainedModel) -> ForwardSize | None:
@@ -72,13 +60,13 @@ def size_of(model: PreTrainedModel) -> ForwardSize | None:
 
 def forward_seconds(size: ForwardSize, tokens: int, device: torch.device) -> float:
     """How long a forward of so many tokens in all rows should take."""
-    speed = CPU if device.type == "cpu" else ACCELERATOR
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    starting = speed.layer * (size.layers + AROUND) if size.layers else 0.0
+    on_cpu = device.type == "cpu"
+    layer, bandwidth, operations = CPU if on_cpu else ACCELERATOR
+    starting = layer * (size.layers + AROUND) if size.layers else 0.0
     read = size.dense + size.experts * min(1.0, size.share * tokens)
     computed = 2 * tokens * (size.dense + size.experts * size.share) / size.weight
-    working = read / speed.bandwidth + computed / (speed.operations * threads)
-    return max(starting, working) if speed.overlaps else starting + working
+    working = read / bandwidth + computed / (operations * (torch.get_num_threads() if on_cpu else 1))
+    return starting + working if on_cpu else max(starting, working)  # it computes while the next layers are started
 
 
 def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> dict[str, Any]:

@@ -4,7 +4,6 @@ From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: it proposes tokens that 
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Reading, TokenizerMatch
+from .drafter import Reading, TokenizerMatch, alike
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -57,8 +56,7 @@ class Translation:
                 text += content
             self.states.append((start + len(found), text))
         found += self.draft.encode(text) if text else []
-        pairs = zip(self.ids[start:], found, strict=False)
-        kept = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = start + alike(self.ids[start:], found)
         self.ids[kept:] = found[kept - start :]
         return kept
 
@@ -85,12 +83,10 @@ class OwnText:
         self.inner.read()
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target."""
-        self.follow(batch, ahead)
-        return self.vocabularies.logits(self.inner.step(self.own, 0))
+        """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target.
 
-    def follow(self, batch: Batch, ahead: int) -> None:
-        """Write what the draft has not read of the target's text, with `ahead` candidates, in the draft's tokens."""
+        What the draft has not read of the text with these is written in its own tokens.
+        """
         wanted = [batch.counts[row] + ahead + 1 - len(self.translations[row].states) for row in batch.rows]
         most = max(wanted)
         texts = batch.last(most, ahead).tolist() if most else [[] for _ in wanted]
@@ -106,6 +102,7 @@ class OwnText:
         if longest := max(numbers):
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
             self.own.emit(torch.tensor(padded, device=self.own.ids.device), numbers)
+        return self.vocabularies.logits(self.inner.step(self.own, 0))
 
     def keep(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
@@ -158,15 +155,8 @@ def match_tokenizers(
 ) -> Any:
     """The same draft or drafts, with a drafter for one call in place of a model with another tokenizer.
 
-    Args:
-        draft: as `SpeculativeDecoding` takes it.
-        target: of the call.
-        tokenizer: the target's, and `draft_tokenizer` the draft's, with other tokens.
-        match: one of `MATCHES`.
-
-    Raises:
-        ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
-            than half of those of a sample text, under "tokens" none.
+    Raises ValueError if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
+    than half of those of a sample text, under "tokens" none.
     """
     if isinstance(draft, Sequence):
         return [match_tokenizers(part, target, tokenizer, draft_tokenizer, match) for part in draft]

@@ -55,25 +55,19 @@ def choose_drafting(
 ) -> Drafting:
     """What is used: the strategy's own number, else what the call says, else the draft's own file, else "auto".
 
-    If `num_draft_tokens` is a number, the draft's own file is not read for schedule and threshold either.
-
-    Args:
-        num_draft_tokens: the strategy's option.
-        given: `given_drafting` of the call; None if it is not known.
-        filled: the config that `generate` hands to a strategy; a value that is not in `UNSET` counts as set.
-        draft_model: its `generation_config` is its own file; other drafts have none.
+    If `num_draft_tokens` is a number, the draft's own file, a `generation_config`, is not read at all. Without
+    `given_drafting` of the call all values count as given that `UNSET` does not have, in the config as it is `filled`.
     """
     if given is None:
         given = {name: value for name in UNSET if (value := getattr(filled, name, None)) != UNSET[name]}
     own = None if num_draft_tokens != "auto" else getattr(draft_model, "generation_config", None)
-    found = given_drafting(given, own)
-    number, schedule, threshold = map(found.get, UNSET)
+    found = dict(zip(UNSET, Drafting(), strict=True)) | given_drafting(given, own)
+    number, schedule, threshold = found.values()
     if not isinstance(num_draft_tokens, str):
         number = num_draft_tokens
-    schedule = schedule or Drafting().schedule
     if schedule in ("heuristic", "heuristic_transient"):
         number = None
-    return Drafting(number, schedule, threshold or Drafting().threshold)
+    return Drafting(number, schedule, threshold)
 
 
 class Schedule:

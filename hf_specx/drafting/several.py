@@ -1,8 +1,10 @@
-"""Several drafts as one: each row and round takes its candidates from the one with the better expected gain."""
+"""Several drafts as one: each row and round takes its candidates from the one with the better expected gain.
+
+Also one draft alone, whose candidates are joined by those that the processors force.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +17,7 @@ from .costs import Pace
 from .draft_length import PRIOR_ALPHA, Survival
 from .drafter import Drafter, Reading
 from .forced import within_masks
-from .forward_times import NOTHING, ForwardSize
+from .forward_times import ForwardSize
 
 
 class SeveralDrafts(Drafter):
@@ -32,22 +34,18 @@ class SeveralDrafts(Drafter):
     """
 
     def __init__(self, parts: Sequence[Drafter]):
-        self.others = [part for part in parts if not has_forwards(part)]
-        self.costly = next((part for part in parts if has_forwards(part)), None)
+        alone = len(parts) == 1
+        self.costly = None if alone else next((part for part in parts if has_forwards(part)), None)
+        self.others = [part for part in parts if part is not self.costly]
+        self.timed = self.others if self.costly is None else [self.costly]  # "auto" goes by the cost of these
         self.parts = self.others if self.costly is None else [*self.others, self.costly]
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         self.places = next((part.places for part in parts if part.needs_hidden), ())
-        if self.costly is None:
-            known = [part.max_candidates for part in parts if part.max_candidates is not None]
-            self.max_candidates = max(known, default=None)
-        else:
-            self.model, self.max_candidates = self.costly.model, self.costly.max_candidates
-            self.own_text, self.matching = self.costly.own_text, self.costly.matching
-
-    @property
-    def decoder(self) -> Any:
-        return None if self.costly is None else self.costly.decoder
+        known = [part.max_candidates for part in self.timed if part.max_candidates is not None]
+        self.max_candidates = max(known, default=None)
+        if self.costly is not None:
+            self.model, self.own_text, self.matching = self.costly.model, self.costly.own_text, self.costly.matching
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
@@ -56,7 +54,9 @@ class SeveralDrafts(Drafter):
     def read(self, reading: Reading) -> None:
         for part in self.parts:
             part.read(reading)
+        self.decoder = None if self.costly is None else self.costly.decoder
         self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
+        self.joins = reading.forces and self.costly is None  # else rows with forced tokens would not ask the model
         self.pace = Pace(None) if self.apart else reading.pace
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
@@ -68,24 +68,23 @@ class SeveralDrafts(Drafter):
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Candidates of one part for each row: of the model up to `lengths`, of others too if a number was given."""
         limits = self._limits(batch, lengths)
-        drafts = [within_masks(part.propose(batch, limits), self.processors, batch) for part in self.others]
-        found = [
-            self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
-            for number, draft in enumerate(drafts)
-        ]
+        drafts = [part.propose(batch, limits) for part in self.others]
+        pace = None if self.apart else self.pace
+        drafts = [within_masks(draft, self.processors, batch, pace, self.joins) for draft in drafts]
+        if len(self.parts) == 1:
+            return drafts[0]
+        found = [draft.estimate or self._expected(batch, part, draft.lengths) for part, draft in enumerate(drafts)]
         hopes = [[sum(chances) for chances in of_rows] for of_rows in found]
-        best = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
-        if self.costly is not None:
-            model = len(drafts)
-            offered = [found[number][row] for row, number in enumerate(best)]
-            asked = self._asks_model(batch, offered, self._expected(batch, model, lengths))
-            best = [model if is_asked else number for number, is_asked in zip(best, asked, strict=True)]
-            if any(asked):
-                wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
-                drafts.append(self.costly.propose(batch, wanted))
-        self.taken = best
-        joined = _joined(batch, drafts, best, len(self.others))
-        return joined._replace(free=None) if self.costly is None else joined
+        self.taken = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
+        if self.costly is None:
+            return _joined(batch, drafts, self.taken, len(drafts))._replace(free=None)
+        model, offered = len(drafts), [found[number][row] for row, number in enumerate(self.taken)]
+        asked = self._asks_model(batch, offered, self._expected(batch, model, lengths))
+        self.taken = [model if is_asked else number for number, is_asked in zip(self.taken, asked, strict=True)]
+        if any(asked):
+            wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
+            drafts.append(self.costly.propose(batch, wanted))
+        return _joined(batch, drafts, self.taken, model)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         for part in self.parts:
@@ -106,11 +105,10 @@ class SeveralDrafts(Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
-        parts = self.others if self.costly is None else [self.costly]
-        return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
+        return next((cost for part in self.timed if (cost := part.cost(batch)) is not None), None)
 
     def size(self) -> ForwardSize | None:
-        return NOTHING if self.costly is None else self.costly.size()
+        return next((size for part in self.timed if (size := part.size()) is not None), None)
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
         """[R], candidates of each row at most, from whichever part."""
@@ -119,10 +117,9 @@ class SeveralDrafts(Drafter):
         most = self.processors.max_rollback
         return [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
 
-    def _expected(self, batch: Batch, number: int, lengths: list[int]) -> list[list[float]]:
+    def _expected(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""
-        pairs = zip(batch.rows, lengths, strict=True)
-        return [self.survival[number][row].chances(length) for row, length in pairs]
+        return [self.survival[part][row].chances(most) for row, most in zip(batch.rows, lengths, strict=True)]
 
     def _groups(self, rows: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together."""

@@ -1,5 +1,6 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
+import copy
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -14,9 +15,9 @@ from hf_specx.common.round import Draft, Round
 
 from .costs import Pace
 from .draft_length import best_number
-from .drafter import Drafter, Reading, no_candidates
+from .drafter import Drafter, Reading, alike, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
-from .suffix_pool import DEPTH, NGrams, SuffixPool, check_number
+from .suffix_pool import DEPTH, NGrams, SuffixPool
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -90,7 +91,7 @@ class SuffixDraft(Drafter):
         max_match: int = DEPTH,
     ):
         for name, number in (("max_candidates", max_candidates), ("min_match", min_match), ("max_match", max_match)):
-            check_number(name, number, 1)
+            check_number(name, number)
         require(isinstance(pool, SuffixPool | None), f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
         told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
         require(max_match >= min(min_match, DEPTH), told)
@@ -107,35 +108,22 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
-    def of(self, target: PreTrainedModel) -> "SuffixDrafter":
-        return SuffixDrafter(self)
-
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
-
-
-class SuffixDrafter(Drafter):
-    """Looks for candidates in the texts of one call, and in a pool; see `SuffixDraft`.
-
-    `texts` says for each row where: in all rows, or, where it stands apart, in itself; its own has a number in these.
-    `found` is by row what was found for the round that is going on, also where less of it is judged.
-    """
-
-    def __init__(self, draft: SuffixDraft):
-        self.draft, self.max_candidates = draft, draft.max_candidates
+    def of(self, target: PreTrainedModel) -> "SuffixDraft":
+        """The drafter of one call: a copy, which learns together with this."""
+        return copy.copy(self)
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        if self.draft.pool is not None:
-            self.draft.pool.meet(vocab_size, tokenizer)
+        if self.pool is not None:
+            self.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         self.vocab_size, self.apart = reading.vocab_size, reading.apart
         self.pace = Pace(None) if self.apart else reading.pace
-        rows, shared = reading.batch.rows, NGrams(self.draft.min_match)
-        self.texts = [NGrams(self.draft.min_match) if self.apart else shared for _ in rows]
-        self.acceptance = [Acceptance() if self.apart else self.draft.acceptance for _ in rows]
-        self.numbers, self.given = [0 for _ in rows], 0
-        self.found: dict[int, Match] = {}
+        rows, shared = reading.batch.rows, NGrams(self.min_match)
+        # where each row is looked for, and which of these texts is its own
+        self.texts, self.numbers = [NGrams(self.min_match) if self.apart else shared for _ in rows], list(rows)
+        self.own = [Acceptance() if self.apart else self.acceptance for _ in rows]
+        self.found: dict[int, Match] = {}  # for this round by row, also where less of it is judged
         self._read(reading.batch, rows)
 
     def _read(self, batch: Batch, rows: Iterable[int]) -> None:
@@ -143,7 +131,6 @@ class SuffixDrafter(Drafter):
         for row in rows:
             text = batch.row(row)
             known = text.where((text >= 0) & (text < self.vocab_size), -1).tolist()
-            self.numbers[row], self.given = self.given, self.given + 1
             self.texts[row].extend(self.numbers[row], known)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
@@ -157,8 +144,6 @@ class SuffixDrafter(Drafter):
         found = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
         self.found = dict(zip(batch.rows, found, strict=True))
         chances = [one.chances for one in found]
-        if not any(chances):
-            return no_candidates(batch)
         most = [self._best([own]) for own in chances] if self.apart else [self._best(chances)] * len(found)
         chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
         kept, width = [len(tokens) for tokens in chosen], max(map(len, chosen))
@@ -175,18 +160,15 @@ class SuffixDrafter(Drafter):
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        draft, count = self.draft, min(most, self.draft.max_candidates)
+        count, text = min(most, self.max_candidates), self._text(row)
         if not count:
             return NONE
-        texts, text = self.texts[row], self._text(row)
-        length, followers = texts.find(text, draft.max_match, count)
-        if draft.pool is not None and not self.apart:
-            of_pool, others = draft.pool.find(text, draft.min_match, draft.max_match, count)
+        length, followers = self.texts[row].find(text, self.max_match, count)
+        if self.pool is not None and not self.apart:
+            of_pool, others = self.pool.find(text, self.min_match, self.max_match, count)
             followers = others if of_pool > length else followers + others * (of_pool == length)
             length = max(length, of_pool)
-        if not length:
-            return NONE
-        return Match(*_most_frequent(followers, count, self.acceptance[row].rate(length)), length)
+        return Match(*_most_frequent(followers, count, self.own[row].rate(length)), length)
 
     def _text(self, row: int) -> array:
         return self.texts[row].texts[self.numbers[row]]
@@ -196,9 +178,10 @@ class SuffixDrafter(Drafter):
         self._learn(rows)
         for row in rows:
             self.texts[row].remove(self.numbers[row])
+            self.numbers[row] += len(self.numbers)  # which no text has had
             self.found.pop(row, None)
             if self.apart:
-                self.acceptance[row] = Acceptance()
+                self.own[row] = Acceptance()
         self._read(batch, rows)
 
     def observe(self, done: Round) -> None:
@@ -206,17 +189,17 @@ class SuffixDrafter(Drafter):
         for row, tokens in zip(done.rows, done.tokens, strict=True):
             found = self.found.pop(row, NONE)
             if found.length:
-                alike = [one == other for one, other in zip(found.tokens, tokens, strict=False)]
-                accepted = (*alike, False).index(False)
-                self.acceptance[row].note(found.length, accepted, min(accepted + 1, len(alike)))
+                accepted = alike(found.tokens, tokens)
+                judged = min(accepted + 1, len(found.tokens), len(tokens))
+                self.own[row].note(found.length, accepted, judged)
             self.texts[row].extend(self.numbers[row], tokens)
         if done.finished:
             self._learn(range(len(self.numbers)))
 
     def _learn(self, rows: Iterable[int]) -> None:
         """Add rows to the pool."""
-        if self.draft.pool is not None:
-            self.draft.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
+        if self.pool is not None:
+            self.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
 
 def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:

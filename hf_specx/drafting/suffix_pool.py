@@ -4,14 +4,17 @@ import os
 import threading
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specx.common.errors import is_int, require
+from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
+
+from .drafter import check_number
 
 
 FORMAT = "hf_specx.SuffixPool 1"
@@ -132,14 +135,14 @@ class SuffixPool:
         vocab_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        check_number("max_tokens", max_tokens, 1)
+        check_number("max_tokens", max_tokens)
         if vocab_size is not None:
-            check_number("vocab_size", vocab_size, 1)
+            check_number("vocab_size", vocab_size)
         self.max_tokens, self.vocab_size = max_tokens, vocab_size
         self.vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
         self._texts: dict[int, array] = {}  # by a number that grows
         self._indices: dict[int, NGrams] = {}  # by the shortest match that was asked for
-        self._added, self._held, self._largest_id = 0, 0, -1
+        self._added, self._held = 0, 0
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -167,7 +170,6 @@ class SuffixPool:
             for wrong in (number for text in given for number in (min(text), max(text))):
                 told = f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
                 require(0 <= wrong < limit, told + "target's own tokenizer.")
-            self._largest_id = max([self._largest_id, *map(max, given)])
             for text in given:
                 self._added += 1
                 self._texts[self._added] = text
@@ -199,22 +201,22 @@ class SuffixPool:
         with self._lock:
             told = "the pool's texts are of another tokenizer than the target's; use a SuffixPool of its own for each."
             require(None in (vocabulary, self.vocabulary) or vocabulary == self.vocabulary, told)
-            if self.vocab_size not in (None, vocab_size) or self._largest_id >= vocab_size:
-                raise ValueError(
-                    f"the pool's texts are of a vocabulary of {self.vocab_size or self._largest_id + 1} tokens, and "
-                    f"the target has {vocab_size}; use a SuffixPool of its own for each tokenizer."
-                )
+            own = self.vocab_size or max([vocab_size, *(max(text) + 1 for text in self._texts.values())])
+            told = f"the pool's texts are of a vocabulary of {own} tokens, and the target has {vocab_size}; "
+            require(own == vocab_size, told + "use a SuffixPool of its own for each tokenizer.")
             self.vocab_size, self.vocabulary = vocab_size, self.vocabulary or vocabulary
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` and `torch.load` read: the token ids of all texts, and of which vocabulary."""
-        tokens, lengths = array("i"), []
-        for text in self.texts:
-            tokens.extend(text)
-            lengths.append(len(text))
-        content = {"format": FORMAT, "max_tokens": self.max_tokens, "vocab_size": self.vocab_size}
-        content |= {"vocabulary": self.vocabulary}
-        content |= {"tokens": torch.tensor(tokens, dtype=torch.int32), "lengths": torch.tensor(lengths)}
+        texts = self.texts
+        content = {
+            "format": FORMAT,
+            "max_tokens": self.max_tokens,
+            "vocab_size": self.vocab_size,
+            "vocabulary": self.vocabulary,
+            "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for text in texts]),
+        }
         written = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
         torch.save(content, written)
         written.replace(path)
@@ -239,15 +241,6 @@ class SuffixPool:
             told = f"{os.fspath(path)} was not written by SuffixPool.save, or is damaged; give another file."
             raise ValueError(told) from error
         return pool
-
-
-def check_number(name: str, number: Any, least: int) -> None:
-    """Refuse what is not an int of `least` or more.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    require(is_int(number) and number >= least, f"{name}={number!r} is not an int of {least} or more; give one.")
 
 
 def _token_ids(text: Iterable[int] | torch.Tensor) -> array:

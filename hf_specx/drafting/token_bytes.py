@@ -4,7 +4,8 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -15,23 +16,9 @@ from hf_specx.common.errors import require
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
 TELLING = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}  # decoders
 BYTE = re.compile("<0x([0-9A-F]{2})>")
+BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no text, as Python decodes them with "surrogateescape"
 CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces were; before these there is mostly none
 PIECE_BYTES, PIECES = 32, 65_536  # how long a piece of text is that is kept with its tokens, and how many are
-
-
-def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a tokenizer says which bytes its tokens stand for."""
-    name, backend = type(tokenizer).__name__, getattr(tokenizer, "backend_tokenizer", None)
-    told = f"{name} does not say which bytes its tokens stand for; {FAST}, or choose a draft with the same tokenizer."
-    require(backend is not None, told)
-    assert backend is not None
-    kinds = {part["type"] for part in _parts(backend.decoder)}
-    require(
-        bool(kinds & TELLING),
-        f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is "
-        f"{', '.join(sorted(kinds)) or 'None'}), so it is not known what its tokens stand for; choose a draft with "
-        "the target's own tokenizer.",
-    )
 
 
 class TokenBytes:
@@ -48,8 +35,14 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        tokens_without_bytes(tokenizer)
-        self.backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)  # calls leave padding and truncation in it
+        name, backend = type(tokenizer).__name__, cast(Any, getattr(tokenizer, "backend_tokenizer", None))
+        told = f"{name} does not say which bytes its tokens stand for; {FAST}, or choose a draft with the same "
+        require(backend is not None, told + "tokenizer.")
+        self.backend = copy.deepcopy(backend)  # calls leave padding and truncation in it
+        decoders = {part["type"]: part for part in _parts(self.backend.decoder)}
+        told = f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is "
+        told += f"{', '.join(sorted(decoders)) or 'None'}), so it is not known what its tokens stand for; choose a "
+        require(bool(decoders.keys() & TELLING), told + "draft with the target's own tokenizer.")
         self.backend.no_padding()
         self.backend.no_truncation()
         named, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
@@ -60,7 +53,7 @@ class TokenBytes:
         self.unknown = tokenizer.unk_token_id
         self.filler = _first(self.unknown, self.end, self.start, 0)  # for what cannot be written
         self.contents, self.numbers = [b""] * (1 + max(named.values(), default=-1)), dict[bytes, int]()
-        read = _reader(self.backend.decoder)
+        read = _reader(decoders)
         # of tokens that mean the same, those for single bytes as `<0x41>` come last
         for token, number in sorted(named.items(), key=lambda item: (bool(BYTE.fullmatch(item[0])), item[1])):
             content = token.encode() if number in added or number in special else read(token)
@@ -68,13 +61,11 @@ class TokenBytes:
             if content and number not in special:
                 self.numbers.setdefault(content, number)
         self.longest = max(map(len, self.numbers), default=0)
-        bare = self._ids("a")
-        whole: list[int] = self.backend.encode("a").ids
-        starts = range(len(whole) - len(bare) + 1) if bare else ()
-        self.before = next((whole[:start] for start in starts if whole[start : start + len(bare)] == bare), [])
+        bare, whole = self._ids("a"), self.backend.encode("a")
+        self.before: list[int] = whole.ids[: whole.special_tokens_mask.index(0)] if bare else []
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(bare).startswith(b" ")
-        self.known: dict[bytes, list[int]] = {}
+        self._kept = lru_cache(PIECES)(self._encoded)
 
     def joined(self, ids: Iterable[int]) -> bytes:
         """The bytes of tokens in the middle of a text; none for ids without a token."""
@@ -88,36 +79,24 @@ class TokenBytes:
         the space that it may put before, or else the longest ones from left to right. Where it has none, as for
         capitals if it knows lower case only, they are what it makes of the text.
         """
-        if opens or len(text) > PIECE_BYTES:
-            return self._encoded(text, opens)
-        if text not in self.known:
-            if len(self.known) >= PIECES:
-                self.known.clear()
-            self.known[text] = self._encoded(text)
-        return self.known[text]
+        return self._encoded(text, opens) if opens or len(text) > PIECE_BYTES else self._kept(text)
 
     def _encoded(self, text: bytes, opens: bool = False) -> list[int]:
         found: list[int] = []
-        while text:
-            try:
-                found += self._piece(text, opens and not found)
-                break
-            except UnicodeDecodeError as error:  # bytes that are no text
-                if error.start:
-                    found += self._piece(text[: error.start], opens and not found)
-                found += self._longest(text[error.start : error.end])
-                text = text[error.end :]
+        for number, part in enumerate(BROKEN.split(text.decode(errors="surrogateescape"))):
+            if number % 2:
+                found += self._longest(part.encode(errors="surrogateescape"))
+            elif part:
+                found += self._piece(part, opens and not found)
         return found or [self.filler]
 
-    def _piece(self, text: bytes, opens: bool) -> list[int]:
-        written = text.decode()
-        begun = not opens and self.opens_with_space and written.startswith(" ")
-        ids = self._ids(written[1:] if begun else written)
+    def _piece(self, text: str, opens: bool) -> list[int]:
+        begun, exact = not opens and self.opens_with_space and text.startswith(" "), text.encode()
+        ids = self._ids(text[1:] if begun else text)
         content = self.joined(ids)
-        if not opens and content == b" " + text and (first := self._longest(self.contents[ids[0]][1:])):
+        if not opens and content == b" " + exact and (first := self._longest(self.contents[ids[0]][1:])):
             return [*first, *ids[1:]]  # all but the space that it has put before
-        exact = opens or content == text
-        return ids if exact else self._longest(text) or ids
+        return ids if opens or content == exact else self._longest(exact) or ids
 
     def _ids(self, text: str) -> list[int]:
         found: list[int] = self.backend.encode(text, add_special_tokens=False).ids
@@ -145,19 +124,18 @@ def _parts(component: Any) -> Iterator[dict[str, Any]]:
         todo += part.get("decoders", [])
 
 
-def _reader(decoder: Any) -> Callable[[str], bytes]:
+def _reader(decoders: dict[str, dict[str, Any]]) -> Callable[[str], bytes]:
     """A function from a token, as it is in the vocabulary, to its bytes."""
-    found = {part["type"]: part for part in _parts(decoder)}
-    if "ByteLevel" in found:
+    if "ByteLevel" in decoders:
         meant = {char: bytes([number]) for number, char in bytes_to_unicode().items()}
         return lambda token: b"".join(meant.get(char) or char.encode() for char in token)
-    if "WordPiece" in found:
-        inside = found["WordPiece"]["prefix"]
+    if "WordPiece" in decoders:
+        inside = decoders["WordPiece"]["prefix"]
         return lambda token: _word_piece(token, inside).encode()
-    space = found.get("Metaspace", {}).get("replacement", "▁")
+    space = decoders.get("Metaspace", {}).get("replacement", "▁")
 
     def read(token: str) -> bytes:
-        byte = BYTE.fullmatch(token) if "ByteFallback" in found else None
+        byte = BYTE.fullmatch(token) if "ByteFallback" in decoders else None
         return token.replace(space, " ").encode() if byte is None else bytes([int(byte[1], 16)])
 
     return read

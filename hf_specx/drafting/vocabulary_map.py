@@ -4,6 +4,7 @@ From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: the draft's distribution
 """
 
 import itertools
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,9 +95,7 @@ def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int)
     return found
 
 
-MAPS: WeakKeyDictionary[
-    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, ...], VocabularyMap]]
-] = WeakKeyDictionary()
+MAPS: WeakKeyDictionary[PreTrainedTokenizerBase, Any] = WeakKeyDictionary()  # by the target's, the draft's, and sizes
 
 
 def vocabulary_map(
@@ -107,7 +106,7 @@ def vocabulary_map(
     `sizes` are V of the target's logits and of the draft's. A ValueError says that a tokenizer does not tell which
     bytes its tokens stand for.
     """
-    known = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
+    known: dict[Any, VocabularyMap] = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
     key = (len(tokenizer), len(draft_tokenizer), *sizes)
     if key not in known:
         known[key] = VocabularyMap(TokenBytes(tokenizer), TokenBytes(draft_tokenizer), sizes)

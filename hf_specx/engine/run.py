@@ -12,9 +12,9 @@ from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Reading
-from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Auto, Schedule
+from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
@@ -60,8 +60,8 @@ class Run:
         # all ranks need the same numbers, and so do compiled forwards
         self.forces, self.drafter = not (call.synced or options.compile), call.drafter
         masks = call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
-        if self.forces and masks and not self.drafter.has_probs:  # a draft model's own drafter adds forced tokens
-            self.drafter = ForcedDrafter(self.drafter)
+        if self.forces and masks and not (self.drafter.has_probs or self.drafter.parts):
+            self.drafter = SeveralDrafts([self.drafter])  # which adds forced tokens, as that of a model does itself
         back, told = self.processors.max_rollback, ""
         if back < most:
             name = self.processors.limited_by

@@ -14,11 +14,11 @@ from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import check_names, kind, require, similar
 from hf_specx.common.wrappers import shallow, unwrapped
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.drafter import check_number
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.entry import (
     bind_stop_strings,
     check_entry,
@@ -121,7 +121,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     if number is None:
         return None
     for name, value in zip(names, (number, size), strict=True):
-        check_number(name, 1 if value is None else value, 1)
+        check_number(name, 1 if value is None else value)
     unset(names[0], model, kwargs)  # else `generate` would look them up itself
     return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
 

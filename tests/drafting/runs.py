@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -30,7 +31,7 @@ def drafted(strategy: SpeculativeDecoding) -> list[int]:
 class Forced(Schedule):
     """Given numbers in turns; each row is `between` rounds ahead of the row before."""
 
-    def __init__(self, *given: Any, numbers: Sequence[int], between: int = 0, **more: Any):
+    def __init__(self, numbers: Sequence[int], between: int = 0):
         super().__init__(MAX_DRAFT_TOKENS)
         self.numbers, self.between, self.rounds = numbers, between, 0
 
@@ -39,3 +40,8 @@ class Forced(Schedule):
 
     def observe(self, done: Round) -> None:
         self.rounds += any(done.before)  # which the prompts' own step has not
+
+
+def in_turns(monkeypatch: pytest.MonkeyPatch, numbers: Sequence[int], between: int = 0) -> None:
+    """Have calls draft so many candidates, round by round."""
+    monkeypatch.setattr("hf_specx.engine.run.Run._make_schedule", lambda run: Forced(numbers, between))

@@ -6,11 +6,7 @@ from enumerated import Tokenizer
 from scipy.stats import chisquare
 from tiny import Forwards, near, prompts, tiny
 from transformers import LlamaForCausalLM
-from transformers.generation.candidate_generator import (
-    AssistedCandidateGenerator,
-    CandidateGenerator,
-    PromptLookupCandidateGenerator,
-)
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from wrong_rules import GreedyDraft
 
@@ -36,13 +32,9 @@ def assisted(model: LlamaForCausalLM) -> Assisted:
 
 
 def test_stock_loop_greedy_equals_plain():
-    target = tiny("llama")
-    ids = prompts(1)["input_ids"]
-    expected = target.generate(ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2)
-    output = assisted(target).generate(
-        ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2, assistant_model=near(target, 0.05)
-    )
-    assert torch.equal(output, expected)
+    target, settings = tiny("llama"), {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.2}
+    output = assisted(target).generate(**prompts(1), **settings, assistant_model=near(target, 0.05))
+    assert torch.equal(output, target.generate(**prompts(1), **settings))
 
 
 def stock_loop_p_value(rule: type[RejectionRule]) -> float:
@@ -69,12 +61,8 @@ def stock_loop_p_value(rule: type[RejectionRule]) -> float:
 
 @pytest.mark.slow
 def test_stock_loop_sampled_law_is_exact():
-    """False alarm 1e-4; several rounds each, after partial and after full acceptance."""
+    """False alarm 1e-4; several rounds each, after partial and after full acceptance. A wrong one is seen."""
     assert stock_loop_p_value(RejectionRule) > 1e-4
-
-
-@pytest.mark.slow
-def test_stock_loop_law_test_can_fail():
     assert stock_loop_p_value(GreedyDraft) < 1e-8
 
 
@@ -162,12 +150,6 @@ def test_generators_that_cannot_serve_are_refused():
     for generator in (assistant, ours):
         with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
             SpeculativeDecoding(generator)
-
-    class Reader(CandidateGenerator):
-        requires_model_outputs = True
-
-    with pytest.raises(ValueError, match="Reader, which reads the target's outputs"):
-        SpeculativeDecoding(Reader())
 
 
 @pytest.mark.parametrize("sizes", [(48, 40), (40, 48)])

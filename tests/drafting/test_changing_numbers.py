@@ -4,7 +4,6 @@ The chi-square tests at the end fail by chance with probability 1e-6.
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import zoo
 from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
-from runs import COUPLED, GREEDY, KNOWN, Forced, drafted, run
+from runs import COUPLED, GREEDY, KNOWN, drafted, in_turns, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
@@ -28,16 +27,12 @@ EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qw
 EXACT += [("t5", "padded"), ("t5", "lockstep")]
 
 
-def known(rows: int = 4) -> Costs:
-    return Costs({rows: KNOWN})
-
-
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize(("how", "model"), once(product([0, 4], [GREEDY, COUPLED]), EXACT))
 def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPatch, how: tuple, model: tuple):
     """Rows end at different steps, so that some leave while the draft is away."""
     (between, settings), (model_type, layout) = how, model
-    monkeypatch.setattr("hf_specx.engine.run.Auto", partial(Forced, numbers=NUMBERS, between=between))
+    in_turns(monkeypatch, NUMBERS, between)
     kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
     inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
@@ -46,7 +41,7 @@ def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPa
     for end in (None, [early, late]):
         given = settings | {"eos_token_id": end, "pad_token_id": 0}
         expected, state = run(target, inputs, **given), torch.get_rng_state()
-        strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout, costs=known())
+        strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout)
         assert torch.equal(run(target, inputs, strategy, **given), expected)
         assert torch.equal(torch.get_rng_state(), state)
         assert strategy.report.drafted > strategy.report.accepted
@@ -58,13 +53,12 @@ def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPa
 
 def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
     """And none when it begins."""
-    numbers = (4, *[0] * 30, 3, *[0] * 100)
-    monkeypatch.setattr("hf_specx.engine.run.Auto", partial(Forced, numbers=numbers))
+    in_turns(monkeypatch, (4, *[0] * 30, 3, *[0] * 100))
     target = tiny()
     for noise in (0.0, 0.5):
         draft = near(target, noise)
         with Forwards(draft) as forwards:
-            run(target, prompts(4), SpeculativeDecoding(draft, costs=known()), **GREEDY)
+            run(target, prompts(4), SpeculativeDecoding(draft), **GREEDY)
         prompt, first, *others = forwards.lengths
         assert (prompt, first) == (11, 1)
         assert len([length for length in others if length > 28]) == 1

@@ -46,21 +46,6 @@ def drafted(report: SpeculationReport) -> list[int]:
     return [record.drafted for record in report.history[0] if record.drafted]
 
 
-@pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
-@pytest.mark.parametrize("where", ["argument", "draft"])
-def test_schedules_of_transformers_leave_the_number_to_auto(models: Any, draft_pays, where: str, schedule: str):
-    """The number follows what is accepted, in every call by what the calls before have shown."""
-    target, draft = models
-    given = {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": schedule}
-    draft.generation_config.update(**given if where == "draft" else {})
-    strategy = SpeculativeDecoding(draft)
-    call = given if where == "argument" else {}
-    for _ in range(2):
-        output = target.generate(**prompts(2), **GREEDY, **call, custom_generate=strategy)
-        assert torch.equal(output, target.generate(**prompts(2), **GREEDY))
-    assert drafted(strategy.report)[0] != 3
-
-
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])
 @pytest.mark.parametrize("where", ["argument", "draft"])
 def test_threshold(models: Any, mode: str, where: str):

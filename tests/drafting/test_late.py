@@ -4,11 +4,10 @@ import pytest
 import torch
 from all_pairs import once
 from other_tokens import draft_of, target_of, texts, tokenizer_of
-from runs import COUPLED, Forced
+from runs import COUPLED, in_turns
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
-from hf_specx.engine import run
 from hf_specx.models.decoder import Decoder
 
 
@@ -16,15 +15,9 @@ LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
-def in_turns(monkeypatch: pytest.MonkeyPatch, pause: int = 12, between: int = 0) -> None:
-    """No candidates for some rounds, then four of them for five rounds, and so on."""
-    numbers = [0] * pause + [4] * 5
-    monkeypatch.setattr(run.Run, "_make_schedule", lambda self: Forced(numbers=numbers, between=between))
-
-
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])
 def test_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, layout: str, between: int, compared: list[bool]):
-    in_turns(monkeypatch, between=between)
+    in_turns(monkeypatch, [0] * 12 + [4] * 5, between)
     target = tiny()
     draft = near(target, 0.02)
     settings = COUPLED | {"max_new_tokens": 40, "eos_token_id": [7, 23, 31, 46], "pad_token_id": 0}
@@ -40,7 +33,7 @@ def test_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, layout: str, betw
 
 def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, compared: list[bool]):
     """A control: what was rejected is taken for text."""
-    in_turns(monkeypatch)
+    in_turns(monkeypatch, [0] * 12 + [4] * 5)
     monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1))
@@ -66,7 +59,7 @@ def test_prompts_that_have_come_meanwhile(
     monkeypatch: pytest.MonkeyPatch, kind: str | None, pause: int, compared: list[bool]
 ):
     """In the places of rows that ended, some of them wider than all before; some have ended before they were read."""
-    in_turns(monkeypatch, pause)
+    in_turns(monkeypatch, [0] * pause + [4] * 5)
     target, draft, options, ids = queued(kind)
     asked = [Request(one, 3 + 7 * (n % 3), seed=n) for n, one in enumerate(ids)]
     settings = COUPLED | {"pad_token_id": 1}

@@ -8,11 +8,7 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.drafting.schedule import (
-    UNSET,
-    Schedule,
-    choose_drafting,
-)
+from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
 
 
 DRAFTS_OWN = {
