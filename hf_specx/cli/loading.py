@@ -85,7 +85,9 @@ def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> D
         return pair
     pair.config.forget()  # what was measured with its own draft, and recommended for it, does not hold
     pair.config.set_draft(weightless)
-    return DraftTargetPair(pair.target, weightless, pair.tokenizer, pair.config)
+    made = DraftTargetPair(pair.target, weightless, pair.tokenizer, pair.config)
+    made.sources["target"] = pair.sources["target"]
+    return made
 
 
 def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:

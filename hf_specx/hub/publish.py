@@ -62,15 +62,13 @@ def save(
     """
     place, folder = Path(folder).absolute(), Path(folder).resolve()
     check_folder(folder, overwrite)
-    for role, where in {"target": target, "draft": draft}.items():
-        known = where in (INSIDE, REFERENCE)
-        require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
+    sources = {role: _source(pair, role, where) for role, where in {"target": target, "draft": draft}.items()}
     _check_draft(pair.draft, draft)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
         new, old = Path(work) / "new", Path(work) / "old"
         new.mkdir()
-        config = _write(pair, new, target, draft)
+        config = _write(pair, new, sources)
         if with_code:
             warn_of_slower(config)
             card = render(config, place.name, published=True)
@@ -105,7 +103,24 @@ def _head_of(draft: Any) -> Any:
     return draft.head if isinstance(draft, EarlyExitDraft) else None
 
 
-def _write(pair: Any, folder: Path, target: str, draft: str) -> PairConfig:
+def _source(pair: Any, role: str, where: str) -> ModelSource | None:
+    """A reference to a model; None if it is to be saved inside the pair."""
+    known = where in (INSIDE, REFERENCE)
+    require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
+    model, source = getattr(pair, role), pair.sources[role]
+    if where == INSIDE or not isinstance(model, PreTrainedModel):
+        return None
+    found = model_facts(model)
+    if source is not None and source.name is not None:
+        found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
+    made = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
+    told = f"the {role} was {made}, which is no repository on the Hub or not known at which commit; save it with "
+    told += f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit."
+    require(found.name is not None, told)
+    return found
+
+
+def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
     """Write the models that are inside, the smaller one first, the tokenizers and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
     config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
@@ -116,11 +131,11 @@ def _write(pair: Any, folder: Path, target: str, draft: str) -> PairConfig:
         save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
     config.draft_tokenizer = None
     if isinstance(pair.draft, PreTrainedModel):
-        config.draft = _write_model(pair, "draft", draft, folder)
+        config.draft = sources["draft"] or _write_model(pair.draft, folder, SUBFOLDERS["draft"])
         config.draft_tokenizer = draft_tokenizer_facts(pair)
-        if config.draft_tokenizer is not None and draft == INSIDE:
+        if config.draft_tokenizer is not None and sources["draft"] is None:
             pair.draft_tokenizer.save_pretrained(folder / SUBFOLDERS["draft"])
-    config.target = _write_model(pair, "target", target, folder)
+    config.target = sources["target"] or _write_model(pair.target, folder, SUBFOLDERS["target"])
     if pair.tokenizer is None:
         config.tokenizers = None
     else:
@@ -134,21 +149,11 @@ def _write(pair: Any, folder: Path, target: str, draft: str) -> PairConfig:
     return config
 
 
-def _write_model(pair: Any, role: str, where: str, folder: Path) -> ModelSource:
-    """Write a model into its subfolder, unless it is saved by reference; returns where it is."""
-    model, source, subfolder = getattr(pair, role), pair.sources[role], SUBFOLDERS[role]
-    found = model_facts(model)
-    if where == INSIDE:
-        model.save_pretrained(folder / subfolder)
-        new = fingerprint(folder / subfolder)
-        return replace(found, name=None, revision=None, subfolder=subfolder, fingerprint=new)
-    if source is not None and source.name is not None:
-        found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
-    made = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
-    told = f"the {role} was {made}, which is no repository on the Hub or not known at which commit; save it with "
-    told += f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit."
-    require(found.name is not None, told)
-    return found
+def _write_model(model: PreTrainedModel, folder: Path, subfolder: str) -> ModelSource:
+    """Write a model into a subfolder of the pair; returns where it is."""
+    model.save_pretrained(folder / subfolder)
+    found = replace(model_facts(model), fingerprint=fingerprint(folder / subfolder))
+    return replace(found, name=None, revision=None, subfolder=subfolder)
 
 
 def write_code(folder: Path, name: str, revision: str | None = None) -> None:

@@ -244,7 +244,8 @@ def run(
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
-    healed, heal = shallow(model), GenerationMixin.heal_tokens
-    vars(healed).pop("generate", None)  # healing calls `generate`, and an override would want a draft
-    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(healed, input_ids, tokenizer)
+    plain = shallow(model)
+    vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
+    healed, heal = shallow(plain), GenerationMixin.heal_tokens
+    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)
     return healed

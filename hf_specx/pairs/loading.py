@@ -73,8 +73,9 @@ def load_pair(
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     files, config = get_pair(name_or_path, revision, **hub)
     trust, given = (trust_remote_code, use_safetensors), {"target": target, "draft": draft}
+    drafts = config.weightless_draft() if draft is None else draft
+    _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
-    _check_used(found, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     tokenizers = _tokenizers(files, found, config, trust_remote_code)
     place = _plan(found, own["target"], device_map, draft_device_map, max_memory, cache_tokens, dtype)
     loaded = found["target"].load(**shared | own["target"] | place.target)
@@ -126,16 +127,17 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     return found
 
 
-def _check_used(found: dict[str, FoundModel], of_target: dict[str, Any], draft_device_map: Any, kwargs: Any) -> None:
-    """Whether the models that arguments are for are loaded at all."""
+def _check_used(made: dict[str, Any], of_target: dict[str, Any], draft_device_map: Any, kwargs: Any) -> None:
+    """Whether the models that arguments are for are loaded at all, and not `made` already."""
     of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
     of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": kwargs or None}
     for role, given in {"target": of_target, "draft": of_draft}.items():
-        is_model = isinstance(found[role].made, PreTrainedModel)
+        loaded = not isinstance(made[role], PreTrainedModel | WeightlessDraft)
+        is_model = isinstance(made[role], PreTrainedModel)
         why = "is given as a model" if is_model else "of this pair has no weights of its own"
         for name, value in given.items():
             told = f"{name}= says how the {role} is loaded, and the {role} {why}; leave it out."
-            require(found[role].files is not None or value is None, told)
+            require(loaded or value is None, told)
 
 
 def _plan(found: dict[str, FoundModel], own: dict[str, Any], *where: Any) -> Placement:

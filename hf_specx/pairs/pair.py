@@ -165,4 +165,5 @@ class DraftTargetPair(NoModel):
         kept = {name: getattr(own, name) for name in STRATEGY_OPTIONS}
         strategy = SpeculativeDecoding(own.draft_model, **kept | options) if options else copy.copy(own)
         strategy.listeners, strategy._said = own.listeners, own._said
+        strategy.report = None  # of this call alone, whatever the pair's strategy has decoded
         return strategy

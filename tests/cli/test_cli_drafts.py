@@ -11,6 +11,9 @@ from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.cli.loading import load_given_pair
+from hf_specx.cli.options import Loading
+from hf_specx.hub.pair_config import ModelSource
 
 
 @pytest.fixture
@@ -42,6 +45,12 @@ def test_an_acceptance_of_no_candidates_is_not_a_number(pair: DraftTargetPair):
     said = command("generate", TEXTS[0], *named).stderr
     assert "alpha -, acceptance rate -, " in said
     assert "alpha -, 1.00 tokens a row and round" in said
+
+
+def test_where_the_target_is_from_is_known_with_another_draft(pair: DraftTargetPair):
+    pair.sources["target"] = ModelSource("org/target", "1" * 40)
+    made = load_given_pair("embedded", Loading(), "suffix")
+    assert made.sources == {"target": pair.sources["target"], "draft": None}
 
 
 @pytest.mark.parametrize("form", ["medusa safetensors", "medusa"])

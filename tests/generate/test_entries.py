@@ -120,6 +120,15 @@ def test_token_healing(world: SimpleNamespace, form: str):
     assert isinstance(world.own.generate, Callable)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_token_healing_by_the_models_own_config(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
+    """Healing generates by itself, which then wants a tokenizer: refused as by stock, and not healed over and over."""
+    for model in (world.target, world.own):
+        monkeypatch.setattr(model.generation_config, "token_healing", True)
+    with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
+        world.call[form](**prompts(1), **GREEDY, tokenizer=world.tokenizer)
+
+
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
     """Were there other ranks, they would be asked whether they are finished; alone it says nothing."""

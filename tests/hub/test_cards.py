@@ -17,7 +17,7 @@ from typer.main import get_command
 from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from hf_specx.hub.publish import save
 
 
@@ -129,6 +129,13 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path):
     pair.save_pretrained(tmp_path / "pair")
     assert PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).measurements[0].command == shown
     assert pair.config.measurements[0].command == typed
+
+
+def test_a_draft_with_a_tokenizer_of_its_own():
+    tokenizers = TokenizerFacts("own", 48, {"eos_token": "</s>"})
+    card = render(full(tokenizers=tokenizers, draft_tokenizer=DraftTokenizer(50, 0.947)), "org/pair")
+    assert "48 tokens of the target; the draft has a tokenizer of its own with 50, among them 95% of the" in card
+    assert "serves other targets with any tokenizer" in card
 
 
 def test_what_is_missing_is_said_to_be_missing():

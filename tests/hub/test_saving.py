@@ -78,6 +78,13 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
     assert weights_equal(loaded.draft, draft)
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_that_is_nowhere_is_refused_before_anything_is_written(role: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"the {role} was made here, which is no repository on the Hub"):
+        DraftTargetPair(tiny(), tiny(seed=1)).save_pretrained(tmp_path / "pairs" / "one", **{role: "reference"})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("place", ["new", "pair"])
 @pytest.mark.parametrize("step", ["writing", "renaming"])
 def test_what_goes_wrong_leaves_nothing(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repositories import put
 from safetensors.torch import load_file
 from tiny import Forwards, near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.hub import load_model as hub_loading
+from hf_specx.hub.pair_config import CONFIG_NAME
 from hf_specx.pairs import loading as pair_loading
 from hf_specx.pairs.placement import Placement
 
@@ -66,6 +68,17 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
         DraftTargetPair.from_pretrained(folder, **{role: tiny()}, **options)
+
+
+def test_such_arguments_are_refused_before_a_model_is_fetched(folder: Path, tmp_path: Path):
+    """Here there is none; of a draft without weights they are refused too."""
+    shutil.copy(folder / CONFIG_NAME, tmp_path)
+    with pytest.raises(ValueError, match="and the draft is given as a model"):
+        DraftTargetPair.from_pretrained(tmp_path, draft=tiny(), draft_device_map="cpu")
+    put("suffix", {})(tmp_path)
+    put("draft", {})(tmp_path)
+    with pytest.raises(ValueError, match="and the draft of this pair has no weights of its own"):
+        DraftTargetPair.from_pretrained(tmp_path, draft_device_map="cpu")
 
 
 def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from setuptools import find_packages
 from tiny import near, prompts, tiny
 from transformers import LogitsProcessor
 
@@ -79,13 +80,24 @@ def test_a_pair_goes_on_where_it_left_off():
         assert pair.strategy is strategy
 
 
+def test_a_report_is_of_its_own_call():
+    """Whatever its user has decoded by the pair's strategy before."""
+    target = tiny()
+    pair, call = DraftTargetPair(target, near(target, 0.1)), prompts(2) | {"do_sample": False, "max_new_tokens": 8}
+    target.generate(**call, custom_generate=pair.strategy)
+    pair.generate(**call)
+    assert pair.report.emitted == pair.strategy.report.emitted == 16
+
+
 def test_every_file_of_the_package_is_carried_by_its_wheel():
-    """Those that are not code are named in pyproject.toml; READMEs are for readers of the tree."""
+    """Code in packages, and what pyproject.toml names besides; READMEs are for readers of the tree."""
     root, tomllib = Path(__file__).parents[2], pytest.importorskip("tomllib")  # of Python 3.11
-    named = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    globs = [f"{room.replace('.', '/')}/{pattern}" for room, patterns in named.items() for pattern in patterns]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = find_packages(str(root), include=settings["packages"]["find"]["include"])
+    named = [*settings["package-data"].items(), *((package, ["*.py"]) for package in packages)]
+    globs = [f"{room.replace('.', '/')}/{pattern}" for room, patterns in named for pattern in patterns]
     carried = {path for pattern in globs for path in root.glob(pattern)}
-    files = {path for path in (root / "hf_specx").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    files = {path for path in (root / "hf_specx").rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert {path.name for path in files - carried} <= {"README.md"}
 
 
