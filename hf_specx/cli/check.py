@@ -8,7 +8,7 @@ import typer
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
 from hf_specx.metrics.page import PAGES, page
-from hf_specx.metrics.result import FAILED, PASSED, summary
+from hf_specx.metrics.result import FAILED, PASSED, CheckResult, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
@@ -69,12 +69,17 @@ def check(
         console.verdict(line.verdict, line.what, line.note)
     console.text(f"\n{summary(result)}", VERDICTS[PASSED if result.passed else FAILED])
     for path in out or ():
-        if path.suffix.lower() in PAGES:
-            path.write_text(page(result), encoding="utf-8")
-        else:
-            result.save(path)
-        say(f"wrote {path}")
+        write(result, path)
     if unfinished is not None:
         unfinished.unlink()
     if not result.passed:
         raise typer.Exit(1)
+
+
+def write(result: CheckResult, path: Path) -> None:
+    """As a page or as JSON, by the end of its name."""
+    if path.suffix.lower() in PAGES:
+        path.write_text(page(result), encoding="utf-8")
+    else:
+        result.save(path)
+    say(f"wrote {path}")

@@ -69,6 +69,6 @@ def test_heads(tmp_path: Path, form: str):
     for result in (generated, tuned):
         if form == "medusa":
             assert result.exit_code == 2
-            assert "save_pretrained() writes safetensors" in " ".join(result.stderr.split())
+            assert "save_pretrained() writes safetensors" in " ".join(result.output.split())
         else:
             assert result.exit_code == 0, result.stderr

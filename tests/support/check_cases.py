@@ -87,15 +87,14 @@ def between(shift: int) -> Callable:
     """Masks by which a query sees `shift` keys more than those up to itself."""
 
     def wrong(masks, queries, keys, known=None, first=0):
-        visible = keys <= queries + shift
-        return masks._as_asked(visible if known is None else known & visible)
+        return RIGHT_MASKS(masks, queries + shift, keys, known, first)
 
     return wrong
 
 
-def positions_behind(decoder, batch, emitted, longest=None):
+def positions_behind(decoder, batch, emitted):
     """Of emitted tokens, one too far."""
-    return RIGHT_POSITIONS(decoder, batch, emitted + 1, None if longest is None else longest + 1)
+    return RIGHT_POSITIONS(decoder, batch, emitted + 1)
 
 
 def last_skipped(run):
@@ -107,7 +106,7 @@ def last_skipped(run):
     return skipped, both[1]
 
 
-RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, Run._processors
+RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, Decoder._positions, Run._processors
 LAWFUL, EXACT, SAMPLED = {"token", "block"}, {"greedy", "coupled"}, {"coupled", "token", "block"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
