@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_200,
-    "heads": 1_900,
-    "package": 22_600,
-    "tests": 24_750,
+    "call": 10_780,
+    "heads": 1_790,
+    "package": 21_720,
+    "tests": 23_600,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 30, "functions": 234, "calls": 320}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 223, "calls": 290}  # of a call of `generate`
 
 
 @pytest.fixture

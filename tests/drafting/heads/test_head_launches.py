@@ -33,10 +33,8 @@ def launches(model: Any, tokens: int, strategy: SpeculativeDecoding | None = Non
     with emulated() as device:
         torch.manual_seed(0)
         model.generate(**inputs, **SAMPLED, max_new_tokens=tokens, custom_generate=strategy)
-    return (
-        device.launches.total(),
-        tokens if strategy is None else strategy.report.rounds + strategy.report.plain_steps,
-    )
+    rounds = tokens if strategy is None else strategy.report.rounds + strategy.report.plain_steps
+    return device.launches.total(), rounds
 
 
 def of_a_round(model: Any, draft: Any = None) -> float:
