@@ -117,5 +117,5 @@ def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
 def _named(value: Any) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
-    kind = value if hasattr(value, "__qualname__") else type(value)
+    kind = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"

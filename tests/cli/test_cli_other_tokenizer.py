@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 from command import command
-from other_tokens import pair_of, texts
+from other_tokens import pair_of, texts, tokenizer_of
 from transformers import AutoModelForCausalLM
+
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"
@@ -16,6 +18,9 @@ def test_it_decodes_as_plain_by_its_own_code(tmp_path: Path):
     pair_of(KIND, OTHER).save_pretrained(folder)
     result = command("publish", folder, "--out", out)
     assert result.exit_code == 0, result.output
+    noted = PairConfig.from_file(out / CONFIG_NAME).draft_tokenizer
+    assert noted.tokens == len(tokenizer_of(OTHER))
+    assert 0.9 < noted.overlap < 1
     model = AutoModelForCausalLM.from_pretrained(out)
     given = texts(KIND, 4) | {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "pad_token_id": 1}
     torch.manual_seed(1)

@@ -40,6 +40,7 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "--temperature 0.0 is not above 0; give a positive number, or --no-do-sample": "generate a --temperature 0",
     "--no-do-sample draws nothing; leave --temperature": "tune T D --no-do-sample --top-k 3",
     "--draft exit:1 needs a target; name one": "generate a --draft exit:1",
+    "the draft 'ngram:4' means nothing; give one of: suffix (": "tune T ngram:4",
     "names no number of layers; give one of 1 or more, like layers:4": "bench T --draft layers:",
     "cannot be used here: it is a new head, which specx distill trains": "generate a --target T --draft eagle3",
     "cannot be used here: it stands for several numbers of layers": "check T --draft exits",

@@ -115,10 +115,7 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
         ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),
         ({"requests": [1, 2]}, "requests is a single prompt; give a list of prompts"),
-        (
-            {"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])},
-            "requests is a Tensor; give .* without pads",
-        ),
+        ({"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])}, "requests is a Tensor; give .* without pads"),
     ],
 )
 def test_arguments_that_are_refused(options: dict, told: str):

@@ -74,6 +74,8 @@ def test_what_cannot_be_told_from_others_says_what_it_does_or_is_refused(pair: D
     with pytest.raises(ValueError, match="lock cannot be told from others of its kind .*set an attribute fingerprint"):
         pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
     assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="generator cannot be told from others of its kind"):
+        plain_value(Holding(token for token in "ab"))
     pair.complete(["the cat"], logits_processor=[held], **options)
     held.fingerprint = "nothing"
     pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
