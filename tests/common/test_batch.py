@@ -53,3 +53,10 @@ def test_in_lockstep_all_rows_gain_what_the_least_one_does():
     assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
     assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
     assert batch.counts == [2, 2]
+
+
+def test_candidates_that_were_not_judged_are_no_output():
+    batch = Batch(torch.tensor([[1, 2]]), None, 0)
+    batch.emit(torch.tensor([[3]]), [1])
+    batch.put(torch.tensor([[4]]))
+    assert batch.output(2).tolist() == [[1, 2, 3, 0]]

@@ -4,11 +4,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from automaton import Automaton
 from rounds import made_round
 from transformers import GenerationConfig
 
+from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rewindable import TokenMasks
 
 
 DRAFTS_OWN = {
@@ -47,3 +52,11 @@ def test_rounds_that_are_not_typical_do_not_count():
         done = made_round(lengths, lengths)
         schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
     assert {kind: list(seconds) for kind, seconds in pace.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
+
+
+def test_no_row_drafts_more_than_can_be_taken_back():
+    """Where drafts follow no masks, as in compiled forwards, nothing else says so."""
+    processors = Processors([TokenMasks(Automaton(9, 3, max_rollback=2), 9)])
+    batch = Batch(torch.ones(1, 3, dtype=torch.int64), None, 0)
+    batch.emit(torch.ones(1, 1, dtype=torch.int64), [1])
+    assert Schedule(5, processors=processors)(batch) == [2]

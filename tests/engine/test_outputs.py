@@ -89,6 +89,16 @@ def test_entries_are_those_of_stock(case: tuple[str, str], mode: str, ends: bool
     assert output.speculation_report.accepted > 0
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
+def test_gaps_in_a_mask_are_not_seen(layout: str):
+    """Logits show what is too little for another token."""
+    target = model("llama")
+    call = calls(target, "coupled", ends=False)[0] | EVERYTHING
+    call["attention_mask"] = call["attention_mask"].clone()
+    call["attention_mask"][0, 4:9] = 0
+    assert_like_stock(generate(target, call, layout), generate(target, call), [NEW_TOKENS] * ROWS)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_that_are_stopped_without_an_end_token_go_on(mode: str):
     """Until all are stopped, as in stock; what a row emitted behind that column does not count."""

@@ -42,6 +42,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch):
 def test_rows_of_unequal_length_over_several_windows(model_type: str, number: int):
     target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
     inputs["attention_mask"][1, :-2] = 0  # so that pads lie in a window
+    inputs["attention_mask"][0, -3] = 0  # and a gap
     strategy = coupled(target, 0.05, num_draft_tokens=number)
     assert_plain(target, strategy, inputs, **LONG, do_sample=True)
     assert 0 < strategy.report.accepted < strategy.report.drafted
