@@ -255,6 +255,19 @@ def on_device(model: nn.Module) -> nn.Module:
     return moved
 
 
+def launched(
+    model: Any, inputs: dict[str, torch.Tensor], strategy: Any = None, **settings: Any
+) -> tuple[Counter, int]:
+    """What a call launches on the device, by rooms, and in how many rounds, or steps of plain `generate`."""
+    with emulated():
+        there = {name: x.to("cuda:0") for name, x in inputs.items()}
+    with emulated() as device:
+        torch.manual_seed(0)
+        model.generate(**there, **settings, custom_generate=strategy)
+    steps = settings["max_new_tokens"]
+    return device.launches, steps if strategy is None else strategy.report.rounds + strategy.report.plain_steps
+
+
 def as_parameter(tensor: torch.Tensor) -> OnDevice:
     made = OnDevice(tensor.detach())
     made._is_param = isinstance(tensor, nn.Parameter)  # torch takes a subclass for one by this mark

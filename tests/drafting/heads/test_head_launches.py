@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from accelerator import CPU, emulated, on_device
+from accelerator import CPU, emulated, launched, on_device
 from alignment import GREEDY, loaded, target_of, watched
 from head_files import random_head
 from tiny import prompts, tiny
@@ -26,22 +26,12 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {  # and the most launches of a
 SAMPLED = {"do_sample": True, "top_k": 20, "pad_token_id": 0}
 
 
-def launches(model: Any, tokens: int, strategy: SpeculativeDecoding | None = None) -> tuple[int, int]:
-    """Of a call, and how many rounds or steps it took."""
-    with emulated():
-        inputs = {name: x.to("cuda:0") for name, x in prompts(1).items()}
-    with emulated() as device:
-        torch.manual_seed(0)
-        model.generate(**inputs, **SAMPLED, max_new_tokens=tokens, custom_generate=strategy)
-    rounds = tokens if strategy is None else strategy.report.rounds + strategy.report.plain_steps
-    return device.launches.total(), rounds
-
-
 def of_a_round(model: Any, draft: Any = None) -> float:
     """Launches of a round with 4 candidates, or of a plain step."""
     made = [None if draft is None else SpeculativeDecoding(draft, num_draft_tokens=4) for _ in range(2)]
-    short, long = (launches(model, *pair) for pair in zip((SHORT, LONG), made, strict=True))
-    return (long[0] - short[0]) / (long[1] - short[1])
+    pairs = zip((SHORT, LONG), made, strict=True)
+    short, long = (launched(model, prompts(1), strategy, max_new_tokens=n, **SAMPLED) for n, strategy in pairs)
+    return (long[0].total() - short[0].total()) / (long[1] - short[1])
 
 
 def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
