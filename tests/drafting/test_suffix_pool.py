@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repositories import Payload, ran
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import SuffixPool
@@ -77,6 +78,13 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
             SuffixPool.load(tmp_path / "pool")
     with pytest.raises(FileNotFoundError):
         SuffixPool.load(tmp_path / "none")
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path):
+    torch.save({"format": "hf_specx.SuffixPool 1", "tokens": Payload(tmp_path)}, tmp_path / "pool")
+    with pytest.raises(ValueError, match=r"pool was not written by SuffixPool\.save"):
+        SuffixPool.load(tmp_path / "pool")
+    assert not ran(tmp_path)
 
 
 def test_texts_of_another_vocabulary_are_refused():

@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.processors import HEAD, HeadWarper, Processors
+from hf_specx.sampling.processors import HEAD, HeadWarper, Processors, in_runs
 
 
 VOCAB = 3000
@@ -15,6 +15,11 @@ RUNS = {
     "top-p that keeps some": [host.TopPLogitsWarper(0.3, min_tokens_to_keep=7)],
     "top-k, top-p": [host.TopKLogitsWarper(50), host.TopPLogitsWarper(0.9)],
     "top-p, top-k": [host.TopPLogitsWarper(0.8), host.TopKLogitsWarper(9)],
+    "top-k, temperature, top-p": [
+        host.TopKLogitsWarper(50),
+        host.TemperatureLogitsWarper(3.0),
+        host.TopPLogitsWarper(0.8),
+    ],
     "all": [
         host.TopKLogitsWarper(100),
         host.TopPLogitsWarper(0.95),
@@ -76,7 +81,8 @@ CASES += [(normal(3), "top-p"), (ties(), "top-k"), *((handful(), name) for name 
 @pytest.mark.parametrize(("scores", "run"), CASES)
 def test_equals_stock(scores: torch.Tensor, run: str, widths: list[int]):
     """What is kept is the same set, and the values but for rounding; a head that is not enough falls back to all."""
-    output = HeadWarper(RUNS[run])(None, scores)
+    (warper,) = in_runs(RUNS[run])
+    output = warper(None, scores)
     if len(scores) > 4:
         assert VOCAB not in widths
     expected = by_stock(RUNS[run], scores)
