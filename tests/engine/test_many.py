@@ -241,6 +241,17 @@ def test_stop_strings_of_a_config():
     assert [found[place].tokens for place in range(3)] == expected
 
 
+def test_a_request_in_the_place_of_another_has_stop_strings_of_its_own():
+    target, tokenizer = tiny(vocab_size=280), tiny_tokenizer()
+    stops = [None, list("aeiou")]
+    asked = [Request(one.input_ids, 24, stop_strings=stops[number % 2]) for number, one in enumerate(made(6))]
+    expected = [alone(target, request, tokenizer=tokenizer, **GREEDY) for request in asked]
+    assert len(expected[0]) == 24 > min(map(len, expected[1::2]))
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tokenizer=tokenizer)
+    found = completed(strategy, target, asked, batch_size=1, **GREEDY)
+    assert [found[place].tokens for place in range(6)] == expected
+
+
 @pytest.mark.slow
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
     """The number of objects after 100 and after 400 requests of an endless input differs by less than one a request.
