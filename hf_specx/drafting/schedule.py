@@ -14,7 +14,7 @@ from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
 
 from .costs import Pace
-from .draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, Survival, best_number
+from .draft_length import COMPILED, FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, Survival, best_number
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
@@ -154,9 +154,10 @@ class Auto(Schedule):
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
-    def __init__(self, pace: Pace, verification: str, batch: Batch, **given: Any):
+    def __init__(self, pace: Pace, verification: str, batch: Batch, compiled: bool = False, **given: Any):
         super().__init__(0, pace, **given)
         assert pace.costs is not None
+        self.numbers = COMPILED if compiled else range(1, MAX_DRAFT_TOKENS + 1)
         self.costs, self.rows, self.room = pace.costs, len(batch.rows), max(batch.limits)
         alpha = self.costs.alpha.get(verification)
         assumed = PRIOR_ALPHA if alpha is None else alpha
@@ -192,7 +193,7 @@ class Auto(Schedule):
         """The number for the next round."""
         seconds, self.seconds = self.seconds, self.pace.times(self.rows, MAX_DRAFT_TOKENS)
         if learned or seconds is not self.seconds:
-            self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, least=1)
+            self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
         plain, reading = self.seconds[0], 0.0
         price = TRIAL * (self.seconds[self.best] / plain - 1)
         if self.unread and (self.trial or self.gain > 1 or price <= self.saved):

@@ -131,7 +131,7 @@ class Run:
         number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
         if number is not None or pace is None:
             return Schedule(FIXED_DRAFT_TOKENS if number is None else number, pace, **given)
-        return Auto(pace, call.verification, batch, **given)
+        return Auto(pace, call.verification, batch, call.options.compile, **given)
 
     def _measure(self, step: Callable[[int], object]) -> None:
         """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""

@@ -166,7 +166,8 @@ class Regions:
             regions.compilations += 1
             use_prepacked(graph, inputs)
             patches = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
-            inductor: Callable[..., Any] = partial(lookup_backend("inductor"), config_patches=patches)
+            inductor: Any = lookup_backend("inductor")
+            inductor = partial(inductor, config_patches=patches)
             on_cpu = all(x.device.type == "cpu" for x in inputs)
             return by_layers(graph, inductor) if on_cpu else inductor(graph, inputs)
 
@@ -214,9 +215,12 @@ def layer_of(node: torch.fx.Node) -> str:
     return next((path for path, kind in modules if issubclass(kind, GradientCheckpointingLayer)), "")
 
 
-def signature(part: torch.fx.GraphModule) -> tuple[str, list[Any]]:
+def signature(part: Any) -> tuple[str, list[Any]]:
     """What two parts have in common if one can stand for the other, and examples of what a part is given."""
-    numbers, lines, storages, given = {}, [], {}, []
+    numbers: dict[torch.fx.Node, str] = {}
+    storages: dict[int, int] = {}
+    lines: list[tuple[Any, ...]] = []
+    given = []
     for node in part.graph.nodes:
         numbers[node] = f"%{len(numbers)}"
         if node.op == "placeholder":
@@ -229,7 +233,7 @@ def signature(part: torch.fx.GraphModule) -> tuple[str, list[Any]]:
     return repr(lines), given
 
 
-def compile_part(part: torch.fx.GraphModule, given: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+def compile_part(part: Any, given: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
     (output,) = part.graph.find_nodes(op="output")
     several = isinstance(output.args[0], tuple)
     if not several:

@@ -58,4 +58,4 @@ def test_the_best_number_is_that_with_the_most_tokens_a_second():
     number, gain = best_number([0.7**i for i in range(1, 9)], line)
     assert (number, gain) == (3, pytest.approx(expected_tokens(0.7, 3) / (3 * 0.2 + 1)))
     assert best_number([0.0] * 8, line) == (0, 1.0)
-    assert best_number([0.0] * 8, line, least=1) == (1, pytest.approx(1 / 1.2))
+    assert best_number([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))

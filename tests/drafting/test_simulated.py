@@ -9,7 +9,7 @@ from rounds import made_round
 
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.drafting.draft_length import PRIOR_ALPHA, expected_tokens
+from hf_specx.drafting.draft_length import COMPILED, PRIOR_ALPHA, expected_tokens
 from hf_specx.drafting.schedule import Auto
 
 
@@ -42,12 +42,12 @@ def prompted(rows: int, room: int) -> Batch:
 class Call:
     """A call in which each candidate of a row is kept with probability α."""
 
-    def __init__(self, pace: Line, alphas: list[float], seed: int = 0):
-        self.pace, self.alphas, self.random = pace, alphas, random.Random(seed)
+    def __init__(self, pace: Line, alphas: list[float], seed: int = 0, compiled: bool = False):
+        self.pace, self.alphas, self.random, self.compiled = pace, alphas, random.Random(seed), compiled
 
     def run(self, tokens: int, fixed: int | None = None) -> float:
         """Seconds until each row has so many tokens; `drafted` has the number of each round."""
-        auto = Auto(self.pace, "greedy", prompted(len(self.alphas), tokens + 1))
+        auto = Auto(self.pace, "greedy", prompted(len(self.alphas), tokens + 1), self.compiled)
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
@@ -138,6 +138,15 @@ def test_a_short_call_does_not_read_a_long_prompt_for_little(known: dict[str, fl
         call = Call(Line(1.0, 0.2, Costs(alpha=dict(known)), read=0.5), [0.6])
         call.run(tokens)
         assert (call.drafted[0] > 0) is drafts
+
+
+def test_few_numbers_are_drafted_where_each_is_compiled():
+    pace, drafted = Line(1.0, 0.2, Costs()), set()
+    for alpha in (0.5, 0.7, 0.9):
+        call = Call(pace, [alpha], compiled=True)
+        call.run(200)
+        drafted |= set(call.drafted)
+    assert drafted <= {0, *COMPILED}
 
 
 def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
