@@ -144,7 +144,7 @@ def main() -> None:
             cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
             found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
             print(f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n")
-            print(f"| contender | {' | '.join(COLUMNS)} |")
+            print(f"| contender | {' | '.join(COLUMNS)} | |")
             print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
             for way, noted in found["contenders"].items():
                 values = [noted.get(column) for column in COLUMNS]

@@ -190,7 +190,8 @@ def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Call
                 places[node] = max(places.get(x, 0) for x in node.all_input_nodes)
     parts = split_module(graph, None, places.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     compiled: dict[str, Callable[..., Any]] = {}
-    for name, part in list(parts.named_children()):
+    for name in [node.target for node in parts.graph.nodes if node.op == "call_module"]:
+        part = getattr(parts, name)
         kind, given = signature(part)
         if kind not in compiled:
             compiled[kind] = compile_part(part, given, compiler)

@@ -145,6 +145,19 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
+def test_layers_that_are_alike_are_compiled_once(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """Each forward has three parts: a layer, what is before the first, and what is behind the last."""
+    parts: list[torch.fx.GraphModule] = []
+
+    def look(graph, inputs, config_patches):
+        parts.append(graph)
+        return graph
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), rows=2, max_new_tokens=8, do_sample=False)
+    assert len(parts) == 3 * report.compilations > 0
+
+
 def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: pytest.MonkeyPatch):
     """In another one, torch would not find what it has captured."""
     target, draft = pair(num_hidden_layers=1, seed=5)

@@ -77,7 +77,8 @@ class Bindings(TorchFunctionMode):
     """What torch does before it gets to an operation; some of it needs a build with CUDA, and is done here."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, on_device = kwargs or {}, any(isinstance(one, OnDevice) for one in args)
+        args, kwargs = each(args, numbered), {name: numbered(value) for name, value in (kwargs or {}).items()}
+        on_device = any(isinstance(one, OnDevice) for one in args)
         if on_device and func in BINDINGS:
             return BINDINGS[func](*args, **kwargs)
         generator = kwargs.get("generator")
@@ -226,6 +227,11 @@ def each(value: Any, change: Callable) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(each(one, change) for one in value)
     return change(value)
+
+
+def numbered(value: Any) -> Any:
+    """An argument; for "cuda" alone torch asks a build with CUDA which one that is."""
+    return CUDA if isinstance(value, str | torch.device) and str(value) == "cuda" else value
 
 
 def plain(tensors: list[torch.Tensor], value: Any) -> Any:
