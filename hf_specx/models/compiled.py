@@ -15,8 +15,8 @@ from .attention import grouped_queries
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import capacity_bucket, forward, length_bucket, move, regions_of, row_bucket
-from .slots import MARGIN, SlotCache, columns_of
+from .regions import capacity_bucket, forward, length_bucket, regions_of, row_bucket
+from .slots import MARGIN, SlotCache, columns_of, move
 
 
 FAR = 2**40  # a slot that no text reaches

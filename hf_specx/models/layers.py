@@ -206,3 +206,19 @@ class RingLayer(SlotLayer):
         """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
         gone = slots < len(slots) - self.slots.ring
         return super().row(index, (slots % self.slots.ring).masked_fill(gone, -1))
+
+
+class StaticLayer(SlotLayer):
+    """One layer for one forward: new tokens are written in their slots, and all slots are read."""
+
+    is_compileable = True
+
+    def __init__(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__(slots)
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are given
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]

@@ -26,9 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import Masks, tiled
 from .decoder import HiddenStates
-from .layers import SlotLayer, Slots
+from .layers import Slots, StaticLayer
 from .prepacked import Prepacked, use_prepacked
-from .slots import CACHE, Columns
+from .slots import CACHE, Columns, Pool
 
 
 EXACT = 9  # query lengths up to this one are not rounded up
@@ -57,69 +57,6 @@ def length_bucket(count: int) -> int:
     """The query length itself up to `EXACT`; beyond, up to a quarter more: four sizes between powers of two."""
     step = max(1, 1 << (count - 2).bit_length() >> 3) if count > EXACT else 1
     return -(-count // step) * step
-
-
-class Pool:
-    """Buffers [rows, H, capacity, D] of one model by size, kept for later calls: captured graphs use their addresses.
-
-    Buffers are free again once the object that took them no longer exists.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.known: list[tuple[tuple[int, int], weakref.ref[object], Columns]] = []
-
-    def take(self, owner: object, rows: int, capacity: int, like: Columns) -> Columns:
-        """Buffers for `owner`, like others but for the size; of zeros, since hidden slots take part with weight 0."""
-        size = rows, capacity
-        with self.lock:
-            # idle ones of another capacity are not kept: they may be as large as the model
-            # nor those that its owner has outgrown, but for the last ones, which it still copies from
-            gone = None, owner
-            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1] == capacity]
-            for number, (known, user, buffers) in enumerate(self.known):
-                if known == size and user() is None:
-                    self.known[number] = size, weakref.ref(owner), buffers
-                    break
-            else:
-                buffers = [tuple(_zeros(x, rows, capacity) for x in layer) for layer in like]  # type: ignore[misc]
-                self.known.append((size, weakref.ref(owner), buffers))
-        for layer in buffers:
-            for buffer in layer:
-                buffer.zero_()
-        return buffers
-
-
-def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # what is made in that mode could not be written outside of it, by a later call
-        made = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
-    torch._dynamo.mark_static_address(made, guard=False)  # captured graphs then write in place
-    return made
-
-
-def move(source: Columns, target: Columns, index: torch.Tensor | None) -> None:
-    """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
-    rows, slots = (min(old, new) for old, new in zip(source[0][0].shape[::2], target[0][0].shape[::2], strict=True))
-    for old, new in zip(source, target, strict=True):
-        for x, y in zip(old, new, strict=True):
-            kept = x[:rows, :, :slots] if index is None else x[index.to(x.device), :, :slots]
-            y[: len(kept), :, :slots] = kept
-
-
-class StaticLayer(SlotLayer):
-    """One layer for one forward: new tokens are written in their slots, and all slots are read."""
-
-    is_compileable = True
-
-    def __init__(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor):
-        super().__init__(slots)
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def get_seq_length(self) -> int:
-        return 0  # positions and masks are given
-
-    def get_max_length(self) -> int:
-        return self.keys.shape[2]
 
 
 class Regions:

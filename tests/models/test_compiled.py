@@ -21,7 +21,7 @@ from hf_specx.models.attention import SWITCH
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.compiled import has_compiler
 from hf_specx.models.prompts import prepare
-from hf_specx.models.regions import Pool
+from hf_specx.models.slots import Pool
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")

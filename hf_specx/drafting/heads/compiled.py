@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specx.models.layers import Slots
-from hf_specx.models.regions import StaticLayer, capacity_bucket, length_bucket, move, regions_of, row_bucket
-from hf_specx.models.slots import MARGIN, Columns, SlotCache
+from hf_specx.models.layers import Slots, StaticLayer
+from hf_specx.models.regions import capacity_bucket, length_bucket, regions_of, row_bucket
+from hf_specx.models.slots import MARGIN, Columns, SlotCache, move
 
 from .body import Body
 from .layers import Entries, Rotary
