@@ -61,6 +61,19 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return sizes
 
 
+@pytest.fixture
+def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether it is captured in graphs, of each part of a forward that is compiled."""
+    found: list[bool] = []
+
+    def look(graph, inputs, config_patches):
+        found.append(config_patches is not None)
+        return graph
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    return found
+
+
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.FixtureRequest):
     """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
@@ -145,29 +158,16 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
-def test_layers_that_are_alike_are_compiled_once(traced: None, monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_are_alike_are_compiled_once(captured: list):
     """Each forward has three parts: a layer, what is before the first, and what is behind the last."""
-    parts: list[torch.fx.GraphModule] = []
-
-    def look(graph, inputs, config_patches):
-        parts.append(graph)
-        return graph
-
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
     report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), rows=2, max_new_tokens=8, do_sample=False)
-    assert len(parts) == 3 * report.compilations > 0
+    assert captured == 3 * report.compilations * [False]
+    assert captured
 
 
-def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch: pytest.MonkeyPatch):
     """In another one, torch would not find what it has captured."""
     target, draft = pair(num_hidden_layers=1, seed=5)
-    captured: list[bool] = []
-
-    def look(graph, inputs, config_patches):
-        captured.append(config_patches is not None)
-        return graph
-
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
     monkeypatch.setattr(compiled, "regions_of", lambda model, _: regions.regions_of(model, torch.device("cuda")))
     call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
     same(target, draft, **call)
