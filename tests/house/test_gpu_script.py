@@ -17,6 +17,7 @@ UNAVAILABLE = {  # on the emulation, or at all; why
 
 @pytest.mark.slow
 def test_every_command_of_the_script_runs(tmp_path: Path):
+    # without Dynamo what transformers compiles runs as it is
     python = f'exec env TORCHDYNAMO_DISABLE=1 {sys.executable} {ROOT}/tests/support/rehearsal.py "$@"'
     for name, command in {"python": python, "timeout": 'shift; exec "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")

@@ -67,7 +67,7 @@ def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def look(graph, inputs, config_patches):
-        found.append(config_patches is not None)
+        found.append(config_patches["triton.cudagraphs"])
         return graph
 
     monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
