@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_specx.common.architectures import ASK_FOR_MASKS
 
+from .prepacked import NAMESPACE
+
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
@@ -51,7 +53,7 @@ def grouped_attention(
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     if torch.compiler.is_dynamo_compiling():  # the compiler finds that all layers need the same
-        mask = tiled(attention_mask, group, query.dtype)
+        mask = TILED(attention_mask, group, query.dtype)
     else:  # the mask of one forward serves all its layers
         tiles = vars(attention_mask).setdefault("specx_tiles", {})
         if (group, query.dtype) not in tiles:
@@ -78,6 +80,12 @@ def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :extent]
     tile = tile.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else tile.copy_(mask)
     return tile.flatten(1, 2)[:, None]
+
+
+if not hasattr(getattr(torch.ops, NAMESPACE), "tiled"):  # else it was registered when this file was loaded before
+    torch.library.define(f"{NAMESPACE}::tiled", "(Tensor mask, int group, ScalarType dtype) -> Tensor")
+    torch.library.impl(f"{NAMESPACE}::tiled", "CompositeImplicitAutograd", tiled)
+TILED: Any = getattr(torch.ops, NAMESPACE).tiled.default  # one operation in a trace, which the compiler looks into
 
 
 class Switch:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import Masks, tiled
+from .attention import TILED, Masks
 from .decoder import HiddenStates
 from .layers import Slots, StaticLayer
 from .prepacked import Prepacked, use_prepacked
@@ -70,7 +70,6 @@ class Regions:
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
-        torch.compiler.allow_in_graph(tiled)  # so that a trace has it as one operation
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:
@@ -124,7 +123,7 @@ def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Call
             layer = layer_of(node)
             count, last = count + (layer != last), layer
             places[node] = count
-            if node.target is tiled:  # where the mask is from, so that layers are alike
+            if node.target is TILED:  # where the mask is from, so that layers are alike
                 places[node] = max(places.get(x, 0) for x in node.all_input_nodes)
     parts = split_module(graph, None, places.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     compiled: dict[str, Callable[..., Any]] = {}
@@ -141,7 +140,7 @@ def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Call
 def merge_tiles(graph: torch.fx.Graph) -> None:
     """Have the additive mask once, where each layer has made its own."""
     first: dict[str, torch.fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=tiled):
+    for node in graph.find_nodes(op="call_function", target=TILED):
         known = first.setdefault(repr((node.args, node.kwargs)), node)
         if known is not node:
             node.replace_all_uses_with(known)
