@@ -6,6 +6,7 @@ queries to these keys. A bool mask is made additive once for each forward, where
 """
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -18,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_specx.common.architectures import ASK_FOR_MASKS
 
-from .prepacked import NAMESPACE
 
-
+# one for each copy of this file, as a published pair has its own
+OWN_NAMESPACE = f"hf_specx_{hashlib.sha256(__name__.encode()).hexdigest()[:16]}"
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
 ALIGNED = 16  # entries between rows of a mask: with others CUDA's memory-efficient kernel copies it in each layer
@@ -82,10 +83,10 @@ def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     return tile.flatten(1, 2)[:, None]
 
 
-if not hasattr(getattr(torch.ops, NAMESPACE), "tiled"):  # else it was registered when this file was loaded before
-    torch.library.define(f"{NAMESPACE}::tiled", "(Tensor mask, int group, ScalarType dtype) -> Tensor")
-    torch.library.impl(f"{NAMESPACE}::tiled", "CompositeImplicitAutograd", tiled)
-TILED: Any = getattr(torch.ops, NAMESPACE).tiled.default  # one operation in a trace, which the compiler looks into
+if not hasattr(getattr(torch.ops, OWN_NAMESPACE), "tiled"):  # else it was registered when this file was loaded before
+    torch.library.define(f"{OWN_NAMESPACE}::tiled", "(Tensor mask, int group, ScalarType dtype) -> Tensor")
+    torch.library.impl(f"{OWN_NAMESPACE}::tiled", "CompositeImplicitAutograd", tiled)
+TILED: Any = getattr(torch.ops, OWN_NAMESPACE).tiled.default  # one operation in a trace, which the compiler looks into
 
 
 class Switch:
