@@ -19,7 +19,7 @@ from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_read_anew
-from hf_specx.models.slots import CACHE, has_columns
+from hf_specx.models.slots import CACHE, has_columns, tokens_held
 from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
@@ -131,7 +131,7 @@ def make_call(
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None:
         prompt, layout = _refilled(models, prompt, layout)
-    if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
+    if drafter.needs_hidden and given.past is not None and tokens_held(given.past):
         layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone

@@ -16,6 +16,7 @@ from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, joined, last_device, synchronize
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.wrappers import text_decoder
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
 from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
@@ -91,8 +92,7 @@ class Decoder:
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
         self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
-        last_layer = self.model.get_decoder() or self.model.base_model  # after the final norm
-        places, self.last_device = prompt.places or [(last_layer, False)], last_device(self.model)
+        places, self.last_device = prompt.places or [(text_decoder(self.model), False)], last_device(self.model)
         self.hidden = HiddenStates(places, self.last_device) if prompt.gives_hidden else None
         self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from alignment import GREEDY, SAMPLED, assert_aligned, assert_own_texts, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
+from plain import assert_plain
 from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
@@ -92,6 +94,16 @@ def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
     assert torch.equal(found, target.generate(**inputs, **GREEDY))
     watch.check(50)
     assert "no hidden states of the given cache" in strategy.report.layout_reason
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows")
+@pytest.mark.parametrize(("model_type", "kind"), [("llama4_text", "medusa"), ("mamba2", "dspark")])
+def test_targets_of_other_kinds(model_type: str, kind: str, tmp_path: Path):
+    """Llama 4's decoder, by its name, scores tokens too; the cache of Mamba-2 does not say how long a text is."""
+    target = zoo.build("causal", model_type)
+    layers = {} if kind == "medusa" else {"layer_ids": (0, 1)}
+    draft = loaded(random_head(kind, vocab=zoo.VOCAB_SIZE, **layers), tmp_path / "head", target)
+    assert_plain(target, SpeculativeDecoding(draft, num_draft_tokens=3), **GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
