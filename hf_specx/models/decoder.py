@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, joined, last_device, synchronize
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import text_decoder
 
@@ -66,6 +67,8 @@ class HiddenStates:
     def last(self, keep: int = 0) -> torch.Tensor:
         """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
         whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
+        told = "the target's layers pass on several states of a token, which no draft head reads; give a draft model."
+        require(all(states.ndim == 3 for states in whole), told)  # Gemma 3n
         return joined([states[:, -keep:] for states in whole], self.device)
 
 

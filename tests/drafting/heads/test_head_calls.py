@@ -106,6 +106,13 @@ def test_targets_of_other_kinds(model_type: str, kind: str, tmp_path: Path):
     assert_plain(target, SpeculativeDecoding(draft, num_draft_tokens=3), **GREEDY)
 
 
+def test_targets_with_several_states_of_a_token(tmp_path: Path):
+    target = zoo.build("causal", "gemma3n_text")
+    draft = loaded(random_head("eagle3", vocab=zoo.VOCAB_SIZE, layer_ids=(0, 1)), tmp_path / "head", target)
+    with pytest.raises(ValueError, match="no draft head reads"):
+        target.generate(**prompts(5), **GREEDY, custom_generate=SpeculativeDecoding(draft))
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
