@@ -81,19 +81,25 @@ def test_a_long_queue(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
-    """The head goes on with what comes after it, and the report says so."""
+@pytest.mark.parametrize("given", ["hidden states of the given cache", "tokens of the given embeddings"])
+def test_prompts_that_cannot_be_read(given: str, kind: str, tmp_path: Path):
+    """The head goes on with what comes after them, and the report says so."""
     head, draft, target = made(kind, tmp_path)
     ids = torch.randint(1, 48, (3, 11), generator=torch.Generator().manual_seed(1))
     inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache()
-    with torch.no_grad():
-        target(input_ids=ids[:, :7], past_key_values=cache)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    watch = watched(strategy, head, target, prefix=7)
-    found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
-    assert torch.equal(found, target.generate(**inputs, **GREEDY))
-    watch.check(50)
-    assert "no hidden states of the given cache" in strategy.report.layout_reason
+    strategy, text = SpeculativeDecoding(draft, num_draft_tokens=3), target.generate(**inputs, **GREEDY)
+    if "cache" in given:
+        with torch.no_grad():
+            target(input_ids=ids[:, :7], past_key_values=cache)
+        watch = watched(strategy, head, target, prefix=7)
+        found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
+        watch.check(50)
+    else:
+        embeds = target.get_input_embeddings()(ids)
+        text = text[:, 11:]
+        found = target.generate(inputs_embeds=embeds, **GREEDY, custom_generate=strategy)
+    assert torch.equal(found, text)
+    assert f"no {given}" in strategy.report.layout_reason
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows")
