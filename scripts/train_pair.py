@@ -52,6 +52,7 @@ READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a fil
 READ_BY_HEAD = 192  # which learns each token as every candidate
 PROMPT = 64  # tokens of a held-out prompt
 TEXTS = 512  # of a phase of distillation
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # the target's own says none
 NOTES = """## How it was made
 
 `{command}`
@@ -168,6 +169,7 @@ def distil_draft(
         texts_per_phase=TEXTS,
         patience=phases,
         learn_from_prompts=True,
+        **SAMPLED,
         learning_rate=None if is_head else 2e-3 if isinstance(draft, str) else 1e-3,
         training={"weight_decay": 0.1, "adam_beta2": 0.95} | ({"bf16": True} if bf16 else {}),
         **options,
