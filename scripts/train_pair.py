@@ -52,7 +52,7 @@ READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a fil
 READ_BY_HEAD = 192  # which learns each token as every candidate
 PROMPT = 64  # tokens of a held-out prompt
 TEXTS = 512  # of a phase of distillation
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # the target's own says none
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # not as its config says
 NOTES = """## How it was made
 
 `{command}`

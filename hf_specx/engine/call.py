@@ -131,10 +131,6 @@ def make_call(
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None:
         prompt, layout = _refilled(models, prompt, layout)
-    held = given.past is not None and tokens_held(given.past)
-    if drafter.needs_hidden and (held or not given.input_ids.shape[1]):
-        unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"
-        layout = replace(layout, reason=f"{layout.reason}; the draft has no {unknown}")
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
     verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
@@ -203,6 +199,11 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         told += f"window drops some); use layout='auto' or leave {CACHE} out."
         require(options.layout == "auto", told)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
+    held = prompt.past is not None and tokens_held(prompt.past)
+    if drafter.needs_hidden and (held or not prompt.input_ids.shape[1]):
+        reason += (
+            f"; the draft has no {'hidden states of the given cache' if held else 'tokens of the given embeddings'}"
+        )
     if drafter.model is None:
         return Layout(chosen, chosen, reason)
     of_draft = layouts_of(drafter.model, drafts=True)
