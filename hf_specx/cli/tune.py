@@ -92,7 +92,9 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
     for trial in trials:
         if trial.findings:
             console.text(f"\n{target} with {trial.name}", "bold")
-            table = Table("", "", "target", "draft", "what follows", box=None, pad_edge=False)
+            table = Table(box=None, pad_edge=False)
+            for heading in ("", "", "target", "draft", "what follows"):
+                table.add_column(heading, overflow="fold")  # no word is cut
             for verdict, *words in ((x.verdict, x.subject, x.target, x.draft, x.follows) for x in trial.findings):
                 table.add_row(Text(verdict, VERDICTS[verdict]), *map(Text, words))
             console.print(table)
