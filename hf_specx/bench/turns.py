@@ -41,7 +41,7 @@ def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExi
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
-    """Time the contenders of a cell in turns, each `cell.runs` times; one that fails is noted, and the others go on.
+    """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
 
     Returns:
         Plain values: "cell", "pair" (parameters), "provenance" with the command that was typed, and "contenders" by

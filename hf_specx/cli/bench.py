@@ -70,7 +70,7 @@ def bench(
     cells = [replace(cell, **settings) for cell in cells]
     say_what_runs(pair, settings)
     names = contenders or usual_contenders(pair, settings["do_sample"])
-    with steps("contenders in turns", sum(cell.runs for cell in cells) * len(names)) as bar:
+    with steps("contenders in turns", (1 + repeats) * len(cells) * len(names)) as bar:
         for cell in cells:
             store.add(measure_cell(cell, pair, typed(), bar.update))
     for cell, measured in zip(cells, store.cells[-len(cells) :], strict=True):

@@ -71,7 +71,8 @@ def test_the_headline_is_the_median_and_a_slow_draft_is_called_slow(capsys, spee
 
 def test_what_was_found_is_a_table_of_80_columns(capsys):
     findings = [Finding("layout", "ragged", "lockstep", "note", "all rows of a batch advance by the fewest accepted")]
-    findings += [Finding("tokens", "151,936 [b]", "32,000"), Finding("decoding", "", "", "error", "word " * 40 + "x" * 99)]
+    findings += [Finding("tokens", "151,936 [b]", "32,000")]
+    findings += [Finding("decoding", "", "", "error", "word " * 40 + "x" * 99)]
     cli_tune.show_drafts("t", [DraftTrial("d", findings)], Output(width=80))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
