@@ -44,7 +44,7 @@ def read_draft(name: str, word: str = "") -> NamedDraft:
 
 def check_head(name: str, model: Any) -> None:
     """Whether a loaded draft is a head, where its name says so."""
-    told = f"{name} names a model and no head; leave out {OF_HEADS}"
+    told = f"what follows {OF_HEADS} is a model and no head; leave {OF_HEADS} out."
     require(not name.startswith(OF_HEADS) or not model.can_generate(), told)
 
 

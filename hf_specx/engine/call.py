@@ -181,8 +181,8 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
     stateful += prompt.stopping.stateful
     if stateful:
-        told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
-        return processors, f"{told}stateless = True if it keeps none)"
+        told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
+        return processors, f"{told}(set its attribute stateless = True if it keeps none)"
     config = prompt.generation_config
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):

@@ -150,7 +150,7 @@ WRONG = {
         "prompts": [[1] * 120]
     },
     "prompt 1 of prompts has the id 48, and LlamaForCausalLM has 48 tokens": {"prompts": [[48]]},
-    "too few prompts: 1 to hold out .* and 2 to train on": {"prompts": some_prompts(3)},
+    "too few prompts: 1 to hold out .* and 2 to train on; give 20 or more, so that": {"prompts": some_prompts(3)},
     "held_out=1.5 is no share between 0 and 1": {"held_out": 1.5},
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},
