@@ -201,9 +201,8 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     held = prompt.past is not None and tokens_held(prompt.past)
     if drafter.needs_hidden and (held or not prompt.input_ids.shape[1]):
-        reason += (
-            f"; the draft has no {'hidden states of the given cache' if held else 'tokens of the given embeddings'}"
-        )
+        unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"
+        reason = f"{reason}; the draft has no {unknown}"
     if drafter.model is None:
         return Layout(chosen, chosen, reason)
     of_draft = layouts_of(drafter.model, drafts=True)
