@@ -266,7 +266,7 @@ class Decoder:
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        length, slots = self.width + emitted - 1, getattr(self.cache, "slots", None)
+        length, slots = self.width + emitted - 1, getattr(self_attention(self.cache), "slots", None)
         cut = slots is not None and slots.has_lost  # windows are of the whole text otherwise
         made = DynamicCache(config=self.model.config) if cut else DynamicCache()
         return assemble(made, self.left, ends, length, self.crossed)
