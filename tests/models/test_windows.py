@@ -9,7 +9,8 @@ from all_pairs import all_pairs
 from many import assert_alone
 from plain import assert_plain, coupled
 from tiny import VOCAB_SIZE, WINDOW, near, prompts, tiny
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import flash_attention_mask
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
@@ -101,13 +102,36 @@ def test_a_draft_may_catch_up_where_rows_are_new(monkeypatch: pytest.MonkeyPatch
     assert strategy.report.accepted == strategy.report.drafted > 0
 
 
+def kernel(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """Attention as FlashAttention's: a 2D mask of the keys, queries at their end, and a window by distance."""
+    total = key.shape[2]
+    keys = torch.arange(total)
+    queries = keys[-query.shape[2] :, None]
+    seen = (keys <= queries) & (keys > queries - (sliding_window or total))
+    if attention_mask is not None:
+        seen = (seen & attention_mask[:, None, None].bool()) | (keys == queries)  # a pad sees itself, for numbers
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "smollm3"])
+def test_kernels_that_take_no_mask_by_position(model_type: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "kernel", kernel)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "kernel", flash_attention_mask)
+    target = tiny(model_type).double()
+    target.config._attn_implementation = "kernel"
+    strategy = coupled(target, 0.05)
+    assert_plain(target, strategy, prompts(3, width=3 * WINDOW), **LONG, do_sample=True)
+    assert strategy.report.layout == "padded"
+
+
 def test_rows_that_end_together_may_lack_unequal_numbers_of_tokens():
     """A draft is fed what it has missed in parts, since windows keep what few tokens before the last ones saw."""
-    target, generator = tiny("mistral").double(), torch.Generator().manual_seed(0)
-    prompt = prepare(target, 100, prompts(2, width=3 * WINDOW))
+    target, generator = tiny("mistral", num_hidden_layers=6).double(), torch.Generator().manual_seed(0)
+    prompt = prepare(target, 200, prompts(2, width=3 * WINDOW))
     decoder, batch = make_decoder("padded", prompt), make_batch(prompt)
     decoder.read()
-    for gained in ([2, 1], [39, 2], [3, 27]):
+    for gained in ([39, 38], [39, 30], [12, 3]):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
         torch.testing.assert_close(decoder.step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
