@@ -66,9 +66,9 @@ class HiddenStates:
 
     def last(self, keep: int = 0) -> torch.Tensor:
         """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
-        whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
         told = "the target's layers pass on several states of a token, which no draft head reads; give a draft model."
-        require(all(states.ndim == 3 for states in whole), told)  # Gemma 3n
+        require(all(found[0].ndim == 3 for found in self.found), told)  # Gemma 3n
+        whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
         return joined([states[:, -keep:] for states in whole], self.device)
 
 
