@@ -73,7 +73,7 @@ class RequestQueue:
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""
         own, alike = zip(*((entry.processors, entry.alike) for entry in self.entries), strict=True)
-        return RequestProcessors(own, self.stopping.eos_token_id, alike)
+        return RequestProcessors(own, self.stopping.ends, alike)
 
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""

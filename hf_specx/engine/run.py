@@ -80,7 +80,7 @@ class Run:
 
     def _processors(self) -> tuple[Processors, Processors]:
         """Those of the target, and those of the draft, which is not guided."""
-        call, ends = self.call, self.stopping.eos_token_id
+        call, ends = self.call, self.stopping.ends
         alone = [p for p in call.processors if can_look_ahead(p)]
         of_draft = Processors(alone, ends) if call.queue is None else call.queue.processors()
         if call.queue is not None or len(alone) == len(call.processors):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 
 
@@ -149,7 +150,7 @@ class PrefixFunction:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool)
         for number, row in enumerate(rows):
             emitted = self.texts[row]
-            text = torch.cat([self.prompts[row], self.prompts.new_tensor(emitted)])
+            text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
             try:
                 allowed = self.function(row, text)
                 if not len(allowed):

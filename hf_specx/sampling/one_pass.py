@@ -44,6 +44,15 @@ class Prefixes:
         columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
         return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
+    def last_ids(self) -> list[int]:
+        """The last token of each prefix, [R * P]; only candidates are read back, and the ends of prompts."""
+        batch = self.batch
+        if not all(batch.counts[row] for row in batch.rows):
+            return self.last(1).flatten().tolist()
+        pairs = zip(batch.rows, batch.candidates(self.ahead + self.positions - 1), strict=True)
+        texts = [batch.emitted[row][-1:] + candidates for row, candidates in pairs]
+        return [token for text in texts for token in text[self.ahead :]]
+
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
         self.batch.reserve(self.ahead + self.positions - 1)

@@ -8,7 +8,7 @@ candidates: see `rewindable`. A call with any other is decoded by transformers' 
 
 import sys
 from collections import ChainMap
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any
 
 import torch
@@ -84,9 +84,9 @@ class Processors:
             raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
-    def __init__(self, processors: Sequence[Processor], eos_token_id: torch.Tensor | None = None):
-        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none."""
-        self.eos_token_id = eos_token_id
+    def __init__(self, processors: Sequence[Processor], ends: Set[int] = frozenset()):
+        """Positions after a candidate that is one of the `ends` are skipped."""
+        self.ends = ends
         self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
         self.at_once = in_runs(processors)
         self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
@@ -137,17 +137,12 @@ class Processors:
         self, batch: Batch, draft: Draft | None, positions: int, ahead: int
     ) -> dict[int, list[tuple[int, int]]]:
         """The (row index, position) pairs that `generate` could reach, by the number of tokens emitted before them."""
-        drafted = batch.last(ahead + positions - 1, ahead + positions - 1)  # [R, ahead + P - 1]
-        ends = torch.zeros_like(drafted)
-        if self.eos_token_id is not None:
-            ends = torch.isin(drafted, self.eos_token_id.to(drafted.device)).cumsum(-1)
-        reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
-        for index, row in enumerate(batch.rows):
-            last = positions - 1 if draft is None else draft.lengths[index]
+        for index, candidates in enumerate(batch.candidates(ahead + positions - 1)):
+            row, last = batch.rows[index], positions - 1 if draft is None else draft.lengths[index]
             for position in range(last + 1):
                 emitted = batch.counts[row] + ahead + position
-                if reached[index][position] and emitted < batch.limits[row]:
+                if self.ends.isdisjoint(candidates[: ahead + position]) and emitted < batch.limits[row]:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 

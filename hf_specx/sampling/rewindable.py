@@ -82,8 +82,6 @@ class TokenMasks(RoundProcessor):
         self.barred = getattr(processor, "barred", self.barred)
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
-        self.read: tuple[int, ...] = ()  # which text `tokens` are the end of, [R, n]
-        self.tokens: list[list[int]] = []
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
@@ -105,7 +103,11 @@ class TokenMasks(RoundProcessor):
             wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
                 excludes, or where its text has no room.
         """
-        texts = self._texts(batch, ahead + max(wanted) - 1)
+        texts = []  # of each row the tokens that are not sure yet, and candidates
+        for row, candidates in zip(batch.rows, batch.candidates(ahead + max(wanted) - 1), strict=True):
+            own = self.followed.setdefault(row, Followed())
+            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
+            texts.append(batch.emitted[row][own.sure : batch.counts[row]] + candidates)
         found: list[list[torch.Tensor]] = [[] for _ in texts]
         shown = set()  # rows that were shown all that they have emitted
         for position in range(max(wanted)):
@@ -126,20 +128,6 @@ class TokenMasks(RoundProcessor):
             own.sure = batch.counts[row]
             own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= own.sure}
         return found
-
-    def _texts(self, batch: Batch, last: int) -> list[list[int]]:
-        """Of each decoding row the tokens that are not sure yet, and `last` candidates."""
-        new = []
-        for row in batch.rows:
-            own = self.followed.setdefault(row, Followed())
-            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
-            new.append(batch.counts[row] - own.sure + last)
-        most, text = max(new), (batch.writes, last, *batch.rows, *batch.counts)
-        if most <= 0:
-            return [[] for _ in new]
-        if text != self.read or most > len(self.tokens[0]):  # the same text is asked for twice in a draft's step
-            self.read, self.tokens = text, batch.last(most, last).tolist()
-        return [tokens[len(tokens) - count :] for tokens, count in zip(self.tokens, new, strict=True)]
 
     def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
         """Show a row's tokens from `start` to `depth`; False before a candidate that ends it or is not shown."""
@@ -189,7 +177,7 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost = []
         for row, own in self.followed.items():
-            text = batch.ids[row, batch.width : batch.width + max(0, batch.counts[row] - 1)].tolist()
+            text = batch.emitted[row][:-1]
             own.sure = min(own.sure, len(text))
             known = list(takewhile(lambda pair: pair[0] == pair[1], zip(own.path, text, strict=False)))
             if self.moving or len(own.path) - len(known) > self.max_rollback:

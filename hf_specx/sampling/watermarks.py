@@ -15,16 +15,21 @@ LARGEST_TABLE = 1 << 16  # of g-values that is made for each key
 
 
 def watermark(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """A bias is added to the tokens of a list that depends on the last token only ("lefthash")."""
+    """A bias is added to the tokens of a list that depends on the last token only ("lefthash").
+
+    The list is drawn as transformers does, by a generator of the device whose seed is made of this token on the host.
+    """
     if processor.seeding_scheme != "lefthash" or prefixes.shortest < processor.context_width:
         return None
     lists: dict[int, torch.Tensor] = prefixes.kept((processor, scores.shape[-1]), dict)
-    tokens = prefixes.last(1)[..., 0].flatten().tolist()
+    tokens = prefixes.last_ids()
     if len(lists) + len(tokens) > max(MOST_GREENLISTS, len(tokens)):
         lists.clear()
     for token in set(tokens) - lists.keys():
-        text = torch.full((1, processor.context_width), token, dtype=torch.int64, device=scores.device)
-        lists[token] = processor(text, torch.zeros_like(scores[:1, 0]))[0] != 0
+        processor.set_seed(torch.tensor([token]))
+        order = torch.randperm(processor.vocab_size, device=scores.device, generator=processor.rng)
+        chosen = torch.zeros_like(scores[0, 0], dtype=torch.bool)
+        lists[token] = chosen.index_fill(0, order[: processor.greenlist_size], True)
     green = torch.stack([lists[token] for token in tokens]).view_as(scores)
     return torch.where(green, scores + processor.bias, scores)
 
