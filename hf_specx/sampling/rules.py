@@ -10,7 +10,7 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Judgement
 
-from .noise import SeededNoise, StockNoise
+from .noise import StockNoise
 from .verify import pick, race, verify_block, verify_match, verify_token
 
 
@@ -121,31 +121,40 @@ class CoupledRule(Rule):
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
         self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
+        self.dtype: torch.dtype | None = None  # of the target's probabilities
 
     def begin(self) -> None:
-        shared, seeds = (self.rows, self.device, self.window), self.seeds
-        self.noise = StockNoise(*shared) if seeds is None else SeededNoise(seeds, self.device)
+        if self.seeds is None:
+            self.noises = [StockNoise(self.rows, self.device, self.window)]  # of all rows, or of each
+        else:
+            self.noises = [StockNoise(1, self.device, self.window, seed) for seed in self.seeds]
+
+    def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
+        if self.seeds is None:
+            return self.noises[0].at(batch.rows, batch.counts, probs, ahead, self.dtype)
+        own = zip(batch.rows, probs.split(1), strict=True)
+        return torch.cat([self.noises[row].at([0], [batch.counts[row]], one, ahead, self.dtype) for row, one in own])
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
-        return race(probs, self.noise.at(batch, probs[:, None], ahead)[:, 0]), probs
+        return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
-        self.noise.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
-        choices = race(probs, self.noise.at(batch, probs, 0))
+        self.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
+        choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
         found = verify_match(draft.tokens, choices, draft.proposed)
         return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def admit(self, row: int, seed: int) -> None:
-        assert isinstance(self.noise, SeededNoise)
-        self.noise.admit(row, seed)
+        self.noises[row] = StockNoise(1, self.device, self.window, seed)
 
     def finish(self, columns: int) -> None:
-        if isinstance(self.noise, StockNoise):
-            self.noise.finish(columns)
+        if self.seeds is None:
+            self.noises[0].finish(columns)
 
 
 def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
