@@ -166,7 +166,7 @@ class Run:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
         batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
-        draft = batch.take(self.drafter.propose(batch, self.schedule.idle(batch)))
+        draft = batch.take(self.drafter.propose(batch, self.schedule(batch)))
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 
     def publish(self, done: Round) -> None:
