@@ -162,18 +162,6 @@ class PrefixFunction:
         return masks
 
 
-def sent_masks(masks: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Masks [N, V] bool from the CPU on a device, packed on the way: a bit for each token."""
-    if device.type == "cpu":
-        return masks
-    size = masks.shape[1]
-    eight = torch.nn.functional.pad(masks, (0, -size % 8)).view(torch.int64)  # eight bools, one in each byte
-    # of this product the highest byte has a bit of each; in the others nothing carries over into it
-    packed = (eight * 0x0102040810204080 >> 56).to(torch.uint8).to(device, non_blocking=True)
-    bits = packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    return bits.flatten(1)[:, :size].bool()
-
-
 def _xgrammar(processor: Any, rows: int, vocab_size: int) -> Matchers:
     grammars = processor.compiled_grammars
     require(

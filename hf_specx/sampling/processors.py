@@ -16,6 +16,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 
 from .one_pass import ONE_PASS, Prefixes
@@ -152,7 +153,7 @@ class Processors:
         """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
         result = scores.clone()
         for emitted, members in cells.items():
-            index, position = torch.tensor(members, device=scores.device).unbind(-1)
+            index, position = sent(members, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
@@ -192,27 +193,23 @@ class HeadWarper:
         # on other devices sorting is quick, and reading `enough` back would wait for the device
         if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
             return warp(self.warpers, scores)
-        values, ids = scores.topk(self.size)
-        first, enough = self._first(scores, values, ids)
-        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], first))
+        first, (values, ids) = self.warpers[0], scores.topk(self.size)
+        # `enough` [N]: the first warper drops every token outside of the head
+        if isinstance(first, logits_process.TopKLogitsWarper):
+            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
+            enough = (least < values[:, first.top_k - 1]) | (least == -torch.inf)
+            values = warp([first], values)
+        else:
+            probs = scores.softmax(-1)
+            total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
+            ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
+            dropped = ascending.to(scores.dtype) <= 1 - first.top_p
+            dropped[:, : first.min_tokens_to_keep] = False
+            values, enough = values.masked_fill(dropped, -torch.inf), dropped[:, -1]
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], values))
         if not enough.all():
             output[~enough] = warp(self.warpers, scores[~enough])
         return output
-
-    def _first(
-        self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [N, head] after the first warper, and [N] bool, whether it drops every token outside of the head."""
-        first = self.warpers[0]
-        if isinstance(first, logits_process.TopKLogitsWarper):
-            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
-            return warp([first], values), (least < values[:, first.top_k - 1]) | (least == -torch.inf)
-        probs = scores.softmax(-1)
-        total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
-        ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
-        dropped = ascending.to(scores.dtype) <= 1 - first.top_p
-        dropped[:, : first.min_tokens_to_keep] = False
-        return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
 
 
 def in_runs(processors: Sequence[Any]) -> list[Any]:

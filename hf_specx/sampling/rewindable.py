@@ -17,10 +17,11 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import moved
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .grammars import MAKERS, PrefixFunction, sent_masks
+from .grammars import MAKERS, PrefixFunction
 from .processors import Processor, RoundProcessor
 from .stopping import Stopping
 
@@ -90,7 +91,7 @@ class TokenMasks(RoundProcessor):
         masks = self.after(batch, ahead, wanted)
         every = torch.ones(self.vocab_size, dtype=torch.bool)
         cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
-        allowed = sent_masks(torch.stack(cells), scores.device)
+        allowed = moved(torch.stack(cells), scores.device)
         return scores.masked_fill(allowed.logical_not_().view(scores.shape), -torch.inf)
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
