@@ -89,7 +89,8 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
     """
     if not processors.mask_size:
         return draft
-    given, limits = draft.tokens.tolist(), list(draft.lengths)
+    batch.take(draft)
+    given, limits = batch.candidates(draft.tokens.shape[1]), list(draft.lengths)
     growth, columns = Growth(processors, batch, pace if joins else None), list[list[int]]()
     while joins or max(limits) > len(columns):
         at = len(columns)

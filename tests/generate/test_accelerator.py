@@ -145,7 +145,7 @@ KINDS |= {
     "list, coupled": Kind("few tokens", SUFFIX_OR_MODEL, COUPLED),
     "masks": Kind(settings=GREEDY | MASKS, reads=True),
     "masks, sampled": Kind("few tokens", settings=SAMPLED | OF_FEW, reads=True),
-    "masks, suffix": Kind("few tokens", lambda model: SuffixDraft(), settings=GREEDY | OF_FEW, reads=True),
+    "masks, suffix": Kind("few tokens", lambda model: SuffixDraft(), settings=GREEDY | OF_FEW),
     "masks of functions, queue": Kind(
         many=True, settings=SAMPLED | {"prefix_allowed_tokens_fn": lambda: of_all}, reads=True
     ),
