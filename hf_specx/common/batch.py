@@ -5,6 +5,7 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ class Batch:
     Attributes:
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
         starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
-        counts: [B], tokens emitted so far; `emitted`: [B], their ids; `limits`: [B], the most that each row may emit.
+        counts: [B], tokens emitted so far, and `emitted`, their ids by row; `limits`: [B], the most of each row.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -43,7 +44,7 @@ class Batch:
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
-        self.counts, self.emitted = [0] * rows, [list[int]() for _ in range(rows)]
+        self.counts, self.emitted = [0] * rows, defaultdict[int, list[int]](list)
         self.limits = [sys.maxsize] * rows if limits is None else limits
         self.whole: tuple[Batch, int] | None = None  # of a row that is `alone`: where it is from, and its row index
         self._select(list(range(rows)))
@@ -184,8 +185,8 @@ class Batch:
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
         self.counts = counts
-        for ids, count in zip(self.emitted, counts, strict=True):
-            del ids[count:]
+        for row, ids in self.emitted.items():
+            del ids[counts[row] :]
         self._select(self.rows)
 
     def until(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -208,7 +209,7 @@ class Batch:
         one = copy.copy(self)
         one.whole = self, self.rows.index(row)
         one.width, one.counts, one.limits = self.prompt_lengths[row], [self.counts[row]], [self.limits[row]]
-        one.emitted = [self.emitted[row]]
+        one.emitted = defaultdict(list, {0: self.emitted[row]})
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
         # made on the device: numbers that are sent there wait for what it has to do
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)

@@ -10,7 +10,6 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rewindable import choices
 
 from .costs import Pace
 
@@ -46,10 +45,11 @@ class Growth:
         asked = [goes and self.batch.counts[row] > 0 and sum(flags) < MOST_FORCED for goes, row, flags in pairs]
         found = self.processors.allowed(self.batch, ahead, asked) if any(asked) else None
         masks = [None] * len(going) if found is None else found
-        counts, self.tokens = choices(masks)
-        draws = []
+        self.tokens, draws = [], []
         for index, mask in enumerate(masks):
-            ends = found is not None and asked[index] and counts[index] < 2  # or its next token is forced
+            count = 0 if mask is None else int(mask.count_nonzero())
+            self.tokens.append(int(mask.byte().argmax()) if mask is not None and count == 1 else None)
+            ends = found is not None and asked[index] and count < 2  # or its next token is forced
             allowed = given is None or mask is None or bool(mask[given[index]])
             if wanted[index] and mask is not None and self.known is not None:
                 allowed = bool((mask & self.known).any())

@@ -9,6 +9,7 @@ candidates: see `rewindable`. A call with any other is decoded by transformers' 
 import sys
 from collections import ChainMap
 from collections.abc import Hashable, Sequence, Set
+from functools import reduce
 from typing import Any
 
 import torch
@@ -124,15 +125,11 @@ class Processors:
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         """As `RoundProcessor.allowed`, of all of them together."""
-        together: list[torch.Tensor | None] | None = None
-        for processor in self.at_once:
-            if isinstance(processor, RoundProcessor) and processor.vocab_size:
-                masks = processor.allowed(batch, ahead, wanted)
-                if together is not None:
-                    pairs = zip(together, masks, strict=True)
-                    masks = [None if one is None or other is None else one & other for one, other in pairs]
-                together = masks
-        return together
+        masked = [one for one in self.at_once if isinstance(one, RoundProcessor) and one.vocab_size]
+        if not masked:
+            return None
+        rows = zip(*[one.allowed(batch, ahead, wanted) for one in masked], strict=True)
+        return [None if any(mask is None for mask in masks) else reduce(torch.logical_and, masks) for masks in rows]
 
     def _cells(
         self, batch: Batch, draft: Draft | None, positions: int, ahead: int

@@ -194,18 +194,6 @@ class TokenMasks(RoundProcessor):
             )
 
 
-def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int | None]]:
-    """How many tokens each mask [V] allows, 0 where there is none; and the token where it is the only one."""
-    known = [number for number, mask in enumerate(masks) if mask is not None]
-    counts, tokens = [0] * len(masks), list[int | None]([None] * len(masks))
-    if known:
-        stacked = torch.stack([mask for mask in masks if mask is not None])  # [R', V]
-        found = zip(known, stacked.count_nonzero(1).tolist(), stacked.byte().argmax(1).tolist(), strict=True)
-        for number, count, token in found:
-            counts[number], tokens[number] = count, token if count == 1 else None
-    return counts, tokens
-
-
 def masked(
     processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, vocab_size: int, stopping: Stopping
 ) -> list[Processor]:
@@ -240,13 +228,9 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
 
     Raises a `ValueError` if another call uses one of them or has used it, or its masks do not fit.
     """
-    masks, users = [], []
-    for one in processors:
-        if isinstance(one, TokenMasks):
-            masks.append(one)
-            users += [] if one.of_call else [one]
-    if users:
-        _take(users)
+    masks = [one for one in processors if isinstance(one, TokenMasks)]
+    users = [one for one in masks if not one.of_call]
+    _take(users)
     try:
         for one in masks:
             one.begin(len(batch.rows))
@@ -257,8 +241,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 one.finish(batch)
         finally:
             for one in users:
-                in_a_text = one.moving or any(own.path for own in one.followed.values())
-                if not in_a_text:
+                if not (one.moving or any(own.path for own in one.followed.values())):
                     TAKEN.pop(id(one.processor), None)
 
 

@@ -24,8 +24,7 @@ class Rule:
     they come from: one for all rows, or one for each.
     """
 
-    def __init__(self, device: torch.device, seeds: list[int] | None = None):
-        self.device, self.seeds = device, seeds
+    seeds: list[int] | None = None
 
     def begin(self) -> None:
         """Take up the noise where `generate` would: after the target has read the prompts."""
@@ -59,9 +58,6 @@ class Rule:
 class GreedyRule(Rule):
     """Both models take their argmax."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
 
@@ -81,8 +77,8 @@ class RejectionRule(Rule):
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
-        super().__init__(device, seeds)
         self.verify = verify_block if block else verify_token
+        self.device, self.seeds = device, seeds
 
     def stream(self, seed: int | None) -> dict[str, torch.Generator]:
         """A generator for each purpose."""
@@ -133,8 +129,7 @@ class CoupledRule(Rule):
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
-        super().__init__(device, seeds)
-        self.rows, self.window = rows, window
+        self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
         self.dtype: torch.dtype | None = None  # of the target's probabilities
 
     def stream(self, seed: int | None) -> StockNoise:
