@@ -91,7 +91,7 @@ class OwnText:
         new, counts = [], list(self.own.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.emitted[row] + candidates
+            text = batch.emitted[row][: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
             self.inner.keep(row, counts[row])

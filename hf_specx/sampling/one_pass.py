@@ -49,9 +49,10 @@ class Prefixes:
         batch = self.batch
         if not all(batch.counts[row] for row in batch.rows):
             return self.last(1).flatten().tolist()
-        pairs = zip(batch.rows, batch.candidates(self.ahead + self.positions - 1), strict=True)
-        texts = [batch.emitted[row][-1:] + candidates for row, candidates in pairs]
-        return [token for text in texts for token in text[self.ahead :]]
+        found = []
+        for row, candidates in zip(batch.rows, batch.candidates(self.ahead + self.positions - 1), strict=True):
+            found += [batch.emitted[row][batch.counts[row] - 1], *candidates][self.ahead :]
+        return found
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
