@@ -106,9 +106,8 @@ class RequestQueue:
             for index, row in enumerate(done.rows):
                 self.chances[row] += _chances(done, index, row)
         for row in done.ended:
-            text = batch.row(row)
-            tokens = text[batch.prompt_lengths[row] :].tolist()
-            self.close(row, tokens, self.entries[row].stopping.by_limit(text[None], len(tokens)))
+            tokens = list(batch.emitted[row])
+            self.close(row, tokens, self.entries[row].stopping.by_limit(batch.row(row)[None], len(tokens)))
 
     def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
         """A row has ended."""
