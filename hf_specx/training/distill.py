@@ -17,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.drafts import HEAD, read_draft
+from hf_specx.bench.drafts import NEW_HEADS, read_draft
 from hf_specx.bench.inputs import settings_of
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -66,7 +66,7 @@ def distill(
     Args:
         target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
         draft: a smaller model, trained where it is, "layers:N" to start from the target's first N layers, or "eagle3"
-            for a new head that reads the target's states, or such a `DraftHead`, which is trained further.
+            or "dspark" for a new head that reads the target's states, or such a `DraftHead`, which is trained further.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
@@ -111,14 +111,14 @@ def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, 
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
     draft = unwrapped(draft)
-    if draft == HEAD or isinstance(draft, DraftHead):
-        return HeadDraft(target, None if draft == HEAD else draft, recipe, tokenizers)
-    layers = read_draft(draft, HEAD).layers if isinstance(draft, str) else None
+    if draft in NEW_HEADS or isinstance(draft, DraftHead):
+        return HeadDraft(target, draft, recipe, tokenizers)
+    layers = read_draft(draft).layers if isinstance(draft, str) else None
     if layers is not None:
         first = draft_of_first_layers(target, layers)
         return ModelDraft(target, first, recipe, (tokenizers[0], tokenizers[0]), layers)
-    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N' or "
-    told += f"{HEAD!r}."
+    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N', "
+    told += f"{' or '.join(map(repr, NEW_HEADS))}."
     require(isinstance(draft, PreTrainedModel), told)
     check_pair(target, draft, *tokenizers)
     return ModelDraft(target, draft, recipe, tokenizers)
@@ -136,7 +136,8 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
         stack.enter_context(enough_room(where, learner.recipe.batch_size))
         if processes().is_main_process:
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            start = learner.made_from if learner.made_from == HEAD else fingerprint_of(learner.made_from)
+            made_from = learner.made_from
+            start = made_from if isinstance(made_from, str) else fingerprint_of(made_from)
             models = {"target": fingerprint_of(target), "draft": start}
             prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
         processes().wait_for_everyone()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.bench.drafts import HEAD
 from hf_specx.common.errors import brief, check_names, is_int, require
 
 
@@ -13,7 +12,7 @@ LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
 COUNTS = """
     max_new_tokens phases texts_per_phase passes patience batch_size num_draft_tokens draft_vocab_size
 """.split()  # noqa: SIM905
-RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4, HEAD: 2.0}  # largest, times the hidden size of the draft
+RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4, "head": 2.0}  # largest, times the hidden size of the draft
 SET_BY_DISTILL = """
     output_dir num_train_epochs max_steps per_device_train_batch_size learning_rate seed eval_strategy eval_on_start
     eval_delay save_strategy save_only_model load_best_model_at_end metric_for_best_model remove_unused_columns
