@@ -3,7 +3,7 @@
 The states of a text are read once. A block sees those before its first token, and itself (arXiv 2607.05147).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,16 +18,11 @@ AT_ONCE = 64  # blocks of a text in a forward, whose mask grows with them
 
 
 def blocks(
-    body: Any,
-    embed: Callable[[torch.Tensor], torch.Tensor],
-    tokens: torch.Tensor,
-    states: torch.Tensor,
-    numbers: torch.Tensor,
-    begins: torch.Tensor,
-    steps: int,
+    model: Any, tokens: torch.Tensor, states: torch.Tensor, numbers: torch.Tensor, begins: torch.Tensor
 ) -> Iterator[Place]:
     """Places of blocks, as `unrolled` has those of drafts; of each `AT_ONCE` blocks anew from step 0 on."""
-    context, most = Context(body.config, states), min(steps, body.most)
+    body: Any = model.draft_head.body
+    context, most = Context(body.config, states), min(model.steps, body.most)
     body.read(context, None, states)
     nowhere = tokens.shape[1]  # where rows with fewer blocks have others, which propose nothing
     anchors = nn.utils.rnn.pad_sequence([row.nonzero()[:, 0] for row in begins], True, nowhere)
@@ -38,7 +33,7 @@ def blocks(
             tokens.gather(1, part).view(-1, 1), (0, body.size - 1), value=body.config.mask_token_id
         )
         read = states.new_zeros(len(masks), 0, states.shape[2])
-        normed, _ = body.begin(context, embed(masks), read, None, most)
+        normed, _ = body.begin(context, model.drafter.embed(masks), read, None, most)
         places = (part[..., None] + torch.arange(most, device=part.device)).flatten(1)
         before, wanted = (each.gather(1, places).view(-1, most) for each in (tokens, numbers))
         order = (wanted >= 0).sum(1).argsort(descending=True, stable=True)  # the longest first, as texts end

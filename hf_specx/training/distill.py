@@ -41,6 +41,7 @@ from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_argumen
 
 
 OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
+PASSES_OF_BLOCKS = 32  # of a new DSpark head, of whose blocks a step has one in eight
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
 
@@ -86,8 +87,9 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), with_plain_arguments(options)))
-    with random_state_kept(), ExitStack() as stack:
+    usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
+    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), usual | with_plain_arguments(options)))
+    with random_state_kept(), not_trained(target), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
         where = stack.enter_context(working(target, learner, split, folder))
@@ -210,3 +212,15 @@ def random_state_kept() -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())
         yield
+
+
+@contextmanager
+def not_trained(target: PreTrainedModel) -> Iterator[None]:
+    """Let no gradients reach a target, whose tables a head may read."""
+    weights = [weight for weight in target.parameters() if weight.requires_grad]
+    try:
+        target.requires_grad_(False)
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_()

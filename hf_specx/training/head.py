@@ -61,10 +61,9 @@ class HeadDraft(Learner):
             self.places = (head or DraftHead(config)).places(target)
         self.rate = recipe.rate(config.hidden_size, "head" if head is None else "draft")
         self.every = 1 if config.kind == "eagle3" else EVERY
-        self.made_from, self.in_words = start, f"a new head with random weights, {config.kind}"
+        self.made_from, self.in_words = start, f"a new {config.kind} head with random weights"
         if head is not None:
             self.in_words = named(head)
-            head.of(target)  # or it is refused
             self._start(head)
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
@@ -109,51 +108,31 @@ class HeadDraft(Learner):
 
 
 class HeadOnTexts(nn.Module):
-    """A head that is trained, over whole texts.
+    """A head that is trained, over whole texts; its weights are those of this module.
 
     Args:
-        draft_head: its weights are those of this module.
-        target: whose tables it reads, if it has none of its own; they are not trained.
+        draft_head: in evaluation mode.
+        target: whose tables it reads, if it has none of its own.
         steps: candidates of a draft at most.
     """
 
     def __init__(self, draft_head: DraftHead, target: PreTrainedModel, steps: int):
         super().__init__()
-        self.draft_head, self.steps = draft_head, steps
-        self.of_target = [target.get_input_embeddings(), target.get_output_embeddings()]  # no part of what is saved
+        self.draft_head, self.drafter, self.steps = draft_head, draft_head.of(target), steps
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, *wanted: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:
         """Logits [M, V_d] in float32 of all places, the number of each [M], and how many are before it in its draft.
 
         Arguments as those of `unrolled`.
         """
         body, found, memory = self.draft_head.body, [], None
-        places = PLACES[self.draft_head.config.kind](body, self.embed, tokens, states, *wanted, self.steps)
-        for step, before, rows, normed in places:
+        for step, before, rows, normed in PLACES[body.config.kind](self, *texts):
             memory = None if step == 0 or memory is None else memory[: len(rows)]
-            scores, memory, _ = body.scored(self.scored(normed), normed, before[:, None], memory, False)
+            given = self.drafter.scored(normed), normed, before[:, None], memory, False
+            scores, memory, _ = body.scored(*given)
             found.append((scores, rows, torch.full_like(rows, step)))
         logits, rows, steps = map(torch.cat, zip(*found, strict=True))
         return [logits.float(), rows, steps]
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, m, H] of tokens [B, m], by the head's own embeddings or the target's."""
-        own = getattr(self.draft_head, "embed_tokens", None)
-        if own is not None:
-            return own(tokens)
-        embed: Any = self.of_target[0]
-        with torch.no_grad():
-            return embed(read_by(embed, tokens)).to(tokens.device, next(self.parameters()).dtype)
-
-    def scored(self, states: torch.Tensor) -> torch.Tensor:
-        """Scores [n, V_d] of normed states [n, H]."""
-        own = getattr(self.draft_head, "lm_head", None)
-        if own is not None:
-            return own(states)
-        output: Any = self.of_target[1]
-        fixed = {name: weight.detach() for name, weight in output.named_parameters()}
-        given = read_by(output, states.to(output.weight.dtype))
-        return torch.func.functional_call(output, fixed, given).to(states.device)
 
 
 def check_output(target: PreTrainedModel, start: DraftHead | str) -> None:
@@ -170,31 +149,29 @@ def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, token
     """The `HeadConfig` of a head with one layer as wide as the target's, which reads the states of three of them."""
     text = target.config.get_text_config(decoder=True)
     width, heads, count = text.hidden_size, text.num_attention_heads, text.num_hidden_layers
-    rope = getattr(text, "rope_parameters", None) or {}
-    of_kind: dict[str, Any] = {"norm_before_residual": True}
+    fields: dict[str, Any] = {"intermediate_size": 4 * width, "num_key_value_heads": heads, "head_dim": width // heads}
+    fields |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    fields = {name: getattr(text, name, None) or usual for name, usual in fields.items()}
     if kind == "dspark":
-        of_kind = {"block_size": max(2, recipe.num_draft_tokens), "sample_from_anchor": True, "qk_norm": True}
-        of_kind |= {"markov_rank": min(RANK, width // 2), "mask_token_id": mask}
+        fields |= {"block_size": max(2, recipe.num_draft_tokens), "sample_from_anchor": True, "qk_norm": True}
+        fields |= {"markov_rank": min(RANK, width // 2), "mask_token_id": mask}
+    rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(
         kind=kind,
-        **of_kind,
         layer_ids=sorted({count // 2, 3 * count // 4, count - 1}),
         hidden_size=width,
         target_hidden_size=width,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or width // heads,
         vocab_size=vocabulary(target),
         draft_vocab_size=tokens,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
-        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 32768,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        norm_before_residual=kind == "eagle3",
         num_draft_tokens=recipe.num_draft_tokens,
         own_head=True,
         target=public_name(target),
         target_architectures=[type(target).__name__],
         dtype=target.dtype,
+        **fields,
     )
 
 

@@ -35,13 +35,14 @@ class TrainingRecipe:
             judged on held-out prompts, and saved.
         texts_per_phase: new texts of a phase.
         passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
-            far.
+            far; 32 for a new DSpark head, whose steps cost little, unless it is given.
         patience: training stops after so many phases in a row without a new best α.
         learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
             for each text that is written, best with prompts that are text of the kind that will be generated.
         batch_size: texts of a training step on one device.
-        num_draft_tokens: candidates of a round: of a head each is learned from its own states behind those before it
-            (the training-time test of EAGLE-3, arXiv 2503.01840), and tokens a round are told for so many.
+        num_draft_tokens: candidates of a round: of an EAGLE-3 head each is learned from its own states behind those
+            before it (its training-time test, arXiv 2503.01840), a block of a new DSpark head has so many, and tokens
+            a round are told for so many.
         draft_vocab_size: tokens that a new head scores, those that are most frequent in prompts and texts.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
             hidden size of the draft: one that is trained already, layers of the target, LoRA, or a new head.

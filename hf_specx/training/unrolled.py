@@ -5,13 +5,12 @@ that the head found for the entry before at step s - 1, and sees true entries up
 between, as in a draft that began there; so a forward over a text is every draft that could begin in it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_specx.drafting.heads.body import Body
 from hf_specx.drafting.heads.layers import Rotary
 
 
@@ -19,33 +18,26 @@ Place = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def unrolled(
-    body: Body,
-    embed: Callable[[torch.Tensor], torch.Tensor],
-    tokens: torch.Tensor,
-    states: torch.Tensor,
-    numbers: torch.Tensor,
-    begins: torch.Tensor,
-    steps: int,
+    model: Any, tokens: torch.Tensor, states: torch.Tensor, numbers: torch.Tensor, begins: torch.Tensor
 ) -> Iterator[Place]:
     """Places of all drafts, of which each is scored.
 
     Args:
-        body: the head's layers.
-        embed: gives [r, m, H] of tokens [r, m].
+        model: `HeadOnTexts`.
         tokens: [B, m] int64; the token of an entry stands behind that of its state.
         states: [B, m, W] of the target.
         numbers: [B, m], of what follows each token; -1 where nothing is wanted.
         begins: [B, m] bool, behind which tokens blocks begin; here drafts begin behind all.
-        steps: candidates of a draft.
 
     Yields:
         Of each step s from 0 on: s, and of n places the token [n] before it, the number [n], and the normed state
         [n, H].
     """
+    body: Any = model.draft_head.body
     every = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    entries, embedded = Unrolling(body.config, every), embed(tokens)
-    normed, state = body.begin(entries, embedded, states, every, steps)
-    for step in range(steps):
+    entries, embedded = Unrolling(body.config, every), model.drafter.embed(tokens)
+    normed, state = body.begin(entries, embedded, states, every, model.steps)
+    for step in range(model.steps):
         if step:
             entries.step = step
             normed, state = body.next(entries, embedded, nn.functional.pad(state[:, :-1], (0, 0, 1, 0)))

@@ -77,8 +77,10 @@ def predicted(learner: Learner, draw: int | None) -> tuple[dict[tuple[int, int],
 def test_each_block_is_learned_in_one_of_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By the number that is drawn for a text; however many blocks there are at once."""
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
-    head = DraftHead.from_pretrained(write(random_head("dspark", markov="rnn"), tmp_path), target=target)
+    form = random_head("dspark", markov="rnn", confidence=True)
+    head = DraftHead.from_pretrained(write(form, tmp_path), target=target)
     learner = learner_of(head, target, num_draft_tokens=3)
+    assert not any(x.requires_grad for x in learner.trained.draft_head.body.confidence_head.parameters())
     whole, share = predicted(learner, None)
     monkeypatch.setattr("hf_specx.training.blocks.AT_ONCE", 2)
     parts = [predicted(learner, draw) for draw in range(EVERY, 2 * EVERY)]
@@ -217,7 +219,7 @@ def test_a_head_without_an_output_of_its_own(tmp_path: Path):
     head = DraftHead.from_pretrained(write(random_head("eagle3", own_head=False), tmp_path), target=target)
     module = learner_of(head, target).trained
     states = torch.randn(2, 32)
-    torch.testing.assert_close(module.scored(states), target.lm_head(states))
+    torch.testing.assert_close(module.drafter.scored(states), target.lm_head(states))
     assert len(list(module.parameters())) == len(list(head.parameters()))
 
 
