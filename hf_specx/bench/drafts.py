@@ -8,17 +8,15 @@ from hf_specx.common.errors import require
 
 
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
-SEVERAL_EXITS, NEW_HEADS = "exits", ("eagle3", "dspark")  # words of one command
+SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command
 HELP_DRAFT = (
     "suffix (what followed the same tokens before), exit:4 or layers:4 (the target's first 4 layers), "
     "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
 )
 ELSEWHERE = {  # words of one command, with what to type in the others
     SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
+    **dict.fromkeys(NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like head:FOLDER"),
 }
-ELSEWHERE |= dict.fromkeys(
-    NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like head:FOLDER"
-)
 
 
 class NamedDraft(NamedTuple):

@@ -24,9 +24,8 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 DEFAULTS = TrainingRecipe()
 BATCHES = (1, 8)  # of which the new pair is timed
 HELP_START = (
-    "dspark or eagle3 (a new head, of which dspark learns quicker), or a draft of which a copy is trained, named "
+    f"{' or '.join(NEW_HEADS)} (a new head), or a draft of which a copy is trained, named as anywhere: {HELP_DRAFT}"
 )
-HELP_START += f"as anywhere: {HELP_DRAFT}"
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905

@@ -89,7 +89,7 @@ def distill(
     """
     usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
     recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), usual | with_plain_arguments(options)))
-    with random_state_kept(), not_trained(target), ExitStack() as stack:
+    with left_alone(target), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
         where = stack.enter_context(working(target, learner, split, folder))
@@ -206,21 +206,12 @@ def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str |
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave the generators of Python, NumPy and torch as they were; the Trainer seeds them."""
+def left_alone(target: PreTrainedModel) -> Iterator[None]:
+    """No gradients reach a target whose tables a head reads, and generators that the Trainer seeds are as before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())
-        yield
-
-
-@contextmanager
-def not_trained(target: PreTrainedModel) -> Iterator[None]:
-    """Let no gradients reach a target, whose tables a head may read."""
-    weights = [weight for weight in target.parameters() if weight.requires_grad]
-    try:
+        for weight in target.parameters():
+            stack.callback(weight.requires_grad_, weight.requires_grad)
         target.requires_grad_(False)
         yield
-    finally:
-        for weight in weights:
-            weight.requires_grad_()

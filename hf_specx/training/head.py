@@ -52,9 +52,9 @@ class HeadDraft(Learner):
         require(recipe.lora is None, f"lora={recipe.lora}: a head is small, and trained whole; leave lora out.")
         told = "training={'gradient_checkpointing': ...}: a head is too small for it to save memory; leave that out."
         require(not recipe.training.get("gradient_checkpointing"), told)
-        check_output(target, start)
-        head = None if isinstance(start, str) else start
-        config: Any = new_config(target, start, recipe) if isinstance(start, str) else start.config
+        head = start if isinstance(start, DraftHead) else None
+        check_output(target, head)
+        config: Any = new_config(target, str(start), recipe) if head is None else head.config
         told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
         require(config.kind in PLACES, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
         with torch.device("meta"):
@@ -135,14 +135,13 @@ class HeadOnTexts(nn.Module):
         return [logits.float(), rows, steps]
 
 
-def check_output(target: PreTrainedModel, start: DraftHead | str) -> None:
+def check_output(target: PreTrainedModel, head: DraftHead | None) -> None:
     """Check that the target's output can be copied, or read for a head that has none."""
     output: Any = target.get_output_embeddings()
     told = f"{type(target).__name__} has no output embeddings that a head could start from; give 'layers:2'."
     require(output is not None, told)
     told = "the target's output embeddings are offloaded to memory or disk, and a head needs them; load the target "
-    own = not isinstance(start, str) and start.config.own_head
-    require(not output.weight.is_meta or own, f"{told}without offloading.")
+    require(not output.weight.is_meta or (head is not None and head.config.own_head), f"{told}without offloading.")
 
 
 def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, tokens: int = 1, mask: int = 0) -> Any:
