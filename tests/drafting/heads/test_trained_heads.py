@@ -1,4 +1,4 @@
-"""A DSpark head that was trained a little is accepted more as it is than in any wrong variant.
+"""A head that was trained a little is accepted more as it is than in any wrong variant.
 
 Its target has learned texts whose first token, the topic, says by which of three permutations each word follows the
 one before: what comes next follows from the last token and the target's states, and from neither alone.
@@ -21,6 +21,7 @@ from hf_specx import DraftHead, Request, SpeculativeDecoding, distill
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.driver import HeadDrafter
+from hf_specx.drafting.heads.eagle import Eagle
 
 
 WORDS, TOPICS, NOISE = 20, 3, 0.15
@@ -58,7 +59,7 @@ def taught_target() -> PreTrainedModel:
 def taught(draft: DraftHead, target: PreTrainedModel) -> DraftHead:
     """It has learned from texts that go on behind others."""
     texts = some_texts(300, LENGTH, torch.Generator().manual_seed(2)).tolist()
-    size = {"texts_per_phase": 256, "passes": 16, "phases": 1, "batch_size": 32, "num_draft_tokens": 4}
+    size = {"texts_per_phase": 256, "passes": 16, "phases": 1, "batch_size": 32, "num_draft_tokens": NUMBER}
     how = {"learn_from_prompts": True, "learning_rate": 1e-2, "max_new_tokens": 1, "do_sample": True, "top_k": 0}
     return distill(target, draft, texts, progress=lambda *_: None, **size, **how).pair.draft
 
@@ -87,31 +88,47 @@ def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memo
     return scores, (tokens, inner), sure
 
 
-LAST, BEGIN, SCORED = Batch.last, HeadDrafter.begin, Block.scored
-WRONG: dict[str, tuple[Any, str, Any]] = {  # what is changed of what; "head" is the head's config
+def unshifted(feed: HeadDrafter, width: int) -> torch.Tensor:
+    """Tokens of the states themselves, in place of those behind them."""
+    ids, rows, starts = feed.behind
+    columns = starts[:, None] - 1 + torch.arange(width)
+    return ids[rows[:, None], columns.clamp(min=0)]
+
+
+LAST, BEGIN, SCORED, FORWARD = Batch.last, HeadDrafter.begin, Block.scored, Eagle.forward
+OF_BOTH: dict[str, tuple[Any, str, Any]] = {  # what is changed of what; "head" is the head's config
     "states of the layers before": ("head", "layer_ids", [0, 1]),
     "states of the layers behind": ("head", "layer_ids", [2, 3]),
     "states in another order": ("head", "layer_ids", [2, 1]),
-    "places for their own tokens": ("head", "sample_from_anchor", False),
-    "a block that begins early": (HeadDrafter, "begin", begun_early),
-    "no word of the token before": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
-    "word of an earlier token": (Block, "scored", told_early),
     "offsets as ids": (DraftHead, "ids", property(lambda draft: draft.d2t)),
+}
+WRONG: dict[str, dict[str, tuple[Any, str, Any]]] = {
+    "dspark": {
+        "places for their own tokens": ("head", "sample_from_anchor", False),
+        "a block that begins early": (HeadDrafter, "begin", begun_early),
+        "no word of the token before": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
+        "word of an earlier token": (Block, "scored", told_early),
+    },
+    "eagle3": {
+        "tokens not shifted": (HeadDrafter, "tokens", unshifted),
+        "states for tokens": (Eagle, "forward", lambda body, entries, *two: FORWARD(body, entries, *two[::-1])),
+    },
 }
 
 
-@pytest.mark.parametrize(
-    "markov", ["gated", pytest.param("vanilla", marks=pytest.mark.slow), pytest.param("rnn", marks=pytest.mark.slow)]
-)
-def test_it_is_accepted_less_if_anything_is_wrong(markov: str, tmp_path: Path):
-    sizes = {"vocab": WORDS + TOPICS + 1, "draft_vocab": WORDS + 2, "block": NUMBER + 1, "mask_token": WORDS + TOPICS}
-    head = random_head("dspark", **sizes, layer_ids=(1, 2), rank=16, markov=markov)
-    draft = loaded(head, tmp_path / "head", taught_target())
+SLOW = [pytest.param("dspark", markov, marks=pytest.mark.slow) for markov in ("vanilla", "rnn")]
+
+
+@pytest.mark.parametrize(("kind", "markov"), [("eagle3", None), ("dspark", "gated"), *SLOW])
+def test_it_is_accepted_less_if_anything_is_wrong(kind: str, markov: str | None, tmp_path: Path):
+    sizes: dict[str, Any] = {"vocab": WORDS + TOPICS + 1, "draft_vocab": WORDS + 2, "layer_ids": (1, 2)}
+    blocks = {"block": NUMBER + 1, "mask_token": WORDS + TOPICS, "rank": 16, "markov": markov} if markov else {}
+    draft = loaded(random_head(kind, **sizes | blocks), tmp_path / "head", taught_target())
     untaught = acceptance(draft)
     draft = taught(draft, taught_target())
     right = acceptance(draft)
     assert right > 2 * untaught
-    for name, (owner, what, wrong) in WRONG.items():
+    for name, (owner, what, wrong) in (OF_BOTH | WRONG[kind]).items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(draft.config if owner == "head" else owner, what, wrong)
             found = acceptance(draft)
