@@ -109,7 +109,7 @@ def train(
         if draft.model is not None:
             own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, own.model)
-    options, start = with_settings(loaded.model, options), draft.model or named
+    options, start = with_settings(loaded.model, named, options), draft.model or named
     say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(
         loaded.model,

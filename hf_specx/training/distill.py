@@ -87,8 +87,7 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
-    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), usual | with_plain_arguments(options)))
+    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), draft, with_plain_arguments(options)))
     with left_alone(target), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
@@ -98,14 +97,15 @@ def distill(
     return result
 
 
-def with_settings(target: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Options of a training, and how to generate as the target's own generation config says where they do not.
 
     A ValueError for a target that cannot have a training.
     """
     check_target(target)
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    return given | settings_of(target, drawn)
+    usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
+    return usual | given | settings_of(target, drawn)
 
 
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
