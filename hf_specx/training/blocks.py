@@ -29,11 +29,10 @@ def blocks(
     numbers, tokens = nn.functional.pad(numbers, (0, most), value=-1), nn.functional.pad(tokens, (0, most))
     for part in anchors.split(AT_ONCE, 1):
         context.aim(part, body.size)
-        masks = nn.functional.pad(
-            tokens.gather(1, part).view(-1, 1), (0, body.size - 1), value=body.config.mask_token_id
-        )
-        read = states.new_zeros(len(masks), 0, states.shape[2])
-        normed, _ = body.begin(context, model.drafter.embed(masks), read, None, most)
+        first = tokens.gather(1, part).view(-1, 1)
+        block = nn.functional.pad(first, (0, body.size - 1), value=body.config.mask_token_id)
+        no_states = states.new_zeros(len(block), 0, states.shape[2])  # those of the text are read
+        normed, _ = body.begin(context, model.drafter.embed(block), no_states, None, most)
         places = (part[..., None] + torch.arange(most, device=part.device)).flatten(1)
         before, wanted = (each.gather(1, places).view(-1, most) for each in (tokens, numbers))
         order = (wanted >= 0).sum(1).argsort(descending=True, stable=True)  # the longest first, as texts end
