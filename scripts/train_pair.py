@@ -30,13 +30,13 @@ from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
-from hf_specx.training.recipe import HEAD
 from hf_specx.training.result import Distilled
 
 
 VOCAB_SIZE = 4096
 CONTEXT = 512  # tokens in a training window
 BATCH = 4  # windows in a step
+HEAD = "eagle3"
 END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
