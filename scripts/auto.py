@@ -1,8 +1,10 @@
 """What "auto" comes to: beside plain `generate` where drafts do not pay, and beside each fixed number where they do.
 
-    python scripts/auto.py [useless queue paying alike long] [--turns 12]
+    python scripts/auto.py [useless queue paying alike long windows] [--turns 12]
 
 "alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
+"windows" has, of a model whose layers see 128 tokens, a step of plain `generate` and a round of 5 candidates, behind
+prompts of 500 and of 4,000 tokens.
 Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
 for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
 """
@@ -11,6 +13,8 @@ import argparse
 import statistics
 import time
 from functools import cache, partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ USELESS = ("30M-unrelated", "30M-self", "3M-unrelated", "suffix")
 PAYING = ("embedded", "30M-low", "30M-deep")
 NUMBERS = range(1, 9)
 FIRST, PROMPT, NEW_TOKENS, QUEUED = 3, 32, 64, 3  # calls that are not counted; tokens; batches of a queue
+WINDOWS = {"30M-window, 500": 500, "30M-window, 4000": 4000}  # tokens of prompts
 LONG, ALIKE, OWN = 1000, 400, 20  # tokens of prompts, of what all begin with, and after it
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS}
 OPTIONS |= {"eos_token_id": None, "pad_token_id": 0}
@@ -84,6 +89,23 @@ def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
     return {name: statistics.median(each[FIRST:]) for name, each in found.items()}
 
 
+def rounds(length: int, rows: int, turns: int) -> dict[str, float]:
+    """Median seconds of a step, and of a round, behind prompts of a length."""
+    target, draft = models("30M-window")
+    strategy, times = SpeculativeDecoding(draft, num_draft_tokens=5), list[float]()
+    clock: Any = SimpleNamespace(observe=lambda _: times.append(time.thread_time()), end=list)
+    clock.put, strategy.listeners = clock.observe, (clock,)  # `generate` streams each step to it
+    found: dict[str, list[float]] = {"plain": [], "auto": []}
+    for turn in range(turns):
+        made = torch.Generator().manual_seed(turn)
+        ids = torch.randint(3, target.config.vocab_size, (rows, length), generator=made)
+        for name, given in (("plain", {"streamer": clock}), ("auto", {"custom_generate": strategy})):
+            times.clear()
+            target.generate(ids, attention_mask=torch.ones_like(ids), **given, **OPTIONS)
+            found[name] += [after - before for before, after in pairwise(times[1:])]
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
 def main() -> None:
     """Print a row for each cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,9 +117,11 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| part | pair | batch | plain, ms | auto, ms | plain / auto | best fixed / auto |\n" + "| --- " * 7 + "|")
     for part in asked.parts:
-        for pair in {"paying": PAYING, "alike": ("embedded",), "long": ("embedded",)}.get(part, USELESS):
+        chosen = {"paying": PAYING, "alike": ("embedded",), "long": ("embedded",), "windows": tuple(WINDOWS)}
+        for pair in chosen.get(part, USELESS):
             for rows in asked.batch if pair in (asked.pair or (pair,)) else ():
-                found = cell(pair, rows, part, asked.turns)
+                known = pair in WINDOWS
+                found = rounds(WINDOWS[pair], rows, asked.turns) if known else cell(pair, rows, part, asked.turns)
                 plain, auto = found["plain"], found["auto"]
                 best = min(found.keys() - {"plain", "auto"}, key=found.__getitem__, default="")
                 fixed = f"{found[best] / auto:.3f} ({best})" if best else "-"

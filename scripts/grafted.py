@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 
 WEIGHT_STD = 0.05
@@ -37,6 +37,7 @@ class Recipe:
     epsilon: float | None = None  # None is looked for, so that α is `alpha`
     alpha: float = 0.8
     unrelated: bool = False  # whether the draft has random weights of its own instead
+    window: int | None = None  # how many tokens each layer sees
     seed: int = 0
 
 
@@ -50,6 +51,7 @@ RECIPES = {
     "30M-self": replace(SMALL, draft_layers=SMALL.layers),  # a draft as slow as its target
     "30M-right": replace(SMALL, epsilon=0.002),  # one that is nearly always right
     "3M-unrelated": Recipe(192, 512, 6, 3, heads=4, kv_heads=4, vocab=4096, unrelated=True),
+    "30M-window": replace(SMALL, window=128),
     "163M": MIDDLE,
     "1B": Recipe(2048, 8192, 16, 2, heads=32, kv_heads=8, vocab=128256),  # the shapes of Llama 3.2 1B
     "7B": Recipe(4096, 14336, 32, 2, heads=32, kv_heads=8, vocab=32768, tied=False),  # those of Mistral 7B v0.3
@@ -91,7 +93,8 @@ def graft(recipe: Recipe, dtype: torch.dtype = torch.float32, device: torch.devi
 
 def random_llama(recipe: Recipe, layers: int, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     """A target, or a draft of fewer layers, without an end token."""
-    config = LlamaConfig(
+    config = MistralConfig(  # without a window a Llama
+        sliding_window=recipe.window,
         hidden_size=recipe.hidden,
         intermediate_size=recipe.inner,
         num_hidden_layers=layers,

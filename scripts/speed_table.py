@@ -160,11 +160,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def replaced(page: str, text: str) -> str:
-    """The page with its text between the two markers replaced.
-
-    Raises:
-        ValueError: the page does not have one of each marker, in their order.
-    """
+    """The page with its text between the two markers replaced; a ValueError unless it has both in their order."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -22,29 +22,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
-from hf_specx.training.recipe import HEAD
 from hf_specx.training.result import Distilled
 
 
 VOCAB_SIZE = 4096
 CONTEXT = 512  # tokens in a training window
 BATCH = 4  # windows in a step
+HEAD = "eagle3"
 END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
@@ -52,6 +44,7 @@ READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a fil
 READ_BY_HEAD = 192  # which learns each token as every candidate
 PROMPT = 64  # tokens of a held-out prompt
 TEXTS = 512  # of a phase of distillation
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # not as its config says
 NOTES = """## How it was made
 
 `{command}`
@@ -70,7 +63,6 @@ the held-out files the target has a loss of {target_loss:.2f} nats a token, the 
 Demonstrations, tests and benchmarks of speculative sampling. It knows the style of the standard library and little
 else: what it writes looks like Python and does nothing useful. The text it was trained on is under the PSF licence.
 """
-console = Console()
 
 
 def source_files() -> tuple[list[Path], list[Path]]:
@@ -129,22 +121,17 @@ def windows(tokens: torch.Tensor, number: int, seed: int, length: int = CONTEXT,
     return torch.stack([tokens[s : s + length] for s in starts.tolist()])
 
 
-def fit(model: PreTrainedModel, data: Any, steps: int, folder: Path, **arguments: Any) -> None:
-    """Train by transformers' Trainer, from the last checkpoint in the folder on."""
-    fixed: dict[str, Any] = {"save_steps": 200, "save_total_limit": 1, "report_to": "none"}
-    fixed["use_cpu"] = not torch.cuda.is_available()
-    trainer = Trainer(model, TrainingArguments(str(folder), max_steps=steps, **fixed, **arguments), train_dataset=data)
+def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path) -> LlamaForCausalLM:
+    """A model of 16 layers, in mixed precision, by transformers' Trainer from its last checkpoint on."""
+    torch.manual_seed(seed)
+    model, folder = llama(16), work / "target"
+    data: Any = [dict.fromkeys(("input_ids", "labels"), windows(tokens, n, seed)[0]) for n in range(BATCH * steps)]
+    how: dict[str, Any] = {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "adam_beta2": 0.95}
+    how |= {"save_steps": 200, "save_total_limit": 1, "report_to": "none", "use_cpu": not torch.cuda.is_available()}
+    how |= {"per_device_train_batch_size": BATCH, "bf16": True, "seed": seed}
+    trainer = Trainer(model, TrainingArguments(str(folder), max_steps=steps, **how), train_dataset=data)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
     trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()  # no longer in mixed precision
-
-
-def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path) -> LlamaForCausalLM:
-    """A model of 16 layers, in mixed precision."""
-    torch.manual_seed(seed)
-    model, texts = llama(16), (windows(tokens, number, seed)[0] for number in range(BATCH * steps))
-    data = [{"input_ids": ids, "labels": ids} for ids in texts]
-    how: dict[str, Any] = {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "adam_beta2": 0.95}
-    fit(model, data, steps, work / "target", per_device_train_batch_size=BATCH, bf16=True, seed=seed, **how)
     return model
 
 
@@ -168,6 +155,7 @@ def distil_draft(
         texts_per_phase=TEXTS,
         patience=phases,
         learn_from_prompts=True,
+        **SAMPLED,
         learning_rate=None if is_head else 2e-3 if isinstance(draft, str) else 1e-3,
         training={"weight_decay": 0.1, "adam_beta2": 0.95} | ({"bf16": True} if bf16 else {}),
         **options,
@@ -221,7 +209,7 @@ def main(
     pair = None if start is None else DraftTargetPair.from_pretrained(start, dtype=torch.float32)
     tokenizer: Any = new_tokenizer(trained_on, work) if pair is None else pair.tokenizer
     tokens, unseen = encode(tokenizer, trained_on), encode(tokenizer, held_out)
-    console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
+    print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work) if pair is None else endless(pair.target)
     start_from: Any = HEAD if head else "layers:2" if pair is None else pair.draft
@@ -231,7 +219,7 @@ def main(
     how = {"phases": phases, "passes": passes, "seed": seed, "bf16": bf16}
     made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft
-    console.print(str(made))
+    print(str(made))
     notes, models = made.pair.config.notes, [target] if is_head else [target, draft]
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed)}
     facts["draft_loss"] = math.nan if is_head else loss(draft, unseen, seed)

@@ -1,6 +1,6 @@
 """Whether a draft fits a target: what must be the same, what may differ, and what follows. Nothing is decoded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,18 +15,9 @@ from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.engine.check_models import check_own_text, check_pair, vocabularies_of_other_sizes
 from hf_specx.hub.pair_config import WeightlessDraft
-from hf_specx.models.choose import layouts_of
 
 
 OK, NOTE, ERROR = "ok", "note", "error"
-PROBE_TEXTS = (  # where tokenizers with the same tokens may still part: merges, normalisation, digits, spaces
-    "  Hello,   world! It's a test; don't stop.  ",
-    "line\n\n\tdef f(x):\r\n        return x ** 2  # 3.14159e-10 1_000_000 12345678901234567890\n",
-    "CamelCase snake_case ALLCAPS iPhone naïve Ångström \u2014 \u201cquotes\u201d … ½ ∑ €",
-    "e\u0301 composed is \u00e9, \ufb01 is fi, \uff11\uff12\uff13 is 123, \u00a0 is a space",
-    "日本語の文章 русский текст العربية हिन्दी 한국어 ไทย 🙂👩\u200d👩\u200d👧🏽",
-    "<s> </s> <pad> <unk> <|endoftext|> [CLS] [MASK]",
-)
 Tokenizer = PreTrainedTokenizerBase
 
 
@@ -45,18 +36,13 @@ def find_fit(
     draft: PreTrainedModel,
     tokenizer: Tokenizer | None,
     draft_tokenizer: Tokenizer | None,
-    texts: Iterable[str] = (),
 ) -> list[Finding]:
     """All that matters for a pair, as findings; it fits if none of them is an error.
 
-    Where a model has no tokenizer, only sizes are compared. Both encode the `texts`, besides `PROBE_TEXTS`.
+    Where a model has no tokenizer, only sizes are compared.
     """
     both: Any = target, draft, tokenizer, draft_tokenizer
-    found = [_or_error("layout", _layouts, target, draft), _or_error("tokens", _tokens, *both)]
-    known = tokenizer is not None and draft_tokenizer is not None
-    other_tokens = known and not same_tokens(tokenizer, draft_tokenizer)
-    if known and not other_tokens:
-        found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
+    found, other_tokens = [_or_error("tokens", _tokens, *both)], not same_tokens(tokenizer, draft_tokenizer)
     if not other_tokens:
         found.append(_logit_rows(target, draft, tokenizer))
     found.append(_compared("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
@@ -94,13 +80,6 @@ def _compared(subject: str, target: object, draft: object, follows: str) -> Find
     return Finding(subject, str(target), str(draft), NOTE, follows)
 
 
-def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    names = layouts_of(target)[0], layouts_of(draft, drafts=True)[0]
-    if "lockstep" in names:
-        return Finding("layout", *names, NOTE, "all rows of a batch advance by the fewest accepted among them")
-    return _compared("layout", *names, "each model has its own")
-
-
 def _tokens(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None
 ) -> Finding:
@@ -118,19 +97,6 @@ def _tokens(
 
 def _size(tokenizer: Tokenizer | None) -> str:
     return "no tokenizer" if tokenizer is None else str(len(tokenizer.get_vocab()))
-
-
-def _encodings(tokenizer: Any, draft_tokenizer: Any, texts: list[str]) -> Finding:
-    """Merges and normalisation, which decide how a text is split."""
-
-    def split(by: Any, text: str) -> list[int]:
-        return by(text, add_special_tokens=False)["input_ids"]
-
-    apart = [text for text in texts if split(tokenizer, text) != split(draft_tokenizer, text)]
-    if not apart:
-        return Finding("encoding", f"{len(texts)} texts", "the same")
-    follows = f"the draft learned other splits, as of {apart[0][:40]!r}; it agrees less"
-    return Finding("encoding", f"{len(texts)} texts", f"{len(texts) - len(apart)} of them alike", NOTE, follows)
 
 
 def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:

@@ -8,14 +8,14 @@ from hf_specx.common.errors import require
 
 
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
-SEVERAL_EXITS, HEAD = "exits", "eagle3"  # words of one command
+SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command
 HELP_DRAFT = (
     "suffix (what followed the same tokens before), exit:4 or layers:4 (the target's first 4 layers), "
     "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
 )
 ELSEWHERE = {  # words of one command, with what to type in the others
     SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
-    HEAD: "it is a new head, which specx distill trains; name the trained one, like head:FOLDER",
+    **dict.fromkeys(NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like head:FOLDER"),
 }
 
 
@@ -26,9 +26,9 @@ class NamedDraft(NamedTuple):
     model: str | None = None  # id, perhaps with a revision, or folder of a model or head
 
 
-def read_draft(name: str, word: str = "") -> NamedDraft:
-    """Read the name of a draft; `word` is the one of `ELSEWHERE` that this command has."""
-    if name in (SUFFIX, word):
+def read_draft(name: str, *words: str) -> NamedDraft:
+    """Read the name of a draft; `words` are those of `ELSEWHERE` that this command has."""
+    if name in (SUFFIX, *words):
         return NamedDraft()
     require(name not in ELSEWHERE, f"the draft {name} cannot be used here: {ELSEWHERE.get(name)}.")
     if name.startswith((EXIT, LAYERS)):
@@ -44,7 +44,7 @@ def read_draft(name: str, word: str = "") -> NamedDraft:
 
 def check_head(name: str, model: Any) -> None:
     """Whether a loaded draft is a head, where its name says so."""
-    told = f"{name} names a model and no head; leave out {OF_HEADS}"
+    told = f"what follows {OF_HEADS} is a model and no head; leave {OF_HEADS} out."
     require(not name.startswith(OF_HEADS) or not model.can_generate(), told)
 
 

@@ -26,13 +26,11 @@ class Study:
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
-    verification: str | None = None  # of `SpeculativeDecoding`
     repeats: int = 3  # timed runs of plain and of ours at each batch size, each on the next prompts
     seed: int = 0
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
-    hub: dict[str, Any] = field(default_factory=dict)  # what reading from the Hub takes, like {"token": ...}
     command: str = "hf_specx.bench.tune.tune(...)"  # what the measurements say that they were made by
 
     def __post_init__(self) -> None:

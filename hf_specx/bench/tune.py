@@ -96,13 +96,13 @@ def find_files(name: str, study: Study) -> Files:
     """All files of a model but its weights."""
     name, revision = split_revision(name)
     check_place(name, revision)
-    return get_files(name, revision, SMALL_FILES, **study.hub)
+    return get_files(name, revision, SMALL_FILES)
 
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
     trust, files = study.trust_remote_code, find_files(name, study)
-    files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
+    files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
@@ -137,7 +137,7 @@ def try_draft(
             draft = load(read_draft(name).model or name, study, {"": last_device(target.model)}, target)
             check_head(name, draft.model)
         if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
-            trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
+            trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer)
         else:
             trial.findings = find_own(target.model, draft.model)
         for finding in trial.findings:
@@ -147,7 +147,6 @@ def try_draft(
             target=target.facts,
             draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
             tokenizers=None if None in both else tokenizer_facts(*both),  # type: ignore[arg-type]
-            verification=study.verification,
         )
         config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
@@ -168,7 +167,6 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
     strategy = SpeculativeDecoding(
         pair.draft,
         num_draft_tokens="auto" if chooses else FIXED_DRAFT_TOKENS,
-        verification=study.verification,
         tokenizer=pair.tokenizer,
         draft_tokenizer=pair.draft_tokenizer,
     )

@@ -21,12 +21,12 @@ from .ways import PLAIN_NAME, Cell
 FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_speedup", "expected_speedup")
 
 
-def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
+def usual_contenders(pair: DraftTargetPair, do_sample: bool = True) -> tuple[str, ...]:
     """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
     draft, own = draft_parts(pair)
     names = [PLAIN_NAME]
     if draft is not None:
-        names += ["assisted"] * (draft in pair.models) + ["block-auto", "coupled-auto"]
+        names += ["assisted"] * (draft in pair.models) + ["block-auto", *["coupled-auto"] * do_sample]
     if isinstance(pair.draft, list):
         names.append("several-auto")
     if own is not None:
@@ -41,13 +41,13 @@ def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExi
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
-    """Time the contenders of a cell in turns, each `cell.runs` times; one that fails is noted, and the others go on.
+    """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
 
     Returns:
         Plain values: "cell", "pair" (parameters), "provenance" with the command that was typed, and "contenders" by
         name: runs and their medians, or under "unavailable" why there are none.
     """
-    names, (draft, early_exit) = cell.contenders or usual_contenders(pair), draft_parts(pair)
+    names, (draft, early_exit) = cell.contenders or usual_contenders(pair, cell.do_sample), draft_parts(pair)
     inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)
     both: Any = pair.tokenizer, pair.draft_tokenizer
     tokenizers = None if draft is None or same_tokens(*both) else both

@@ -65,11 +65,6 @@ class Cell:
         drawn = ("temperature", "top_p", "top_k") if self.do_sample else ()
         return {name: getattr(self, name) for name in ("do_sample", "max_new_tokens", *drawn)}
 
-    @property
-    def runs(self) -> int:
-        """Calls of each contender."""
-        return 1 + self.repeats
-
     def __str__(self) -> str:
         precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
         how = "greedily"

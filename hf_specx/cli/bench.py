@@ -29,6 +29,7 @@ HELP_CONTENDER = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
     "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and assisted ones."
 )
+GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
 MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 
 
@@ -68,8 +69,8 @@ def bench(
     settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
     cells = [replace(cell, **settings) for cell in cells]
     say_what_runs(pair, settings)
-    names = contenders or usual_contenders(pair)
-    with steps("contenders in turns", sum(cell.runs for cell in cells) * len(names)) as bar:
+    names = contenders or usual_contenders(pair, settings["do_sample"])
+    with steps("contenders in turns", (1 + repeats) * len(cells) * len(names)) as bar:
         for cell in cells:
             store.add(measure_cell(cell, pair, typed(), bar.update))
     for cell, measured in zip(cells, store.cells[-len(cells) :], strict=True):
@@ -79,7 +80,9 @@ def bench(
             if "unavailable" in noted:
                 console.text(f"{name} did not run: {noted['unavailable']}", "yellow")
     meanings = {kind: KINDS[kind] for kind in KINDS if kind in {way(name).kind for name in names}} | COLUMNS
-    console.text("\n".join(["", *(f"{name}: {said}" for name, said in meanings.items() if said), AFTER_KINDS]), "dim")
+    said = ["", *(f"{name}: {meaning}" for name, meaning in meanings.items() if meaning), AFTER_KINDS]
+    said += [] if settings["do_sample"] else [GREEDILY]
+    console.text("\n".join(said), "dim")
 
 
 def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:

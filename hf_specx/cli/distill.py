@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.bench.drafts import HEAD, HELP_DRAFT, check_head, read_draft
+from hf_specx.bench.drafts import HELP_DRAFT, NEW_HEADS, check_head, read_draft
 from hf_specx.common.errors import require, similar
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe
@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 DEFAULTS = TrainingRecipe()
 BATCHES = (1, 8)  # of which the new pair is timed
-HELP_START = f"{HEAD} (a new head), or a draft of which a copy is trained, named as anywhere: {HELP_DRAFT}"
+HELP_START = (
+    f"{' or '.join(NEW_HEADS)} (a new head), or a draft of which a copy is trained, named as anywhere: {HELP_DRAFT}"
+)
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905
@@ -51,9 +53,9 @@ def distill(
     The same command goes on with an interrupted training, from the folder OUT.training.
     """
     folder = Path(f"{out if out.name else out.absolute()}.training")
-    named = read_draft(draft, HEAD)
-    told = "suffix has no weights to train; give layers:2, eagle3, or a model."
-    require(draft == HEAD or not (named.model is None and named.layers is None), told)
+    named = read_draft(draft, *NEW_HEADS)
+    told = "suffix has no weights to train; give layers:2, dspark, eagle3, or a model."
+    require(draft in NEW_HEADS or not (named.model is None and named.layers is None), told)
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
     options |= settings_typed(others or []) | sampling.given
     held_out = {"held_out": options.pop("held_out")} if "held_out" in options else {}
@@ -100,14 +102,14 @@ def train(
         from hf_specx.training.distill import with_settings
 
         from .loading import check_template, in_words, study_of, texts_of
-    study, draft, own = study_of(loading), read_draft(named, HEAD), None
+    study, draft, own = study_of(loading), read_draft(named, *NEW_HEADS), None
     with waiting_for(f"loading {target}"):
         loaded = load(target, study, study.device_map)
         check_template(loaded.tokenizer, chat)
         if draft.model is not None:
             own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, own.model)
-    options, start = with_settings(loaded.model, options), draft.model or named
+    options, start = with_settings(loaded.model, named, options), draft.model or named
     say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(
         loaded.model,

@@ -60,11 +60,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Named:
-    """The models that a command names: a pair, perhaps with another draft; or a target with a draft.
-
-    Raises:
-        ValueError: for names that cannot be.
-    """
+    """The models that a command names, if such can be: a pair, perhaps with another draft, or a target and one."""
 
     pair: Annotated[str | None, typer.Argument(metavar="[PAIR|TARGET]", help=HELP_PAIR)] = None
     draft: Annotated[str | None, typer.Option(help=HELP_DRAFT)] = None
@@ -98,11 +94,7 @@ class NamedByOptions(Named):
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, and how many; None is as the target's own generation config says.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """How tokens are drawn, and how many; None is as the target's own generation config says."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens of a row, at most.", min=1)] = None
     temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None
@@ -121,11 +113,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Sampling(Drawing):
-    """The same, and whether tokens are drawn at all; a temperature and the like say so too.
-
-    Raises:
-        ValueError: a value is out of range, or contradicts --no-do-sample.
-    """
+    """The same, and whether tokens are drawn at all; a temperature and the like say so too."""
 
     do_sample: Annotated[
         bool | None, typer.Option("--do-sample/--no-do-sample", help="Sample, or decode greedily.")

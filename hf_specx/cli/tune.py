@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from hf_specx.bench.checks import check_runs
 from hf_specx.bench.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
@@ -90,9 +92,12 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
     for trial in trials:
         if trial.findings:
             console.text(f"\n{target} with {trial.name}", "bold")
-        for x in trial.findings:
-            both = f": target {x.target}, draft {x.draft}" if x.target else ""
-            console.verdict(x.verdict, f"{x.subject}{both}", x.follows)
+            table = Table(box=None, pad_edge=False)
+            for heading in ("", "", "target", "draft", "what follows"):
+                table.add_column(heading, overflow="fold")  # no word is cut
+            for verdict, *words in ((x.verdict, x.subject, x.target, x.draft, x.follows) for x in trial.findings):
+                table.add_row(Text(verdict, VERDICTS[verdict]), *map(Text, words))
+            console.print(table)
         if trial.error is not None:
             console.text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"])
     measured, best = [trial for trial in trials if trial.measurements], trials[0]

@@ -5,6 +5,8 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
-        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads. `writes` counts changes.
+        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
         starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
-        counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
+        counts: [B], tokens emitted so far, and `emitted`, their ids by row; `limits`: [B], the most of each row.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -34,7 +36,7 @@ class Batch:
         limits: list[int] | None = None,
     ):
         """Take input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
-        self.ids, self.writes = input_ids.to(torch.int64, copy=True), 0
+        self.ids = input_ids.to(torch.int64, copy=True)
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
         rows, device = input_ids.shape[0], input_ids.device
         if attention_mask is None:
@@ -42,12 +44,13 @@ class Batch:
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
-        self.counts = [0] * rows
+        self.counts, self.emitted = [0] * rows, defaultdict[int, list[int]](list)
         self.limits = [sys.maxsize] * rows if limits is None else limits
+        self.whole: tuple[Batch, int] | None = None  # of a row that is `alone`: where it is from, and its row index
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
-        self.rows = rows
+        self.rows, self.read = rows, list[list[int]]()  # `read` has candidates that are known here, [n][R]
         self.index = sent(rows, self.ids.device, torch.int64)
         self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
 
@@ -59,10 +62,15 @@ class Batch:
             grown[:, : self.ids.shape[1]] = self.ids
             self.ids = grown
 
-    def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
-        """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
+    def put(self, tokens: torch.Tensor, ahead: int = 0, known: Sequence[list[int]] = ()) -> None:
+        """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted.
+
+        The ids of the first of these columns may be `known`, [up to n][R].
+        """
         self.reserve(ahead + tokens.shape[1])
-        self.writes += 1
+        del self.read[ahead:]
+        if len(self.read) == ahead:
+            self.read += known
         if len(self.counts) == 1:
             first = self.width + self.counts[0] + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
@@ -77,8 +85,17 @@ class Batch:
             told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
-            self.put(draft.tokens)
+            self.put(draft.tokens, known=draft.known)
         return draft
+
+    def candidates(self, count: int) -> list[list[int]]:
+        """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
+        if self.whole is not None:
+            batch, index = self.whole
+            return [batch.candidates(count)[index]]
+        if count > len(self.read):
+            self.read += self.last(count - len(self.read), count).T.tolist()
+        return [[column[index] for column in self.read[:count]] for index in range(len(self.rows))]
 
     def prefix(self, emitted: int) -> torch.Tensor:
         """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
@@ -130,16 +147,16 @@ class Batch:
         gained = [number + 1 for number in accepts]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.cut(self, new, gained, over))
+        self.emit(tokens, stopping.cut(self, new, gained, over), new)
         ended = stopping.leaving(self)
-        emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
+        emitted = [self.emitted[row][count:] for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
             rows=rows,
             draft=draft,
             before=before,
-            emitted=emitted,
-            tokens=[one[:number] for one, number in zip(new, emitted, strict=True)],
+            emitted=list(map(len, emitted)),
+            tokens=emitted,
             accepted=accepts,
             judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
             gained=gained,
@@ -151,8 +168,9 @@ class Batch:
             scores=scores,
         )
 
-    def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
-        """Emit the first `kept` [R] of tokens [R, n]."""
+    def emit(self, tokens: torch.Tensor, kept: list[int], known: list[list[int]] | None = None) -> None:
+        """Emit the first `kept` [R] of tokens [R, n], whose ids may be `known`."""
+        known = tokens.tolist() if known is None else known
         numbers = kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device)
         if min(kept) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
@@ -160,12 +178,15 @@ class Batch:
             tokens = tokens.masked_fill(beyond, self.pad_token_id)
         self.put(tokens)
         self.ends = self.ends + numbers
-        for row, number in zip(self.rows, kept, strict=True):
+        for row, number, ids in zip(self.rows, kept, known, strict=True):
             self.counts[row] += number
+            self.emitted[row] += ids[:number]
 
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
         self.counts = counts
+        for row, ids in self.emitted.items():
+            del ids[counts[row] :]
         self._select(self.rows)
 
     def until(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -186,7 +207,9 @@ class Batch:
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
         one = copy.copy(self)
+        one.whole = self, self.rows.index(row)
         one.width, one.counts, one.limits = self.prompt_lengths[row], [self.counts[row]], [self.limits[row]]
+        one.emitted = defaultdict(list, {0: self.emitted[row]})
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
         # made on the device: numbers that are sent there wait for what it has to do
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
@@ -198,6 +221,7 @@ class Batch:
         """Keep the first `count` emitted tokens of a row that is about to leave."""
         self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
         self.counts[row] = count
+        del self.emitted[row][count:]
 
     def replace(self, row: int, prompt: torch.Tensor, limit: int = sys.maxsize) -> None:
         """Put a prompt [l] with a limit of its own in the place of a row that has ended; `width` has room for it."""
@@ -205,6 +229,7 @@ class Batch:
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - len(prompt) : self.width] = prompt
         self.starts[row], self.prompt_lengths[row], self.counts[row] = self.width - len(prompt), len(prompt), 0
+        self.emitted[row] = []
         self._select(self.rows)
 
     def widen(self, columns: int) -> None:

@@ -1,5 +1,6 @@
 """What passes through one round: a draft, and then the record of what became of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,7 @@ class Draft(NamedTuple):
         estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
             drafter has no such estimate.
         free: [R] bool, rows whose candidates took no steps of a draft model; None if all rows are alike.
+        known: ids of the first columns of `tokens`, [up to K][R], as far as they were read back.
     """
 
     tokens: torch.Tensor
@@ -30,6 +32,7 @@ class Draft(NamedTuple):
     forced: list[list[bool]] | None = None
     estimate: list[list[float]] | None = None
     free: list[bool] | None = None
+    known: Sequence[list[int]] = ()
 
     @property
     def sources(self) -> list[str]:

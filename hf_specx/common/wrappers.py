@@ -56,6 +56,15 @@ def _rebound(value: Any, module: torch.nn.Module, made: torch.nn.Module) -> Any:
     return bound
 
 
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that gives its states behind the final norm."""
+    found: Any = model.get_decoder()
+    found = found if isinstance(found, PreTrainedModel) else model.base_model  # a head may have that name
+    while hasattr(found, "lm_head"):  # Llama 4's own decoder is the whole model
+        found = next(part for part in found.children() if isinstance(part, PreTrainedModel))
+    return found
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """How many token ids a model scores."""
     head = model.get_output_embeddings()

@@ -141,10 +141,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not tokens:
             return no_candidates(batch)
         both = torch.cat(probs, 1) if probs else None
+        found = Draft(torch.stack(tokens, 1), kept, both, self.source, known=batch.read[: len(tokens)])
         if growth is None:
-            return Draft(torch.stack(tokens, 1), kept, both, self.source)
-        source = self.source if steps else "forced"
-        return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
+            return found
+        return found._replace(lengths=growth.lengths, source=self.source if steps else "forced", forced=growth.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""

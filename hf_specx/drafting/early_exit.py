@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import kind, require
+from hf_specx.common.wrappers import text_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 
@@ -144,8 +145,7 @@ def find_layers(model: PreTrainedModel, what: str = "early exit from") -> tuple[
     """
     given = f"{what} {type(model).__name__}"
     require(not model.config.is_encoder_decoder, f"{given}, an encoder-decoder, is not supported; {NO_LAYERS}.")
-    decoder = model.get_decoder()
-    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # a head may have that name
+    decoder = text_decoder(model)
     above = next(name for name, module in model.named_modules() if module is decoder)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, x) for name, x in decoder.named_modules(prefix=above) if isinstance(x, nn.ModuleList)]

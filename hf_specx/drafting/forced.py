@@ -7,9 +7,9 @@ it is kept wherever those before it are.
 import torch
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rewindable import choices
 
 from .costs import Pace
 
@@ -45,10 +45,11 @@ class Growth:
         asked = [goes and self.batch.counts[row] > 0 and sum(flags) < MOST_FORCED for goes, row, flags in pairs]
         found = self.processors.allowed(self.batch, ahead, asked) if any(asked) else None
         masks = [None] * len(going) if found is None else found
-        counts, self.tokens = choices(masks)
-        draws = []
+        self.tokens, draws = [], []
         for index, mask in enumerate(masks):
-            ends = found is not None and asked[index] and counts[index] < 2  # or its next token is forced
+            count = 0 if mask is None else int(mask.count_nonzero())
+            self.tokens.append(int(mask.byte().argmax()) if mask is not None and count == 1 else None)
+            ends = found is not None and asked[index] and count < 2  # or its next token is forced
             allowed = given is None or mask is None or bool(mask[given[index]])
             if wanted[index] and mask is not None and self.known is not None:
                 allowed = bool((mask & self.known).any())
@@ -69,12 +70,11 @@ class Growth:
 
     def only(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] with the forced tokens alone, in rows that have one."""
-        forced = {index: token for index, token in enumerate(self.tokens) if token is not None}
-        if forced:
-            scores = scores.clone()
-            scores[list(forced)] = -torch.inf
-            scores[list(forced), list(forced.values())] = 0
-        return scores
+        if not self.forces:
+            return scores
+        forced = sent([-1 if token is None else token for token in self.tokens], scores.device)[:, None]  # [R, 1]
+        alone = torch.arange(scores.shape[1], device=scores.device) == forced
+        return torch.where(forced < 0, scores, torch.where(alone, 0.0, -torch.inf))
 
     @property
     def forced(self) -> list[list[bool]] | None:
@@ -89,7 +89,8 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
     """
     if not processors.mask_size:
         return draft
-    given, limits = draft.tokens.tolist(), list(draft.lengths)
+    batch.take(draft)
+    given, limits = batch.candidates(draft.tokens.shape[1]), list(draft.lengths)
     growth, columns = Growth(processors, batch, pace if joins else None), list[list[int]]()
     while joins or max(limits) > len(columns):
         at = len(columns)
@@ -100,7 +101,7 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
             break
         found = list(zip(own, draws, growth.tokens, strict=True))
         columns.append([mine if draw else forced or 0 for mine, draw, forced in found])
-        batch.put(batch.index.new_tensor(columns[-1])[:, None], at)
+        batch.put(sent(columns[-1], batch.ids.device)[:, None], at, columns[-1:])
         # where another token stands, the candidates behind do not follow it
         follows = [draw or mine == forced for mine, draw, forced in found]
         limits = [limit if goes_on else min(limit, at) for limit, goes_on in zip(limits, follows, strict=True)]
@@ -109,6 +110,7 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
     if estimate is not None:  # what is forced is kept if those before it are
         rows = zip(estimate, kept, lengths, strict=True)
         estimate = [known[:own] + [known[own - 1] if own else 1.0] * (most - own) for known, own, most in rows]
-    tokens = batch.index.new_tensor(columns).T if columns else draft.tokens[:, :0]
+    tokens = sent(columns, batch.ids.device).T if columns else draft.tokens[:, :0]
     source = draft.source if any(kept) or not any(lengths) else "forced"
-    return draft._replace(tokens=tokens, lengths=lengths, source=source, forced=forced, estimate=estimate)
+    draft = draft._replace(tokens=tokens, lengths=lengths, known=columns, source=source)
+    return draft._replace(forced=forced, estimate=estimate)

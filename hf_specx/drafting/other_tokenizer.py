@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
@@ -87,13 +88,11 @@ class OwnText:
 
         What the draft has not read of the text with these is written in its own tokens.
         """
-        wanted = [batch.counts[row] + ahead + 1 - len(self.translations[row].states) for row in batch.rows]
-        most = max(wanted)
-        texts = batch.last(most, ahead).tolist() if most else [[] for _ in wanted]
         new, counts = [], list(self.own.counts)
-        for row, number, text in zip(batch.rows, wanted, texts, strict=True):
+        for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            counts[row] = translation.extend(text[most - number :])
+            text = batch.emitted[row][: batch.counts[row]] + candidates
+            counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
             self.inner.keep(row, counts[row])
         if counts != self.own.counts:
@@ -101,7 +100,7 @@ class OwnText:
         numbers = [len(tokens) for tokens in new]
         if longest := max(numbers):
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
-            self.own.emit(torch.tensor(padded, device=self.own.ids.device), numbers)
+            self.own.emit(sent(padded, self.own.ids.device), numbers, new)
         return self.vocabularies.logits(self.inner.step(self.own, 0))
 
     def keep(self, row: int, count: int) -> None:

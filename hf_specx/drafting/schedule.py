@@ -94,16 +94,11 @@ class Schedule:
         self.pace = pace or Pace(None)
         self.seeded: dict[int, bool] = {}  # of rows whose prompt came in the place of another
 
-    def _agreed(self) -> int:
-        """Have the number of all ranks; returns how many candidates of a row can be taken back."""
-        most = sys.maxsize if self.processors is None else self.processors.max_rollback
-        if self.agree is not None:
-            self.wanted = self.agree(min(self.wanted, most))
-        return most
-
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
-        wanted, most = [], self._agreed()
+        wanted, most = [], sys.maxsize if self.processors is None else self.processors.max_rollback
+        if self.agree is not None:
+            self.wanted = self.agree(min(self.wanted, most))
         for row in batch.rows:
             begins = not batch.counts[row] and self.seeded.get(row, True)
             room = most if self.alike else max(0, batch.limits[row] - batch.counts[row] - 1)
@@ -113,10 +108,6 @@ class Schedule:
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.wanted
-
-    def idle(self, batch: Batch) -> list[int]:
-        """Candidates for the rows of a text that is finished, while other ranks go on."""
-        return [min(self._agreed(), self.wanted)] * len(batch.rows)
 
     def observe(self, done: Round) -> None:
         """Count a round: one in which every candidate took a step of the draft, or none did."""

@@ -67,7 +67,9 @@ class SeveralDrafts(Drafter):
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Candidates of one part for each row: of the model up to `lengths`, of others too if a number was given."""
-        limits = self._limits(batch, lengths)
+        limits, most = lengths, self.processors.max_rollback
+        if self.costly is not None and self.number is None and any(batch.counts):
+            limits = [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
         drafts = [part.propose(batch, limits) for part in self.others]
         pace = None if self.apart else self.pace
         drafts = [within_masks(draft, self.processors, batch, pace, self.joins) for draft in drafts]
@@ -109,13 +111,6 @@ class SeveralDrafts(Drafter):
 
     def size(self) -> ForwardSize | None:
         return next((size for part in self.timed if (size := part.size()) is not None), None)
-
-    def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
-        """[R], candidates of each row at most, from whichever part."""
-        if self.costly is None or self.number is not None or not any(batch.counts):
-            return lengths
-        most = self.processors.max_rollback
-        return [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
 
     def _expected(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""

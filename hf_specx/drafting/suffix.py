@@ -4,6 +4,7 @@ import copy
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -146,11 +147,12 @@ class SuffixDraft(Drafter):
         chances = [one.chances for one in found]
         most = [self._best([own]) for own in chances] if self.apart else [self._best(chances)] * len(found)
         chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
-        kept, width = [len(tokens) for tokens in chosen], max(map(len, chosen))
-        if not width:
+        kept = [len(tokens) for tokens in chosen]
+        if not any(kept):
             return no_candidates(batch)
-        tokens = sent([row + [0] * (width - len(row)) for row in chosen], batch.ids.device)
-        return Draft(tokens, kept, None, "suffix", estimate=[row[:n] for row, n in zip(chances, kept, strict=True)])
+        columns = [list(column) for column in zip_longest(*chosen, fillvalue=0)]
+        estimate = [row[:number] for row, number in zip(chances, kept, strict=True)]
+        return Draft(sent(columns, batch.ids.device).T, kept, None, "suffix", estimate=estimate, known=columns)
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""

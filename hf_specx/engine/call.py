@@ -19,7 +19,7 @@ from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_read_anew
-from hf_specx.models.slots import CACHE, has_columns
+from hf_specx.models.slots import CACHE, has_columns, tokens_held
 from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
@@ -128,11 +128,9 @@ def make_call(
     _check_asked(options, prompt, drafter, queue)
     processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
     seeds = None if seeds is None else as_list(seeds)
-    layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
-    if queue is not None:
-        prompt, layout = _refilled(models, prompt, layout)
-    if drafter.needs_hidden and getattr(given.past, "get_seq_length", int)():
-        layout = replace(layout, reason=f"{layout.reason}; the draft has no hidden states of the given cache")
+    layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
+    if queue is not None and layout.refills:  # later requests have limits of their own
+        prompt = replace(prompt, max_new_tokens=UNLIMITED)
     numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
     verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
@@ -183,8 +181,8 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
     stateful += prompt.stopping.stateful
     if stateful:
-        told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
-        return processors, f"{told}stateless = True if it keeps none)"
+        told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
+        return processors, f"{told}(set its attribute stateless = True if it keeps none)"
     config = prompt.generation_config
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
@@ -192,30 +190,29 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     return processors, why_uncached(prompt.model)
 
 
-def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
+def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
-    chosen, reason = choose_layout(prompt.model, options.layout)
-    past: Any = prompt.kwargs.get(CACHE)
+    model, past = prompt.model, prompt.past
+    chosen, reason = choose_layout(model, options.layout)
     if chosen != "lockstep" and past is not None and not has_columns(past):
         told = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
         told += f"window drops some); use layout='auto' or leave {CACHE} out."
         require(options.layout == "auto", told)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
-    if drafter.model is None:
-        return Layout(chosen, chosen, reason)
-    of_draft = layouts_of(drafter.model, drafts=True)
+    of_draft = [chosen] if drafter.model is None else layouts_of(drafter.model, drafts=True)
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
-    return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
-
-
-def _refilled(models: Sequence[PreTrainedModel], prompt: Prompt, layout: Layout) -> tuple[Prompt, Layout]:
-    """The prompt and layout of a queue, with the reasons for what it has to do anew."""
-    if whole := _why_whole(models, layout):
-        return prompt, replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
-    if anew := why_read_anew(prompt.model):
-        layout = replace(layout, reason=f"{layout.reason}; prompts that begin alike are read anew, since {anew}")
-    return replace(prompt, max_new_tokens=UNLIMITED), layout
+    layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
+    held, notes = past is not None and tokens_held(past), [reason]
+    whole = _why_whole([model] if drafter.model is None else [model, drafter.model], layout) if queued else ""
+    if whole:
+        notes.append(f"whole batches, since {whole}")
+    elif queued and (anew := why_read_anew(model)):
+        notes.append(f"prompts that begin alike are read anew, since {anew}")
+    if drafter.needs_hidden and (held or not prompt.input_ids.shape[1]):
+        unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"
+        notes.append(f"the draft has no {unknown}")
+    return replace(layout, reason="; ".join(notes), refills=not whole)
 
 
 def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:

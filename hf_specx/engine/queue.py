@@ -73,7 +73,7 @@ class RequestQueue:
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""
         own, alike = zip(*((entry.processors, entry.alike) for entry in self.entries), strict=True)
-        return RequestProcessors(own, self.stopping.eos_token_id, alike)
+        return RequestProcessors(own, self.stopping.ends, alike)
 
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""
@@ -106,9 +106,8 @@ class RequestQueue:
             for index, row in enumerate(done.rows):
                 self.chances[row] += _chances(done, index, row)
         for row in done.ended:
-            text = batch.row(row)
-            tokens = text[batch.prompt_lengths[row] :].tolist()
-            self.close(row, tokens, self.entries[row].stopping.by_limit(text[None], len(tokens)))
+            tokens = list(batch.emitted[row])
+            self.close(row, tokens, self.entries[row].stopping.by_limit(batch.row(row)[None], len(tokens)))
 
     def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
         """A row has ended."""

@@ -135,10 +135,6 @@ class SpeculationReport:
                 records[last] = records[last]._replace(emitted=records[last].emitted - cut)
                 beyond -= cut
 
-    def after(self, earlier: "SpeculationReport | None") -> "SpeculationReport":
-        """This call and an earlier one; it alone if there was none."""
-        return self if earlier is None else earlier + self
-
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         both = copy.copy(other if self.layout == PLAINLY else self)

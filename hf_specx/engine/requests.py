@@ -162,7 +162,7 @@ class Preparing:
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
         stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        alone = f"{', '.join(stateful)} keeps state" if stateful else why_uncached(self.model)
+        alone = f"{', '.join(dict.fromkeys(stateful))} keeps state" if stateful else why_uncached(self.model)
         if alone:
             return given.processors, alone
         for mask in masks:

@@ -80,7 +80,7 @@ class Run:
 
     def _processors(self) -> tuple[Processors, Processors]:
         """Those of the target, and those of the draft, which is not guided."""
-        call, ends = self.call, self.stopping.eos_token_id
+        call, ends = self.call, self.stopping.ends
         alone = [p for p in call.processors if can_look_ahead(p)]
         of_draft = Processors(alone, ends) if call.queue is None else call.queue.processors()
         if call.queue is not None or len(alone) == len(call.processors):
@@ -166,7 +166,7 @@ class Run:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
         batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
-        draft = batch.take(self.drafter.propose(batch, self.schedule.idle(batch)))
+        draft = batch.take(self.drafter.propose(batch, self.schedule(batch)))
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 
     def publish(self, done: Round) -> None:

@@ -276,7 +276,7 @@ class SpeculativeDecoding(NoModel):
             return run.output(self.report)
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
-        self.report = report.after(earlier)
+        self.report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = self.report
         return output
@@ -286,7 +286,7 @@ class SpeculativeDecoding(NoModel):
         warn_once(run.call, self.layout, self._said)
         self.report = run.report
         yield from decode(run)
-        self.report = run.report.after(earlier)
+        self.report = run.report if earlier is None else earlier + run.report
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:

@@ -104,8 +104,6 @@ def load_model(
         adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
         **{"use_safetensors": True} | trust | kwargs,
     )
-    if "num_hidden_layers" in kwargs:
-        seen["unexpected_keys"] = []
     _check_loaded(files.shown, seen, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
     return _noted(files, model).eval()

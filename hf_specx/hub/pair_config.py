@@ -33,7 +33,6 @@ SCHEMA = 1
 WeightlessDraft = SuffixDraft | EarlyExitDraft
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
 MAX_LAYERS = 10_000  # more than any model has; whether the target has so many is checked in a call
-AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
 COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
@@ -58,7 +57,6 @@ CommitOrBranch = Annotated[
     str | None, FieldRule(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
 ]
 Subfolder = Annotated[str, FieldRule(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
-AutoClass = Annotated[str | None, FieldRule(AUTO_CLASS.fullmatch, f"no Auto class of transformers; {ANEW}")]
 ExitLayer = Annotated[int, FieldRule(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
 NumDraftTokens = Annotated[
     str | int, FieldRule(lambda n: n == "auto" or (is_int(n) and 0 <= n <= MAX_RECOMMENDED), NO_NUMBER)
@@ -82,7 +80,7 @@ class ModelSource:
     max_positions: int | None = None  # `max_position_embeddings`; None also where the model has no such limit
     dtype: str | None = None  # of the files, such as "bfloat16"
     fingerprint: str | None = None  # of the config and weights, see `fetch.fingerprint`
-    auto_class: AutoClass = None  # the class of transformers that loads it, such as "AutoModelForCausalLM"
+    auto_class: str | None = None  # the class of transformers that loads it, such as "AutoModelForCausalLM"
 
     @property
     def is_pinned(self) -> bool:

@@ -15,7 +15,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, joined, last_device, synchronize
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.wrappers import text_decoder
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
 from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
@@ -64,6 +66,8 @@ class HiddenStates:
 
     def last(self, keep: int = 0) -> torch.Tensor:
         """[R, keep, H], of the last positions of the forwards in the context, of all for 0; those of places joined."""
+        told = "the target's layers pass on several states of a token, which no draft head reads; give a draft model."
+        require(all(found[0].ndim == 3 for found in self.found), told)  # Gemma 3n
         whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
         return joined([states[:, -keep:] for states in whole], self.device)
 
@@ -91,8 +95,7 @@ class Decoder:
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
         self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
-        last_layer = self.model.get_decoder() or self.model.base_model  # after the final norm
-        places, self.last_device = prompt.places or [(last_layer, False)], last_device(self.model)
+        places, self.last_device = prompt.places or [(text_decoder(self.model), False)], last_device(self.model)
         self.hidden = HiddenStates(places, self.last_device) if prompt.gives_hidden else None
         self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
@@ -263,7 +266,7 @@ class Decoder:
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        length, slots = self.width + emitted - 1, getattr(self.cache, "slots", None)
+        length, slots = self.width + emitted - 1, getattr(self_attention(self.cache), "slots", None)
         cut = slots is not None and slots.has_lost  # windows are of the whole text otherwise
         made = DynamicCache(config=self.model.config) if cut else DynamicCache()
         return assemble(made, self.left, ends, length, self.crossed)

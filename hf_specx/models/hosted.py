@@ -22,6 +22,7 @@ from hf_specx.common.devices import sent
 
 from .attention import grouped_queries
 from .decoder import Decoder
+from .layers import SlotLayer, TailLayer
 from .prompts import Prompt
 from .slots import MARGIN, Columns, SlotCache, self_attention, with_slots
 
@@ -161,8 +162,10 @@ class PaddedDecoder(HostedDecoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        made = SlotCache(prompt.input_ids.shape[1] + prompt.max_new_tokens + MARGIN)
-        self.cache = with_slots(self.cache, made)
+        windows = [getattr(layer, "sliding_window", 0) for layer in self_attention(self.cache).layers] or [0]
+        self.window, kinds = max(windows), [TailLayer if window else SlotLayer for window in windows]
+        limit = prompt.input_ids.shape[1] + prompt.max_new_tokens + MARGIN
+        self.cache = with_slots(self.cache, SlotCache(limit, self.window + MARGIN, kinds))
         self.text: Any = self_attention(self.cache)
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
@@ -177,8 +180,14 @@ class PaddedDecoder(HostedDecoder):
         self.length = cut
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        self.text.slots.aim(None, self.length, self.length + tokens.shape[1])
+        slots = self.text.slots
+        slots.ring = max(slots.ring, self.window + ahead + MARGIN)  # a window behind all that is fed again
+        slots.aim(None, self.length, self.length + tokens.shape[1])
         return super()._fed(batch, tokens, held, ahead, keep)
+
+    def _at_once(self, batch: Batch) -> int:
+        """Nor more than windows have kept: rows that lack fewer tokens are fed theirs again."""
+        return min(super()._at_once(batch), MARGIN) if self.window else super()._at_once(batch)
 
     def columns(self, index: int, row: int) -> Columns:
         columns = self.width + self.held[row]

@@ -107,6 +107,26 @@ class SlotLayer(CacheLayerMixin):
         """Put `count` slots before the first of all rows."""
         self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
 
+    def roll(self, source: torch.Tensor) -> None:
+        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
+        self.keys, self.values = self._rolled(self.keys, source), self._rolled(self.values, source)
+
+    def _gather(self, source: torch.Tensor) -> None:
+        """Have the slots `source` [R, n] of each row alone, in that order."""
+        index = source.to(self.keys.device)[:, None, :, None]
+        self.keys, self.values = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
+        )
+
+    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
+        key = (stored.shape, stored.dtype, stored.device)
+        target = self.slots.spare.pop(key, None)
+        target = torch.empty_like(stored) if target is None else target
+        torch.gather(stored, 2, index, out=target[:, :, : source.shape[1]])
+        self.slots.spare[key] = stored
+        return target
+
     def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
         there = slots.to(self.keys.device)
@@ -122,6 +142,42 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class TailLayer(SlotLayer):
+    """Keys and values of the last `ring` columns in their order, for a layer with a window whose rows end alike."""
+
+    is_sliding = True
+
+    def _known(self) -> int:
+        """How many of the columns before the next tokens are held."""
+        return max(0, self.keys.shape[2] + self.get_seq_length() - self.held)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count, known = key_states.shape[2], 0
+        if self.is_initialized:
+            known = self._known()
+            key_states = torch.cat([self.keys[:, :, :known], key_states], 2)
+            value_states = torch.cat([self.values[:, :, :known], value_states], 2)
+        self.held, self.is_initialized = self.slots.extent or self.held + count, True
+        last = (x[:, :, -self.slots.ring :] for x in (key_states, value_states))
+        self.keys, self.values = last if self.slots.extent else (x.clone() for x in last)  # a view keeps all prompts
+        self.slots.has_lost |= self.held > self.keys.shape[2]
+        return key_states, value_states
+
+    def roll(self, source: torch.Tensor) -> None:
+        size, first = self.keys.shape[2], self.held - self.keys.shape[2]
+        self._gather((source[:, -size:] - first).clamp(0, size - 1))
+        self.held = source.shape[1]
+
+    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().row(index, slots - self.held + self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        known = self._known()
+        return known + query_length, self.get_seq_length() - known
 
 
 class RingLayer(SlotLayer):
@@ -196,11 +252,7 @@ class RingLayer(SlotLayer):
         """Move to a longer ring, where the newest columns that are needed have the numbers [R, 1]."""
         if self.keys.shape[2] < self.slots.ring:
             return
-        columns = columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring
-        index = columns[:, None, :, None]
-        self.keys, self.values = (
-            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
-        )
+        self._gather(columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring)
 
     def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""

@@ -12,7 +12,7 @@ from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
-from .attention import Mask, Masks, grouped_queries
+from .attention import SLIDING, Mask, Masks, grouped_queries
 from .decoder import Decoder
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
@@ -45,7 +45,7 @@ class RaggedDecoder(Decoder):
     def _slot_cache(self, limit: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
         window = self.masks.longest_window
-        kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers]
+        kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers or [SLIDING]]
         return SlotCache(limit, window and window + MARGIN, kinds)
 
     def _texts(self) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_specx.common.architectures import CACHE
 from hf_specx.common.errors import require
 
-from .layers import RingLayer, SlotLayer, Slots
+from .layers import SlotLayer, Slots
 
 
 MARGIN = 32  # slots for candidates after the last token that can be emitted
@@ -21,11 +21,10 @@ Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by l
 
 
 class SlotCache(Cache):
-    """Its layers are made when the model first writes to them: of `kinds`, in order; without any, all are alike."""
+    """Its layers are made when the model first writes to them: of `kinds`, in order; one stands for all."""
 
-    def __init__(self, limit: int = 0, ring: int = 0, kinds: Sequence[type[SlotLayer]] = ()):
+    def __init__(self, limit: int = 0, ring: int = 0, kinds: Sequence[type[SlotLayer]] = (SlotLayer,)):
         self.slots = Slots(limit, ring)
-        kinds = kinds or [RingLayer if ring else SlotLayer]
 
         def new_layer() -> SlotLayer:
             return kinds[len(self.layers) % len(kinds)](self.slots)
@@ -71,18 +70,9 @@ class SlotCache(Cache):
                 self.update(keys, values, number)
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
+        """By layer, as there."""
         for layer in self._filled():
-            layer.keys, layer.values = self._rolled(layer.keys, source), self._rolled(layer.values, source)
-
-    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
-        key = (stored.shape, stored.dtype, stored.device)
-        target = self.slots.spare.pop(key, None)
-        target = torch.empty_like(stored) if target is None else target
-        torch.gather(stored, 2, index, out=target[:, :, : source.shape[1]])
-        self.slots.spare[key] = stored
-        return target
+            layer.roll(source)
 
     def row(self, index: int, slots: torch.Tensor) -> Columns:
         """By layer, as there."""

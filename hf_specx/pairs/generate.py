@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,11 +83,9 @@ def generate(
         draft, recommended, costs = take_draft(model, kwargs)
         strategy = SpeculativeDecoding(draft, **recommended | options)
         strategy.load(model)
-        if "costs" in options:
-            return run(strategy, owner, model, inputs, kwargs, reached)
-        strategy.costs = costs.apart()  # times at batch sizes of other calls must not count
-        with noted_times(strategy, model):
-            return run(strategy, owner, model, inputs, kwargs, reached)
+        if "costs" not in options:  # times at batch sizes of other calls must not count
+            strategy.costs = replace(costs.apart(), measured=noted_times(strategy, model))
+        return run(strategy, owner, model, inputs, kwargs, reached)
 
 
 def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
@@ -126,23 +125,19 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
 
 
-@contextmanager
-def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[None]:
-    """A context in which a call uses the times that earlier calls left on its draft, and leaves its own there.
+def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> dict[int, dict[str, Any]]:
+    """The times that earlier calls left on their draft, where this one leaves its own: by batch size.
 
     They hold for targets of one class, size and dtype on one kind of device.
     """
     size = sum(weight.numel() for weight in target.parameters())
     where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
     kind = f"{type(target).__name__} of {size} parameters in {where}"
-    draft, times = strategy.draft_model, strategy.costs.measured
+    draft: Any = strategy.draft_model
     if isinstance(draft, list):
         draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
-    times.update(getattr(draft, "specx_times", {}).get(kind, {}))
-    known = len(times)
-    yield
-    if len(times) > known:
-        vars(draft).setdefault("specx_times", {}).setdefault(kind, {}).update(times)
+    noted = getattr(draft, "__dict__", {}).setdefault("specx_times", {})
+    return noted.setdefault(kind, {})
 
 
 @contextmanager

@@ -94,10 +94,11 @@ class ResultsFile:
             earlier = json.loads(made_with)
         told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."
         require(isinstance(earlier, dict), told)
-        for key in sorted(ours.keys() | earlier.keys()):
-            then, now = earlier.get(key), ours.get(key)
-            told = f"{self.path} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another "
-            require(then == now, f"{told}file.")
+        for key in sorted(ours.keys() | earlier.keys(), key=lambda key: (key == "do_sample", key)):
+            # do_sample last, which a command adds to a temperature
+            then, now = (f"with {key}={brief(of[key])}" if key in of else f"without {key}" for of in (earlier, ours))
+            told = f"{self.path} was made {then}, now {now}; give the same, or another file."
+            require(earlier.get(key) == ours.get(key), told)
         self.arguments = made_with
 
     def is_done(self, prompt: NumberedText) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 
 
@@ -149,7 +150,7 @@ class PrefixFunction:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool)
         for number, row in enumerate(rows):
             emitted = self.texts[row]
-            text = torch.cat([self.prompts[row], self.prompts.new_tensor(emitted)])
+            text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
             try:
                 allowed = self.function(row, text)
                 if not len(allowed):
@@ -159,18 +160,6 @@ class PrefixFunction:
             except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, len(emitted)] = error
         return masks
-
-
-def sent_masks(masks: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Masks [N, V] bool from the CPU on a device, packed on the way: a bit for each token."""
-    if device.type == "cpu":
-        return masks
-    size = masks.shape[1]
-    eight = torch.nn.functional.pad(masks, (0, -size % 8)).view(torch.int64)  # eight bools, one in each byte
-    # of this product the highest byte has a bit of each; in the others nothing carries over into it
-    packed = (eight * 0x0102040810204080 >> 56).to(torch.uint8).to(device, non_blocking=True)
-    bits = packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    return bits.flatten(1)[:, :size].bool()
 
 
 def _xgrammar(processor: Any, rows: int, vocab_size: int) -> Matchers:

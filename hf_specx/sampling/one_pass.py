@@ -44,6 +44,16 @@ class Prefixes:
         columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
         return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
+    def last_ids(self) -> list[int]:
+        """The last token of each prefix, [R * P]; only candidates are read back, and the ends of prompts."""
+        batch = self.batch
+        if not all(batch.counts[row] for row in batch.rows):
+            return self.last(1).flatten().tolist()
+        found = []
+        for row, candidates in zip(batch.rows, batch.candidates(self.ahead + self.positions - 1), strict=True):
+            found += [batch.emitted[row][batch.counts[row] - 1], *candidates][self.ahead :]
+        return found
+
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
         self.batch.reserve(self.ahead + self.positions - 1)

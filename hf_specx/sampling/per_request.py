@@ -4,7 +4,7 @@
 finds what it would find there. Here each row is shown its own text without pads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ class RequestProcessors(Processors):
     of their own, they are called once for all rows.
     """
 
-    def __init__(self, own: Sequence[Sequence[Processor]], eos_token_id: torch.Tensor | None, alike: Sequence[bool]):
-        super().__init__([], eos_token_id)
+    def __init__(self, own: Sequence[Sequence[Processor]], ends: Set[int], alike: Sequence[bool]):
+        super().__init__([], ends)
         self.own = [Processors([]) for _ in own]
         self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
         self.alike = list(alike)
@@ -35,7 +35,7 @@ class RequestProcessors(Processors):
     def admit(self, row: int, processors: Sequence[Processor], alike: bool) -> None:
         """A new request has the place of a row."""
         last = max((n for n, processor in enumerate(processors, 1) if type(processor) not in WARPERS), default=0)
-        self.own[row] = Processors(processors[:last], self.eos_token_id)
+        self.own[row] = Processors(processors[:last], self.ends)
         self.warpers[row], self.alike[row] = in_runs(processors[last:]), alike
         self.max_rollback, self.limited_by = min((one.max_rollback, one.limited_by) for one in self.own)
         self.mask_size = max(one.mask_size for one in self.own)
@@ -55,7 +55,7 @@ class RequestProcessors(Processors):
         """Scores [P, V] of one row after the processors that do not serve all rows at once."""
         row = batch.rows[index]
         if draft is not None:
-            draft = draft._replace(tokens=draft.tokens[[index]], lengths=[draft.lengths[index]])
+            draft = draft._replace(lengths=[draft.lengths[index]])
         scores = self.own[row](batch.alone(row), draft, logits[index : index + 1], ahead)
         self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
         return scores[0]
@@ -77,7 +77,7 @@ class RequestStopping(Stopping):
 
     def __init__(self, own: Sequence[Stopping]):
         first, self.own = own[0], list(own)
-        self.stateful, self.eos_token_id, self.ends = first.stateful, first.eos_token_id, first.ends
+        self.stateful, self.ends = first.stateful, first.ends
         self.pads_finished_rows, self.stopped_at, self.dead_ends = True, {}, {}
 
     @property

@@ -8,7 +8,8 @@ candidates: see `rewindable`. A call with any other is decoded by transformers' 
 
 import sys
 from collections import ChainMap
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 
 from .one_pass import ONE_PASS, Prefixes
@@ -84,9 +86,9 @@ class Processors:
             raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
-    def __init__(self, processors: Sequence[Processor], eos_token_id: torch.Tensor | None = None):
-        """Positions after a candidate that ends its row are skipped, by `eos_token_id` [E]; None skips none."""
-        self.eos_token_id = eos_token_id
+    def __init__(self, processors: Sequence[Processor], ends: Set[int] = frozenset()):
+        """Positions after a candidate that is one of the `ends` are skipped."""
+        self.ends = ends
         self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
         self.at_once = in_runs(processors)
         self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
@@ -123,31 +125,22 @@ class Processors:
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         """As `RoundProcessor.allowed`, of all of them together."""
-        together: list[torch.Tensor | None] | None = None
-        for processor in self.at_once:
-            if isinstance(processor, RoundProcessor) and processor.vocab_size:
-                masks = processor.allowed(batch, ahead, wanted)
-                if together is not None:
-                    pairs = zip(together, masks, strict=True)
-                    masks = [None if one is None or other is None else one & other for one, other in pairs]
-                together = masks
-        return together
+        masked = [one for one in self.at_once if isinstance(one, RoundProcessor) and one.vocab_size]
+        if not masked:
+            return None
+        rows = zip(*[one.allowed(batch, ahead, wanted) for one in masked], strict=True)
+        return [None if any(mask is None for mask in masks) else reduce(torch.logical_and, masks) for masks in rows]
 
     def _cells(
         self, batch: Batch, draft: Draft | None, positions: int, ahead: int
     ) -> dict[int, list[tuple[int, int]]]:
         """The (row index, position) pairs that `generate` could reach, by the number of tokens emitted before them."""
-        drafted = batch.last(ahead + positions - 1, ahead + positions - 1)  # [R, ahead + P - 1]
-        ends = torch.zeros_like(drafted)
-        if self.eos_token_id is not None:
-            ends = torch.isin(drafted, self.eos_token_id.to(drafted.device)).cumsum(-1)
-        reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
-        for index, row in enumerate(batch.rows):
-            last = positions - 1 if draft is None else draft.lengths[index]
+        for index, candidates in enumerate(batch.candidates(ahead + positions - 1)):
+            row, last = batch.rows[index], positions - 1 if draft is None else draft.lengths[index]
             for position in range(last + 1):
                 emitted = batch.counts[row] + ahead + position
-                if reached[index][position] and emitted < batch.limits[row]:
+                if self.ends.isdisjoint(candidates[: ahead + position]) and emitted < batch.limits[row]:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 
@@ -157,7 +150,7 @@ class Processors:
         """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
         result = scores.clone()
         for emitted, members in cells.items():
-            index, position = torch.tensor(members, device=scores.device).unbind(-1)
+            index, position = sent(members, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
@@ -197,27 +190,23 @@ class HeadWarper:
         # on other devices sorting is quick, and reading `enough` back would wait for the device
         if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
             return warp(self.warpers, scores)
-        values, ids = scores.topk(self.size)
-        first, enough = self._first(scores, values, ids)
-        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], first))
+        first, (values, ids) = self.warpers[0], scores.topk(self.size)
+        # `enough` [N]: the first warper drops every token outside of the head
+        if isinstance(first, logits_process.TopKLogitsWarper):
+            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
+            enough = (least < values[:, first.top_k - 1]) | (least == -torch.inf)
+            values = warp([first], values)
+        else:
+            probs = scores.softmax(-1)
+            total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
+            ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
+            dropped = ascending.to(scores.dtype) <= 1 - first.top_p
+            dropped[:, : first.min_tokens_to_keep] = False
+            values, enough = values.masked_fill(dropped, -torch.inf), dropped[:, -1]
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], values))
         if not enough.all():
             output[~enough] = warp(self.warpers, scores[~enough])
         return output
-
-    def _first(
-        self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [N, head] after the first warper, and [N] bool, whether it drops every token outside of the head."""
-        first = self.warpers[0]
-        if isinstance(first, logits_process.TopKLogitsWarper):
-            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
-            return warp([first], values), (least < values[:, first.top_k - 1]) | (least == -torch.inf)
-        probs = scores.softmax(-1)
-        total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
-        ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
-        dropped = ascending.to(scores.dtype) <= 1 - first.top_p
-        dropped[:, : first.min_tokens_to_keep] = False
-        return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
 
 
 def in_runs(processors: Sequence[Any]) -> list[Any]:

@@ -17,10 +17,11 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import moved
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .grammars import MAKERS, PrefixFunction, sent_masks
+from .grammars import MAKERS, PrefixFunction
 from .processors import Processor, RoundProcessor
 from .stopping import Stopping
 
@@ -82,8 +83,6 @@ class TokenMasks(RoundProcessor):
         self.barred = getattr(processor, "barred", self.barred)
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
-        self.read: tuple[int, ...] = ()  # which text `tokens` are the end of, [R, n]
-        self.tokens: list[list[int]] = []
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
@@ -92,7 +91,7 @@ class TokenMasks(RoundProcessor):
         masks = self.after(batch, ahead, wanted)
         every = torch.ones(self.vocab_size, dtype=torch.bool)
         cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
-        allowed = sent_masks(torch.stack(cells), scores.device)
+        allowed = moved(torch.stack(cells), scores.device)
         return scores.masked_fill(allowed.logical_not_().view(scores.shape), -torch.inf)
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -105,7 +104,11 @@ class TokenMasks(RoundProcessor):
             wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
                 excludes, or where its text has no room.
         """
-        texts = self._texts(batch, ahead + max(wanted) - 1)
+        texts = []  # of each row the tokens that are not sure yet, and candidates
+        for row, candidates in zip(batch.rows, batch.candidates(ahead + max(wanted) - 1), strict=True):
+            own = self.followed.setdefault(row, Followed())
+            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
+            texts.append(batch.emitted[row][own.sure : batch.counts[row]] + candidates)
         found: list[list[torch.Tensor]] = [[] for _ in texts]
         shown = set()  # rows that were shown all that they have emitted
         for position in range(max(wanted)):
@@ -126,20 +129,6 @@ class TokenMasks(RoundProcessor):
             own.sure = batch.counts[row]
             own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= own.sure}
         return found
-
-    def _texts(self, batch: Batch, last: int) -> list[list[int]]:
-        """Of each decoding row the tokens that are not sure yet, and `last` candidates."""
-        new = []
-        for row in batch.rows:
-            own = self.followed.setdefault(row, Followed())
-            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
-            new.append(batch.counts[row] - own.sure + last)
-        most, text = max(new), (batch.writes, last, *batch.rows, *batch.counts)
-        if most <= 0:
-            return [[] for _ in new]
-        if text != self.read or most > len(self.tokens[0]):  # the same text is asked for twice in a draft's step
-            self.read, self.tokens = text, batch.last(most, last).tolist()
-        return [tokens[len(tokens) - count :] for tokens, count in zip(self.tokens, new, strict=True)]
 
     def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
         """Show a row's tokens from `start` to `depth`; False before a candidate that ends it or is not shown."""
@@ -189,7 +178,7 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost = []
         for row, own in self.followed.items():
-            text = batch.ids[row, batch.width : batch.width + max(0, batch.counts[row] - 1)].tolist()
+            text = batch.emitted[row][:-1]
             own.sure = min(own.sure, len(text))
             known = list(takewhile(lambda pair: pair[0] == pair[1], zip(own.path, text, strict=False)))
             if self.moving or len(own.path) - len(known) > self.max_rollback:
@@ -203,18 +192,6 @@ class TokenMasks(RoundProcessor):
                 "make a new one for the next call.",
                 stacklevel=2,
             )
-
-
-def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int | None]]:
-    """How many tokens each mask [V] allows, 0 where there is none; and the token where it is the only one."""
-    known = [number for number, mask in enumerate(masks) if mask is not None]
-    counts, tokens = [0] * len(masks), list[int | None]([None] * len(masks))
-    if known:
-        stacked = torch.stack([mask for mask in masks if mask is not None])  # [R', V]
-        found = zip(known, stacked.count_nonzero(1).tolist(), stacked.byte().argmax(1).tolist(), strict=True)
-        for number, count, token in found:
-            counts[number], tokens[number] = count, token if count == 1 else None
-    return counts, tokens
 
 
 def masked(
@@ -251,13 +228,9 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
 
     Raises a `ValueError` if another call uses one of them or has used it, or its masks do not fit.
     """
-    masks, users = [], []
-    for one in processors:
-        if isinstance(one, TokenMasks):
-            masks.append(one)
-            users += [] if one.of_call else [one]
-    if users:
-        _take(users)
+    masks = [one for one in processors if isinstance(one, TokenMasks)]
+    users = [one for one in masks if not one.of_call]
+    _take(users)
     try:
         for one in masks:
             one.begin(len(batch.rows))
@@ -268,8 +241,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 one.finish(batch)
         finally:
             for one in users:
-                in_a_text = one.moving or any(own.path for own in one.followed.values())
-                if not in_a_text:
+                if not (one.moving or any(own.path for own in one.followed.values())):
                     TAKEN.pop(id(one.processor), None)
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Judgement
 
-from .noise import SeededNoise, StockNoise
+from .noise import StockNoise
 from .verify import pick, race, verify_block, verify_match, verify_token
 
 
@@ -18,10 +18,26 @@ Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Rule:
-    """Draws and judges the candidates of one call; it keeps the state of its noise."""
+    """Draws and judges the candidates of one call; it keeps the state of its noise.
+
+    With `seeds` each row has random numbers of its own, and the default generator is not read. `streams` are where
+    they come from: one for all rows, or one for each.
+    """
+
+    seeds: list[int] | None = None
 
     def begin(self) -> None:
         """Take up the noise where `generate` would: after the target has read the prompts."""
+        self.streams = [self.stream(None)] if self.seeds is None else list(map(self.stream, self.seeds))
+
+    def admit(self, row: int, seed: int) -> None:
+        """A new prompt with a seed of its own has the place of a row."""
+        if self.seeds is not None:
+            self.streams[row] = self.stream(seed)
+
+    def stream(self, seed: int | None) -> Any:
+        """Where the numbers of a row with this seed come from; with None, those of all rows."""
+        return None
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         """A candidate for each row [R], from the draft's processed scores [R, V], after `ahead` candidates.
@@ -34,9 +50,6 @@ class Rule:
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
         raise NotImplementedError
-
-    def admit(self, row: int, seed: int) -> None:
-        """A new prompt with a seed of its own has the place of a row; only where all rows have seeds."""
 
     def finish(self, columns: int) -> None:
         """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
@@ -60,20 +73,19 @@ class RejectionRule(Rule):
     """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
     Their seeds are drawn from the default generator of the device of `input_ids`, so `torch.manual_seed` fixes them.
-    With `seeds` each row has streams of its own, and the default generator is not read: a row's tokens are independent
-    of other rows if its numbers of candidates are, except in lockstep.
+    With `seeds` a row's tokens are independent of other rows if its numbers of candidates are, except in lockstep.
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
         self.verify = verify_block if block else verify_token
         self.device, self.seeds = device, seeds
-        self.streams: list[dict[str, torch.Generator]] = []  # for all rows, or of each
 
-    def begin(self) -> None:
-        if self.seeds is None:
-            self.streams = [_streams(None, self.device)]
-        else:
-            self.streams = list(map(_streams, self.seeds))
+    def stream(self, seed: int | None) -> dict[str, torch.Generator]:
+        """A generator for each purpose."""
+        source = None if seed is None else torch.Generator().manual_seed(int(seed))
+        device, purposes = self.device if seed is None else "cpu", ("drafting", "accepting", "choosing")
+        own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
+        return {name: torch.Generator().manual_seed(number) for name, number in zip(purposes, own, strict=True)}
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -91,9 +103,6 @@ class RejectionRule(Rule):
         uniforms = self.uniforms("accepting", batch, most, draft.lengths)
         found = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
         return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
-
-    def admit(self, row: int, seed: int) -> None:
-        self.streams[row] = _streams(seed)
 
     def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
         """Numbers from [0, 1) for the decoding rows, [R, most] float64, the first for the place `first`.
@@ -121,31 +130,34 @@ class CoupledRule(Rule):
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
         self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
+        self.dtype: torch.dtype | None = None  # of the target's probabilities
 
-    def begin(self) -> None:
-        shared, seeds = (self.rows, self.device, self.window), self.seeds
-        self.noise = StockNoise(*shared) if seeds is None else SeededNoise(seeds, self.device)
+    def stream(self, seed: int | None) -> StockNoise:
+        return StockNoise(self.rows if seed is None else 1, self.device, self.window, seed)
+
+    def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
+        if self.seeds is None:
+            return self.streams[0].at(batch.rows, batch.counts, probs, ahead, self.dtype)
+        own = zip(batch.rows, probs.split(1), strict=True)
+        return torch.cat([self.streams[row].at([0], [batch.counts[row]], one, ahead, self.dtype) for row, one in own])
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
-        return race(probs, self.noise.at(batch, probs[:, None], ahead)[:, 0]), probs
+        return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
-        self.noise.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
-        choices = race(probs, self.noise.at(batch, probs, 0))
+        self.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
+        choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
         found = verify_match(draft.tokens, choices, draft.proposed)
         return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
-    def admit(self, row: int, seed: int) -> None:
-        assert isinstance(self.noise, SeededNoise)
-        self.noise.admit(row, seed)
-
     def finish(self, columns: int) -> None:
-        if isinstance(self.noise, StockNoise):
-            self.noise.finish(columns)
+        if self.seeds is None:
+            self.streams[0].finish(columns)
 
 
 def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
@@ -181,13 +193,3 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
     if draft.probs is None:
         return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
-
-
-def _streams(seed: int | None, device: Any = "cpu") -> dict[str, torch.Generator]:
-    """A stream for each purpose, with seeds drawn by a generator with this seed, or by the default one of a device."""
-    source = None if seed is None else torch.Generator().manual_seed(int(seed))
-    streams = {"drafting": torch.Generator(), "accepting": torch.Generator(), "choosing": torch.Generator()}
-    own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
-    for stream, number in zip(streams.values(), own, strict=True):
-        stream.manual_seed(number)
-    return streams

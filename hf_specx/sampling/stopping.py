@@ -30,7 +30,7 @@ class Stopping:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         stopped_at: for each row that has stopped, the number of its emitted tokens then.
         dead_ends: where rows have no next token, the first of each: tokens before it, and the error.
-        eos_token_id: [E], of all end-of-sequence criteria; None without one. `ends` has the same ids.
+        ends: the tokens of all end-of-sequence criteria.
         max_new_tokens: the most tokens that a row emits.
     """
 
@@ -45,19 +45,18 @@ class Stopping:
         self.stopped_at: dict[int, int] = {}
         self.dead_ends: dict[int, tuple[int, Exception]] = {}
         self.pads_finished_rows = False
-        ends, columns = [], []
+        self.ends = set[int]()
+        columns = []
         for criterion in criteria:
             self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
-                ends.append(criterion.eos_token_id.flatten())
+                self.ends.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
                 columns.append(criterion.max_length)
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
                 self.stateful.append(type(criterion).__name__)
-        self.eos_token_id = torch.cat(ends) if ends else None
-        self.ends = set() if self.eos_token_id is None else set(self.eos_token_id.tolist())
         # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
 

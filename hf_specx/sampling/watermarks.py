@@ -15,16 +15,21 @@ LARGEST_TABLE = 1 << 16  # of g-values that is made for each key
 
 
 def watermark(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """A bias is added to the tokens of a list that depends on the last token only ("lefthash")."""
+    """A bias is added to the tokens of a list that depends on the last token only ("lefthash").
+
+    The list is drawn as transformers does, by a generator of the device whose seed is made of this token on the host.
+    """
     if processor.seeding_scheme != "lefthash" or prefixes.shortest < processor.context_width:
         return None
     lists: dict[int, torch.Tensor] = prefixes.kept((processor, scores.shape[-1]), dict)
-    tokens = prefixes.last(1)[..., 0].flatten().tolist()
+    tokens = prefixes.last_ids()
     if len(lists) + len(tokens) > max(MOST_GREENLISTS, len(tokens)):
         lists.clear()
     for token in set(tokens) - lists.keys():
-        text = torch.full((1, processor.context_width), token, dtype=torch.int64, device=scores.device)
-        lists[token] = processor(text, torch.zeros_like(scores[:1, 0]))[0] != 0
+        processor.set_seed(torch.tensor([token]))
+        order = torch.randperm(processor.vocab_size, device=scores.device, generator=processor.rng)
+        chosen = torch.zeros_like(scores[0, 0], dtype=torch.bool)
+        lists[token] = chosen.index_fill(0, order[: processor.greenlist_size], True)
     green = torch.stack([lists[token] for token in tokens]).view_as(scores)
     return torch.where(green, scores + processor.bias, scores)
 
@@ -40,7 +45,10 @@ def synthid(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.T
         scores = torch.ones_like(scores)
     emitted, kept = prefixes.lengths - prefixes.batch.width, processor.context_history_size  # [R, P]
     first = processor.ngram_len - 1 if processor.skip_first_ngram_calls else 0  # contexts before this one are left out
-    hashes = _context_hashes(processor, prefixes)  # [R, C], by tokens emitted before
+    tokens, size = prefixes.tokens(prefixes.batch.width)[0], processor.ngram_len - 1
+    # of the contexts after 0, 1, 2, ... emitted tokens
+    contexts = torch.nn.functional.pad(tokens, (size, 0)).unfold(1, size, 1)  # [R, C, n - 1]
+    hashes = processor.accumulate_hash(contexts.new_ones(contexts.shape[:2]), contexts)  # [R, C]
     own = hashes.gather(1, emitted)  # [R, P]
     earlier = torch.arange(hashes.shape[1], device=hashes.device)
     seen = (earlier < emitted[..., None]) & (earlier >= (emitted - kept).clamp(min=first)[..., None])  # [R, P, C]
@@ -48,14 +56,6 @@ def synthid(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.T
     repeated |= (own == 0) & (emitted - first < kept)
     marked = _marked(processor, prefixes, own.flatten(), scores.flatten(0, 1)).view_as(scores)
     return torch.where((repeated | (emitted < first))[..., None], scores, marked)
-
-
-def _context_hashes(processor: Any, prefixes: Prefixes) -> torch.Tensor:
-    """Of the contexts after 0, 1, 2, ... emitted tokens of each row: [R, C] int64."""
-    tokens, _ = prefixes.tokens(prefixes.batch.width)
-    size = processor.ngram_len - 1
-    contexts = torch.nn.functional.pad(tokens, (size, 0)).unfold(1, size, 1)  # [R, C, n - 1]
-    return processor.accumulate_hash(contexts.new_ones(contexts.shape[:2]), contexts)
 
 
 def _marked(processor: Any, prefixes: Prefixes, context: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

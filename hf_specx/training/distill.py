@@ -17,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.drafts import HEAD, read_draft
+from hf_specx.bench.drafts import NEW_HEADS, read_draft
 from hf_specx.bench.inputs import settings_of
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -41,6 +41,7 @@ from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_argumen
 
 
 OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
+PASSES_OF_BLOCKS = 32  # of a new DSpark head, of whose blocks a step has one in eight
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
 
@@ -66,7 +67,7 @@ def distill(
     Args:
         target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
         draft: a smaller model, trained where it is, "layers:N" to start from the target's first N layers, or "eagle3"
-            for a new head that reads the target's states, or such a `DraftHead`, which is trained further.
+            or "dspark" for a new head that reads the target's states, or such a `DraftHead`, which is trained further.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
@@ -86,8 +87,8 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), with_plain_arguments(options)))
-    with random_state_kept(), ExitStack() as stack:
+    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), draft, with_plain_arguments(options)))
+    with left_alone(target), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
         where = stack.enter_context(working(target, learner, split, folder))
@@ -96,14 +97,15 @@ def distill(
     return result
 
 
-def with_settings(target: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Options of a training, and how to generate as the target's own generation config says where they do not.
 
     A ValueError for a target that cannot have a training.
     """
     check_target(target)
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    return given | settings_of(target, drawn)
+    usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
+    return usual | given | settings_of(target, drawn)
 
 
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
@@ -111,14 +113,14 @@ def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, 
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
     draft = unwrapped(draft)
-    if draft == HEAD or isinstance(draft, DraftHead):
-        return HeadDraft(target, None if draft == HEAD else draft, recipe, tokenizers)
-    layers = read_draft(draft, HEAD).layers if isinstance(draft, str) else None
+    if draft in NEW_HEADS or isinstance(draft, DraftHead):
+        return HeadDraft(target, draft, recipe, tokenizers)
+    layers = read_draft(draft).layers if isinstance(draft, str) else None
     if layers is not None:
         first = draft_of_first_layers(target, layers)
         return ModelDraft(target, first, recipe, (tokenizers[0], tokenizers[0]), layers)
-    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N' or "
-    told += f"{HEAD!r}."
+    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N', "
+    told += f"{' or '.join(map(repr, NEW_HEADS))}."
     require(isinstance(draft, PreTrainedModel), told)
     check_pair(target, draft, *tokenizers)
     return ModelDraft(target, draft, recipe, tokenizers)
@@ -136,7 +138,8 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
         stack.enter_context(enough_room(where, learner.recipe.batch_size))
         if processes().is_main_process:
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            start = learner.made_from if learner.made_from == HEAD else fingerprint_of(learner.made_from)
+            made_from = learner.made_from
+            start = made_from if isinstance(made_from, str) else fingerprint_of(made_from)
             models = {"target": fingerprint_of(target), "draft": start}
             prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
         processes().wait_for_everyone()
@@ -203,9 +206,12 @@ def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str |
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave the generators of Python, NumPy and torch as they were; the Trainer seeds them."""
+def left_alone(target: PreTrainedModel) -> Iterator[None]:
+    """No gradients reach a target whose tables a head reads, and generators that the Trainer seeds are as before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())
+        for weight in target.parameters():
+            stack.callback(weight.requires_grad_, weight.requires_grad)
+        target.requires_grad_(False)
         yield

@@ -47,8 +47,11 @@ class Learner:
         """A draft as what `predict` takes."""
         return draft
 
-    def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
-        """What a draft says of texts where the target wrote."""
+    def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
+        """What a draft says of texts where the target wrote.
+
+        With a random number for each text a draft may say it of some places alone, to learn from; None is for all.
+        """
         raise NotImplementedError
 
     def finished(self, trained: Any) -> PreTrainedModel:
@@ -77,7 +80,7 @@ class ModelDraft(Learner):
         self.device, self.made_from = execution_device(first), first
         self.trained = self.drafts = trainable_copy(first, recipe.lora, recipe.seed)
 
-    def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
+    def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
         logits = logits_where_written(model, collate(texts))
         return Predicted(logits, torch.arange(len(logits), device=logits.device))
 

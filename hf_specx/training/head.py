@@ -1,4 +1,4 @@
-"""What is trained: an EAGLE-3 head, from nothing or from one that was given."""
+"""What is trained: an EAGLE-3 or DSpark head, from nothing or from one that was given."""
 
 import copy
 from collections.abc import Sequence
@@ -8,23 +8,29 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specx.bench.drafts import HEAD
+from hf_specx.bench.drafts import NEW_HEADS
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name, vocabulary
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.drafting.heads.layers import read_by
 from hf_specx.drafting.suffix import SuffixDraft
 
+from .blocks import blocks
 from .draft import Learner, Tokenizers, named
 from .losses import Predicted
 from .reading import Said, Text
 from .recipe import TrainingRecipe
-from .unrolled import Unrolled
+from .unrolled import unrolled
 
 
+PLACES: Any = {"eagle3": unrolled, "dspark": blocks, "dflash": blocks}
 MOST = 512  # tokens of a text that are learned from, its last ones: memory and time of a step grow with them
+EVERY = 8  # of how many tokens one is begun a block behind in a step of training, from a random one on
 INITIAL = 0.02  # standard deviation of weights that start at random
+RANK = 128  # of what the token before adds to the scores of a new DSpark head, and half of its width at most
+RAREST = 256  # ids of which one is the mask
 
 
 class HeadDraft(Learner):
@@ -35,71 +41,98 @@ class HeadDraft(Learner):
 
     Args:
         target: whose states it reads.
-        head: one of the kind "eagle3" to go on with; None is a new one.
+        start: one of the kinds in `PLACES` to go on with, or one of `NEW_HEADS`.
     """
 
     def __init__(
-        self, target: PreTrainedModel, head: DraftHead | None, recipe: TrainingRecipe, tokenizers: Tokenizers
+        self, target: PreTrainedModel, start: DraftHead | str, recipe: TrainingRecipe, tokenizers: Tokenizers
     ):
         self.target, self.recipe, self.tokenizers = target, recipe, (tokenizers[0], tokenizers[0])
         self.device, self.models, self.drafts, self.most = last_device(target), [target], SuffixDraft(), MOST
         require(recipe.lora is None, f"lora={recipe.lora}: a head is small, and trained whole; leave lora out.")
         told = "training={'gradient_checkpointing': ...}: a head is too small for it to save memory; leave that out."
         require(not recipe.training.get("gradient_checkpointing"), told)
+        head = start if isinstance(start, DraftHead) else None
         check_output(target, head)
-        config: Any = new_config(target, 1) if head is None else head.config
-        told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, or {HEAD!r}, a new one."
-        require(config.kind == HEAD, told)
+        config: Any = new_config(target, str(start), recipe) if head is None else head.config
+        told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
+        require(config.kind in PLACES, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
         with torch.device("meta"):
             self.places = (head or DraftHead(config)).places(target)
-        self.rate = recipe.rate(config.hidden_size, HEAD if head is None else "draft")
-        self.made_from, self.in_words = HEAD, "an EAGLE-3 head with random weights"
+        self.rate = recipe.rate(config.hidden_size, "head" if head is None else "draft")
+        self.every = 1 if config.kind == "eagle3" else EVERY
+        self.made_from, self.in_words = start, f"a new {config.kind} head with random weights"
         if head is not None:
-            self.made_from, self.in_words = head, named(head)
-            head.of(target)  # or it is refused
+            self.in_words = named(head)
             self._start(head)
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
-        if isinstance(self.made_from, DraftHead):
-            return
-        size, wanted = vocabulary(self.target), self.recipe.draft_vocab_size
-        ids = torch.tensor([i for text in texts for i in text.new] + [i for prompt in prompts for i in prompt])
-        counts = torch.bincount(ids, minlength=size)
-        known = counts.argsort(descending=True, stable=True)[:wanted].sort().values
-        self._start(new_head(self.target, known, self.recipe.seed))
+        if isinstance(self.made_from, str):
+            ids = torch.tensor([i for text in texts for i in text.new] + [i for prompt in prompts for i in prompt])
+            counts = torch.bincount(ids, minlength=vocabulary(self.target))
+            self._start(new_head(self.target, self.made_from, counts, self.recipe))
 
     def _start(self, head: DraftHead) -> None:
         self.first = head
         self.trained = self.module(copy.deepcopy(head).float().requires_grad_())
         self.drafts = self.trained.draft_head
+        if head.config.confidence_head:
+            self.drafts.body.confidence_head.requires_grad_(False)  # of which no loss says anything
 
     def module(self, draft: Any) -> Any:
-        embed: Any = self.target.get_input_embeddings()
-        return Unrolled(draft, embed, self.target.get_output_embeddings(), self.recipe.num_draft_tokens)
+        return HeadOnTexts(draft, self.target, self.recipe.num_draft_tokens)
 
-    def predict(self, model: Any, texts: Sequence[Text], said: Said) -> Predicted:
+    def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
         weight, entries, begin = next(model.parameters()), [], 0
-        for (prompt, new), seen in zip(texts, said.states, strict=True):
+        every = 1 if draws is None else self.every
+        for (prompt, new), seen, draw in zip(texts, said.states, draws or [0] * len(texts), strict=True):
             ids = torch.tensor([*prompt, *new])
             first, last = max(0, len(ids) - 2 - MOST), max(1, len(ids) - 2)
             row = torch.arange(first, last) + 2 - len(prompt)  # entry i, of token i + 1, says what token i + 2 is
             number = torch.where((row >= 0) & (row < len(new)), row + begin, -1)
-            entries.append((ids[first + 1 : last + 1], number, seen[first:last]))
+            begins = (number >= 0) & ((row - draw) % every == 0)
+            entries.append((ids[first + 1 : last + 1], number, begins, seen[first:last]))
             begin += len(new)
-        tokens, numbers, states = (
+        tokens, numbers, begins, states = (
             nn.utils.rnn.pad_sequence(list(parts), True, -1 * (part == 1)).to(weight.device)
             for part, parts in enumerate(zip(*entries, strict=True))
         )
-        logits = model(tokens, states.to(weight.dtype), numbers >= 0)
-        rows = [numbers[:, step:][numbers[:, step:] >= 0] for step in range(len(logits))]
-        steps = [torch.full_like(each, step) for step, each in enumerate(rows)]
+        logits, rows, steps = model(tokens, states.to(weight.dtype), numbers, begins)
         known = None if self.first.ids is None else self.first.ids.to(weight.device)
-        return Predicted(torch.cat(logits).float(), torch.cat(rows), torch.cat(steps), known)
+        return Predicted(logits, rows, steps, known, every / self.recipe.num_draft_tokens)
 
     def finished(self, trained: Any) -> PreTrainedModel:
         made = copy.deepcopy(self.first)
         made.load_state_dict(trained.draft_head.state_dict())
         return cast(PreTrainedModel, made.requires_grad_(False).eval())
+
+
+class HeadOnTexts(nn.Module):
+    """A head that is trained, over whole texts; its weights are those of this module.
+
+    Args:
+        draft_head: in evaluation mode.
+        target: whose tables it reads, if it has none of its own.
+        steps: candidates of a draft at most.
+    """
+
+    def __init__(self, draft_head: DraftHead, target: PreTrainedModel, steps: int):
+        super().__init__()
+        self.draft_head, self.drafter, self.steps = draft_head, draft_head.of(target), steps
+
+    def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:
+        """Logits [M, V_d] in float32 of all places, the number of each [M], and how many are before it in its draft.
+
+        Arguments as those of `unrolled`.
+        """
+        body, found, memory = self.draft_head.body, [], None
+        for step, before, rows, normed in PLACES[body.config.kind](self, *texts):
+            memory = None if step == 0 or memory is None else memory[: len(rows)]
+            given = self.drafter.scored(normed), normed, before[:, None], memory, False
+            scores, memory, _ = body.scored(*given)
+            found.append((scores, rows, torch.full_like(rows, step)))
+        logits, rows, steps = map(torch.cat, zip(*found, strict=True))
+        return [logits.float(), rows, steps]
 
 
 def check_output(target: PreTrainedModel, head: DraftHead | None) -> None:
@@ -111,38 +144,47 @@ def check_output(target: PreTrainedModel, head: DraftHead | None) -> None:
     require(not output.weight.is_meta or (head is not None and head.config.own_head), f"{told}without offloading.")
 
 
-def new_config(target: PreTrainedModel, tokens: int) -> Any:
+def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, tokens: int = 1, mask: int = 0) -> Any:
     """The `HeadConfig` of a head with one layer as wide as the target's, which reads the states of three of them."""
     text = target.config.get_text_config(decoder=True)
     width, heads, count = text.hidden_size, text.num_attention_heads, text.num_hidden_layers
+    fields: dict[str, Any] = {"intermediate_size": 4 * width, "num_key_value_heads": heads, "head_dim": width // heads}
+    fields |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    fields = {name: getattr(text, name, None) or usual for name, usual in fields.items()}
+    if kind == "dspark":
+        fields |= {"block_size": max(2, recipe.num_draft_tokens), "sample_from_anchor": True, "qk_norm": True}
+        fields |= {"markov_rank": min(RANK, width // 2), "mask_token_id": mask}
     rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(
-        kind=HEAD,
+        kind=kind,
         layer_ids=sorted({count // 2, 3 * count // 4, count - 1}),
         hidden_size=width,
         target_hidden_size=width,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or width // heads,
         vocab_size=vocabulary(target),
         draft_vocab_size=tokens,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
-        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 32768,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
-        norm_before_residual=True,
+        norm_before_residual=kind == "eagle3",
+        num_draft_tokens=recipe.num_draft_tokens,
         own_head=True,
         target=public_name(target),
         target_architectures=[type(target).__name__],
         dtype=target.dtype,
+        **fields,
     )
 
 
 @torch.no_grad()
-def new_head(target: PreTrainedModel, known: torch.Tensor, seed: int) -> DraftHead:
-    """A head that scores these ids, which ascend: its output starts as the target's, the rest at random."""
-    head: Any = DraftHead(new_config(target, len(known)))
-    generator = torch.Generator().manual_seed(seed)
+def new_head(target: PreTrainedModel, kind: str, counts: torch.Tensor, recipe: TrainingRecipe) -> DraftHead:
+    """A head that scores the ids that are most frequent by counts [V]; its output starts as the target's.
+
+    All else is random. Its mask is one of the rarest ids, that with the longest embedding: pads may have zeros.
+    """
+    known = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values
+    rare, embed = counts.argsort(stable=True)[:RAREST], target.get_input_embeddings()
+    mask = int(rare[embed(read_by(embed, rare)).float().norm(dim=-1).argmax().cpu()])
+    head: Any = DraftHead(new_config(target, kind, recipe, len(known), mask))
+    generator = torch.Generator().manual_seed(recipe.seed)
     for weight in head.parameters():
         if weight.ndim > 1:
             weight.copy_(torch.randn(weight.shape, generator=generator) * INITIAL)

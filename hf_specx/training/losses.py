@@ -72,6 +72,7 @@ class Predicted(NamedTuple):
     rows: torch.Tensor  # [M], of the target's N rows the one that each is a guess at
     steps: torch.Tensor | None = None  # [M], candidates before each; None if the draft says the same after any number
     ids: torch.Tensor | None = None  # [V_d], the target's ids of the columns; None if they are the same from 0 on
+    share: float = 1.0  # of each in the loss of a token, which is the mean over all that could be said of it
 
     def beside(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""

@@ -1,5 +1,6 @@
 """The user's prompts: as token ids, checked, and those that are held out."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from hf_specx.common.wrappers import vocabulary
 
 GivenPrompts = Sequence[str] | Sequence[Sequence[int]]
 HELD_OUT_SHARE = 0.2
-MOST_HELD_OUT = 256  # held-out prompts that a share of very many gives
+LEAST_HELD_OUT, MOST_HELD_OUT = 4, 256  # the second: held-out prompts that a share of very many gives
 
 
 class Split(NamedTuple):
@@ -63,12 +64,14 @@ def split_prompts(prompts: GivenPrompts, held_out: float | GivenPrompts, reader:
         require(0 < held_out < 1, told)
         count = min(round(held_out * len(every)), MOST_HELD_OUT)
         apart = [every[number * len(every) // count] for number in range(count)]
+        needed = f"{math.ceil(LEAST_HELD_OUT / held_out)} or more"
     else:
-        apart = reader.read(held_out, "held_out")
+        apart, needed = reader.read(held_out, "held_out"), "others"
     unseen = list(dict.fromkeys(map(tuple, apart)))
     held = set(unseen)
     training = [ids for ids in every if tuple(ids) not in held]
     told = f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
-    told += "train on; give more, so that at least 4 are held out, half of them to stop by and half to report on."
-    require(len(unseen) >= 4 and bool(training), told)
+    told += f"train on; give {needed}, so that at least {LEAST_HELD_OUT} are held out, half of them to stop by and "
+    told += "half to report on."
+    require(len(unseen) >= LEAST_HELD_OUT and bool(training), told)
     return Split(training, list(map(list, unseen[::2])), list(map(list, unseen[1::2])))

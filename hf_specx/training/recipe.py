@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.bench.drafts import HEAD
 from hf_specx.common.errors import brief, check_names, is_int, require
 
 
@@ -13,7 +12,7 @@ LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
 COUNTS = """
     max_new_tokens phases texts_per_phase passes patience batch_size num_draft_tokens draft_vocab_size
 """.split()  # noqa: SIM905
-RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4, HEAD: 2.0}  # largest, times the hidden size of the draft
+RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4, "head": 2.0}  # largest, times the hidden size of the draft
 SET_BY_DISTILL = """
     output_dir num_train_epochs max_steps per_device_train_batch_size learning_rate seed eval_strategy eval_on_start
     eval_delay save_strategy save_only_model load_best_model_at_end metric_for_best_model remove_unused_columns
@@ -36,13 +35,14 @@ class TrainingRecipe:
             judged on held-out prompts, and saved.
         texts_per_phase: new texts of a phase.
         passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
-            far.
+            far; 32 for a new DSpark head, whose steps cost little, unless it is given.
         patience: training stops after so many phases in a row without a new best α.
         learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
             for each text that is written, best with prompts that are text of the kind that will be generated.
         batch_size: texts of a training step on one device.
-        num_draft_tokens: candidates of a round: of a head each is learned from its own states behind those before it
-            (the training-time test of EAGLE-3, arXiv 2503.01840), and tokens a round are told for so many.
+        num_draft_tokens: candidates of a round: of an EAGLE-3 head each is learned from its own states behind those
+            before it (its training-time test, arXiv 2503.01840), a block of a new DSpark head has so many, and tokens
+            a round are told for so many.
         draft_vocab_size: tokens that a new head scores, those that are most frequent in prompts and texts.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
             hidden size of the draft: one that is trained already, layers of the target, LoRA, or a new head.

@@ -24,7 +24,7 @@ from .draft import Learner
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .losses import losses_of
 from .reading import Remembered, collate
-from .texts import Phases
+from .texts import Phases, seed_of
 
 
 ALPHA = "eval_alpha"
@@ -147,10 +147,10 @@ class DistillationTrainer(Trainer):
         numbers = inputs["numbers"].tolist()
         texts = [self.phases.texts[number] for number in numbers]
         said = self.remembered.said(texts, numbers)
-        predicted = self.learner.predict(model, texts, said)
-        losses = losses_of(self.recipe, said.logits.to(predicted.logits.device), predicted)
-        steps = 1 if predicted.steps is None else self.recipe.num_draft_tokens
-        loss = losses.sum() / steps / (len(said.logits) if num_items_in_batch is None else num_items_in_batch)
+        draws = [seed_of(self.recipe.seed, f"step {self.state.global_step}", number) for number in numbers]
+        predicted = self.learner.predict(model, texts, said, draws)
+        losses = losses_of(self.recipe, said.logits.to(predicted.logits.device), predicted) * predicted.share
+        loss = losses.sum() / (len(said.logits) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss

@@ -70,16 +70,15 @@ def costs(monkeypatch):
 
 
 def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
-    study = replace(QUICK, verification="token")
-    (trial,) = tune.tune(folders["target"], [folders["near"]], study)
+    (trial,) = tune.tune(folders["target"], [folders["near"]], QUICK)
     assert trial.error is None
     config = trial.config
     assert PairConfig.from_text(config.to_text().encode(), "it") == config
     assert config.target.fingerprint not in (None, config.draft.fingerprint)
-    assert (config.target.dtype, config.tokenizers.tokens, config.verification) == ("float32", 277, "token")
+    assert (config.target.dtype, config.tokenizers.tokens, config.verification) == ("float32", 277, None)
     assert [m.batch for m in config.measurements] == [1, 2]
     for m in config.measurements:
-        assert (m.dtype, m.verification, m.layout, m.command) == ("float32", "token", "ragged", "typed")
+        assert (m.dtype, m.verification, m.layout, m.command) == ("float32", "block", "ragged", "typed")
         assert m.hardware == config.costs.hardware == hardware(torch.device("cpu"))
         assert m.cost_coefficient == 0.01
         assert 0 < m.alpha < 1 < m.tokens_per_round
@@ -174,28 +173,29 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
     assert texts == [[TEXTS[0]], [TEXTS[1]], [TEXTS[0], TEXTS[1]], [TEXTS[2], TEXTS[0]]]
 
 
-def test_revisions_and_tokens_reach_the_hub(folders, monkeypatch):
+def test_revisions_reach_the_hub(folders, monkeypatch):
     seen, plain = [], tune.get_files
 
-    def get_files(name, revision, patterns, **hub):
-        seen.append((name, revision, hub))
+    def get_files(name, revision, patterns):
+        seen.append((name, revision))
         return plain(name, None, patterns)
 
     monkeypatch.setattr(tune, "get_files", get_files)
     monkeypatch.setattr(tune, "check_place", lambda name, revision: None)  # these are folders
     names = [folders[name] for name in ("target", "near", "bare")]
-    tune.tune(f"{names[0]}@v1", ["suffix", names[1], f"{names[2]}@v2"], Study(hub={"token": "t"}))
-    assert seen == list(zip(names, ["v1", None, "v2"], [{"token": "t"}] * 3, strict=True))
+    tune.tune(f"{names[0]}@v1", ["suffix", names[1], f"{names[2]}@v2"], Study())
+    assert seen == list(zip(names, ["v1", None, "v2"], strict=True))
 
 
-def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path):
+def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path, monkeypatch):
     """By a cache as huggingface_hub lays it out, which it reads without a network."""
     for name, commit in (("target", "a" * 40), ("near", "b" * 40)):
         repository = tmp_path / f"models--org--{name}"
         shutil.copytree(folders[name], repository / "snapshots" / commit)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text(commit)
-    study = replace(QUICK, batches=(1,), hub={"cache_dir": str(tmp_path)})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    study = replace(QUICK, batches=(1,))
     (trial,) = tune.tune("org/target", ["org/near"], study)
     assert trial.error is None
     sources = [(source.name, source.revision, source.dtype) for source in (trial.config.target, trial.config.draft)]

@@ -26,6 +26,7 @@ def cell(*contenders: str, **settings) -> Cell:
 
 
 def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
+    """Greedily coupled verification is no other than block."""
     drafts = {
         "assisted block-auto coupled-auto": [],
         "": [SuffixDraft()],
@@ -33,7 +34,10 @@ def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
         "assisted block-auto coupled-auto several-auto": [SuffixDraft(), near(tiny(), 0.05)],
     }
     for ways, own in drafts.items():
-        assert usual_contenders(pair(*own)) == ("plain", *ways.split(), "lookup-10", "suffix-auto")
+        for do_sample in (True, False):
+            listed = [way for way in ways.split() if do_sample or way != "coupled-auto"]
+            found = usual_contenders(pair(*own), do_sample)
+            assert found == ("plain", *listed, "lookup-10", "suffix-auto")
 
 
 @pytest.mark.usefixtures("draft_pays")

@@ -77,7 +77,7 @@ def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTarge
         result = specx(*TEXTS, "--out", tmp_path / "done.jsonl", "--max-new-tokens", 8, "--json-schema", schema)
         codes.append(result.exit_code)
     assert codes == [0, 0, 2]
-    assert re.search("was made with logits_processor=.*obje.*now it is .*arra", result.stderr)
+    assert re.search("was made with logits_processor=.*obje.*now with .*arra", result.stderr)
 
 
 @pytest.mark.parametrize(

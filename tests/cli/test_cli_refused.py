@@ -55,7 +55,7 @@ OF_MODELS = {
     "my-pair brings no prompts of its own; give some with --prompts FILE": "check PAIR",
     "is a model and no pair (it has no specx_config.json); name a draft for it, as --draft": "check MODEL",
     "'org/ngram' cannot be got from the Hub, and there is no folder of that name here": "bench PAIR --draft org/ngram",
-    "names a model and no head; leave out head:": "generate a --target MODEL --draft head:MODEL",
+    ": what follows head: is a model and no head; leave head: out": "generate a --target MODEL --draft head:MODEL",
     "is a folder, which has no revision 'v1'; leave that out": "tune PAIR@v1 D --prompts NOTES",
 }
 

@@ -11,6 +11,7 @@ from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
+from hf_specx.bench.compatibility import Finding
 from hf_specx.bench.study import DraftTrial
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
@@ -66,6 +67,18 @@ def test_the_headline_is_the_median_and_a_slow_draft_is_called_slow(capsys, spee
     config = PairConfig(ModelSource(), ModelSource(), measurements=measured)
     cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
     assert says in capsys.readouterr().out
+
+
+def test_what_was_found_is_a_table_of_80_columns(capsys):
+    findings = [Finding("layout", "ragged", "lockstep", "note", "all rows of a batch advance by the fewest accepted")]
+    findings += [Finding("tokens", "151,936 [b]", "32,000")]
+    findings += [Finding("decoding", "", "", "error", "word " * 40 + "x" * 99)]
+    cli_tune.show_drafts("t", [DraftTrial("d", findings)], Output(width=80))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.count("x") for line in lines) == 99
+    assert next(line for line in lines if "lockstep" in line).startswith("note   layout")
+    assert any(line.split() == ["ok", "tokens", "151,936", "[b]", "32,000"] for line in lines)
 
 
 def test_options_reach_the_study(folders, monkeypatch):

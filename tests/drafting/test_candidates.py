@@ -176,25 +176,3 @@ def test_the_draft_is_fed_no_more_than_it_has_not_seen():
             target.generate(**prompts(4), do_sample=True, max_new_tokens=40, custom_generate=strategy)
         assert forwards.lengths[:2] == [11, 1]
         assert max(forwards.lengths[1:]) <= 2
-
-
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
-def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
-    """A row that proposed less was filled up once, and its acceptance reported far too low."""
-    target, inputs = tiny("llama", vocab_size=8), prompts(8)
-    inputs["input_ids"] %= 8
-    settings = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-
-    def report(given: dict[str, torch.Tensor]):
-        lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=400)
-        strategy = SpeculativeDecoding(lookup, layout=layout, num_draft_tokens=4)
-        target.generate(**given, **settings, custom_generate=strategy)
-        return strategy.report
-
-    together = report(inputs)
-    for row in range(8):
-        real = inputs["attention_mask"][row].bool()
-        alone = report({name: value[row : row + 1, real] for name, value in inputs.items()})
-        counts = (together.drafted_per_row[row], together.accepted_per_row[row])
-        assert counts == (alone.drafted, alone.accepted)
-    assert len(set(together.drafted_per_row)) > 2

@@ -7,7 +7,7 @@ import exit_cases
 import pytest
 import torch
 from all_pairs import all_pairs
-from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
+from enumerated import ENOUGH, VOCAB_SIZE, exact_distribution, first_tokens, p_values
 from exit_cases import Fed, run
 from exit_cases import target as fresh
 from tiny import prompts, tiny
@@ -97,14 +97,10 @@ def enumerable() -> PreTrainedModel:
 
 
 def draw(verification: str, **settings: Any) -> torch.Tensor:
-    """The first tokens of rows that all have the same prompt, [rows, DEPTH]."""
     strategy = SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=CANDIDATES, verification=verification)
-    inputs = {"input_ids": PROMPT.expand(1024, -1), "attention_mask": torch.ones(1024, PROMPT.shape[1])}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = torch.cat([enumerable().generate(**inputs, **options) for _ in range(12)])
+    tokens = first_tokens(strategy, **ENOUGH, target=enumerable(), **settings)
     assert 0.2 < strategy.report.acceptance_rate < 0.95
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+    return tokens
 
 
 @pytest.mark.slow

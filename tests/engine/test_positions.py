@@ -46,16 +46,6 @@ def test_pads_have_no_positions(learned: PreTrainedModel):
     assert_plain(learned, coupled(learned, 0.05), given, max_new_tokens=20, do_sample=False)
 
 
-@pytest.mark.usefixtures("draft_pays")
-@pytest.mark.parametrize("num_draft_tokens", [4, 7, "auto"])
-def test_candidates_past_the_last_position(num_draft_tokens: int | str):
-    """The text may fill the table to its end; candidates that would lie behind it must not reach it."""
-    target = tiny("gpt2", max_position_embeddings=24)
-    assert target.transformer.wpe.num_embeddings == 24
-    strategy = SpeculativeDecoding(tiny("gpt2", seed=3), num_draft_tokens=num_draft_tokens)
-    assert_plain(target, strategy, prompts(3), do_sample=False, max_new_tokens=13)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "xglm", "bloom"])
 def test_computed_positions(model_type: str):
     """They have no end, also where the config names one, and the text beyond it is that of plain `generate`."""

@@ -17,6 +17,7 @@ from accelerator import emulated, on_device
 from automaton import Automaton
 from collectors import RowCollector
 from head_files import random_head, write
+from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
@@ -30,14 +31,12 @@ SAMPLED = {"do_sample": True, "top_k": 20}
 SEEDS = [5, 6, 7]
 
 
-class TooMany(Exception):
-    """Waits or sends."""
-
-
 @dataclass
 class Kind:
     """A kind of call: `model` is the family of both models, and `many` says whether it is a queue of requests.
 
+    Where it `reads` candidates, each position of a draft is waited for once more, as the next one is chosen by what
+    is looked up on the host: a grammar follows the text there, and transformers seeds the list of a watermark there.
     What is callable in `options`, of the strategy, and in `settings`, of the call, is made anew for each call.
     """
 
@@ -46,10 +45,13 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=lambda: SAMPLED)
     many: bool = False
+    reads: bool = False
 
-    def __call__(self, target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, tokens: int) -> tuple[list, int]:
-        """The texts of up to `tokens` new tokens, and the rounds that they took."""
+    def __call__(self, target: Any, draft: Any, inputs: dict, tokens: int) -> tuple[list, int, int]:
+        """The texts of up to `tokens` new tokens, the rounds that they took, and the positions of candidates."""
+        positions = numbers()
         strategy = SpeculativeDecoding(self.draft(draft), **{"num_draft_tokens": 3} | made(self.options))
+        strategy.listeners = (*strategy.listeners, positions)
         settings = made(self.settings) | {"max_new_tokens": tokens, "pad_token_id": 0}
         torch.manual_seed(3)
         if self.many:
@@ -62,7 +64,7 @@ class Kind:
         else:
             output = target.generate(**inputs, **settings, custom_generate=strategy)
             texts = (output if isinstance(output, torch.Tensor) else output.sequences).tolist()
-        return texts, strategy.report.rounds + strategy.report.plain_steps
+        return texts, len(positions), sum(positions)
 
 
 def made(given: dict[str, Any]) -> dict[str, Any]:
@@ -88,23 +90,22 @@ def holds(kind: Kind) -> None:
     """The same text as on the CPU, within the bounds."""
     pair, inputs = models(kind.model), prompts(3)
     inputs["input_ids"] %= pair[0].config.vocab_size
-    expected, _ = kind(*pair, inputs, LONG)
+    expected, *_ = kind(*pair, inputs, LONG)
     taken = []
     with emulated():
         moved, there = [on_device(model) for model in pair], {name: x.to("cuda:0") for name, x in inputs.items()}
     for tokens in (SHORT, LONG):
         with emulated() as device:
-            texts, rounds = kind(*moved, there, tokens)
-        taken.append((device, rounds))
+            texts, *counts = kind(*moved, there, tokens)
+        taken.append((device, *counts))
     assert texts == expected
-    (short, fewer), (long, more) = taken
-    assert more - fewer >= 4
-    for what in ("waits", "sends"):
-        lines = getattr(long, what) - getattr(short, what)
-        told = {line: round(number / (more - fewer), 2) for line, number in lines.most_common(5)}
-        each = (getattr(long, what).total() - getattr(short, what).total()) / (more - fewer)
-        if each > MOST:
-            raise TooMany(f"{each:.1f} {what} a round: {told}")
+    (short, *few), (long, *many) = taken
+    rounds, positions = (more - fewer for more, fewer in zip(many, few, strict=True))
+    assert rounds >= 4
+    for what, most in (("waits", MOST * rounds + kind.reads * positions), ("sends", MOST * rounds)):
+        total = getattr(long, what).total() - getattr(short, what).total()
+        told = f"{total} {what} in {rounds} rounds with {positions} positions"
+        assert total <= most, f"{told}: {(getattr(long, what) - getattr(short, what)).most_common(5)}"
 
 
 class Never:
@@ -114,6 +115,11 @@ class Never:
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] < 0
+
+
+def of_all(row: int, text: torch.Tensor) -> list[int]:
+    """A prefix function that allows any token."""
+    return list(range(VOCAB_SIZE))
 
 
 GREEDY = {"do_sample": False}
@@ -137,8 +143,13 @@ KINDS |= {
     "early exit": Kind("three layers", lambda model: EarlyExitDraft(2)),
     "list": Kind("few tokens", SUFFIX_OR_MODEL),
     "list, coupled": Kind("few tokens", SUFFIX_OR_MODEL, COUPLED),
-    "masks": Kind(settings=GREEDY | MASKS),
-    "masks, sampled": Kind("few tokens", settings=SAMPLED | OF_FEW),
+    "masks": Kind(settings=GREEDY | MASKS, reads=True),
+    "masks, sampled": Kind("few tokens", settings=SAMPLED | OF_FEW, reads=True),
+    "masks, suffix": Kind("few tokens", lambda model: SuffixDraft(), settings=GREEDY | OF_FEW),
+    "masks of functions, queue": Kind(
+        many=True, settings=SAMPLED | {"prefix_allowed_tokens_fn": lambda: of_all}, reads=True
+    ),
+    "masks and watermark": Kind(settings=SAMPLED | MASKS | {"watermarking_config": WatermarkingConfig}, reads=True),
     "length penalty": Kind(settings=SAMPLED | {"exponential_decay_length_penalty": (2, 1.01), "eos_token_id": 7}),
     "processors": Kind(
         settings=SAMPLED
@@ -149,7 +160,8 @@ KINDS |= {
     "synthid": Kind(
         settings=SAMPLED | {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
     ),
-    "watermark": Kind(settings=SAMPLED | {"watermarking_config": WatermarkingConfig}),
+    "watermark": Kind(settings=SAMPLED | {"watermarking_config": WatermarkingConfig}, reads=True),
+    "watermark, queue": Kind(many=True, settings=SAMPLED | {"watermarking_config": WatermarkingConfig}, reads=True),
     "guidance": Kind(settings=GREEDY | {"guidance_scale": 1.5}),
     "warpers": Kind(settings={"do_sample": True, "temperature": 1.2, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}),
     "criterion": Kind(settings=SAMPLED | {"stopping_criteria": lambda: [Never()]}),
@@ -164,17 +176,10 @@ KINDS |= {
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "streamer": Kind(options={"streamer": RowCollector}),
 }
-OVER = {  # kinds that are over the bounds, by how much and why
-    "masks": "7.3 waits: a grammar follows the text on the host, so each candidate is read back before the next",
-    "masks, sampled": "6.8 waits: as above",
-    "watermark": "7.4 waits: the last tokens are read back, since transformers draws the list of each on the host",
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds(kind: str, request: pytest.FixtureRequest):
-    if kind in OVER:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=TooMany, reason=OVER[kind]))
+def test_kinds(kind: str):
     holds(KINDS[kind])
 
 

@@ -87,13 +87,15 @@ def test_stop_sequences_of_lm_eval():
 
         def run(rows: int = rows, call: dict = call) -> torch.Tensor:
             torch.manual_seed(0)
-            return target.generate(**call, stopping_criteria=[MultiTokenEOSCriteria(sequence, 11, rows)])
+            criteria = [MultiTokenEOSCriteria(each, 11, rows) for each in (sequence, [47, 47])]
+            return target.generate(**call, stopping_criteria=criteria)
 
         expected = run()
         with strategy.attached(target), Forwards(target) as forwards:
             assert torch.equal(run(), expected)
         assert (len(forwards.ids) < expected.shape[1] - 11) == (rows == 1)
         assert strategy.report.layout == ("ragged" if rows == 1 else "plain")
+        assert strategy.report.layout_reason.count("MultiTokenEOSCriteria") == (rows > 1)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from hf_specx.engine import run
 from hf_specx.models.attention import Masks
 from hf_specx.models.ragged import RaggedDecoder
 from hf_specx.sampling import noise
-from hf_specx.sampling.noise import StockNoise
+from hf_specx.sampling.rules import CoupledRule
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -110,16 +110,16 @@ def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], gained: 
     return [min(number + 1, most) for number, most in zip(kept, gained, strict=True)]
 
 
-def noise_of_another_row(self: StockNoise, batch: Batch, probs: torch.Tensor, ahead: int):
+def noise_of_another_row(self: CoupledRule, batch: Batch, probs: torch.Tensor, ahead: int):
     return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
-MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedDecoder._positions, Stopping.cut, StockNoise.at
+MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedDecoder._positions, Stopping.cut, CoupledRule.noise
 FAULTS = {
     "mask": (Masks, "__call__", mask_off_by_one),
     "position": (RaggedDecoder, "_positions", positions_off_by_one),
     "stop": (Stopping, "cut", cut_one_late),
-    "noise": (StockNoise, "at", noise_of_another_row),
+    "noise": (CoupledRule, "noise", noise_of_another_row),
 }
 
 

@@ -6,8 +6,8 @@ from device import DEVICE, on_device
 from plain import generator_state
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.noise import SeededNoise, StockNoise
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.noise import StockNoise
+from hf_specx.sampling.rules import CoupledRule, RejectionRule
 from hf_specx.sampling.verify import race
 
 
@@ -42,9 +42,9 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
     like = torch.empty(rows, 1, vocab_size, device=DEVICE, dtype=dtype)
     for window in (0, 2, 100):
         torch.manual_seed(0)
-        noise, batch = StockNoise(rows, DEVICE, window), text(rows)
+        noise = StockNoise(rows, DEVICE, window)
         for position in (2, 0, 5, 2, 1, 5, 0):
-            assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
+            assert torch.equal(noise.at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position])
         noise.finish(4)
         assert torch.equal(torch.empty_like(expected[0]).exponential_(), expected[4])
 
@@ -54,7 +54,9 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
     for seed in seeds:
         torch.manual_seed(seed)
         expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
-    drawn = SeededNoise(seeds, DEVICE).at(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
+    rule = CoupledRule(3, DEVICE, 4, seeds)
+    rule.begin()
+    drawn = rule.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
     assert torch.equal(drawn, torch.stack(expected))
 
 

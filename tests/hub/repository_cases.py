@@ -42,8 +42,6 @@ CASES = [
     ("draft: name is '../x', no id", said("draft.name", "../x")),
     ("name is 'https://host/x', no id", said("draft.name", "https://host/x")),
     ("draft: name is '.rg/draft', no id", said("draft.name", "\u043erg/draft")),
-    ("target: auto_class is 'os.system', no Auto class", said("target.auto_class", "os.system")),
-    ("draft: auto_class is 'a.AutoM", said("draft.auto_class", "a.AutoModelForCausalLM")),
     ("revision is '../main', no name of", said("draft.revision", "../main")),
     ("revision is '--all', no name", said("draft.revision", "--all")),
     (r"subfolder is '\.\./x', no plain name of a", said("draft.subfolder", "../x")),

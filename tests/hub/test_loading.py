@@ -64,12 +64,6 @@ def test_no_function_is_bound(tmp_path: Path):
     assert loaded.generate.__func__ is type(loaded).generate
 
 
-def test_fewer_layers_by_request(tmp_path: Path):
-    """As some make a draft of a target; unasked it would be another model than was saved."""
-    tiny(**SMALL | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
-    assert len(load(tmp_path, num_hidden_layers=1).model.layers) == 1
-
-
 def test_weights_that_a_model_has_no_use_for_are_left(tmp_path: Path):
     """Like heads of another task; only layers that its config leaves out make it another model."""
     model = tiny(**SMALL)

@@ -43,21 +43,6 @@ def test_the_choice_and_its_reason_are_reported():
     assert choose_layout(tiny("llama"), "packed") == ("packed", f"asked for: {reason}, so that all rows can be one")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "attention", "layout", "said"),
-    [
-        ("llama", "flash_attention_2", "ragged", "not been shown .* use 'padded', 'lockstep' or 'auto'"),
-        ("moshi", "flash_attention_2", "auto", "'moshi' is exact with a mask by position only.*implementation='sdpa'"),
-        ("bloom", "sdpa", "packed", "layout='packed' has not been shown to be exact"),
-    ],
-)
-def test_a_layout_that_is_not_exact_is_refused(model_type: str, attention: str, layout: str, said: str):
-    model = tiny("llama")
-    model.config.model_type, model.config._attn_implementation = model_type, attention
-    with pytest.raises(ValueError, match=said):
-        choose_layout(model, layout)
-
-
 def test_lockstep_says_once_what_it_costs():
     target = tiny("llama")
     target.config.model_type = "never_heard_of"

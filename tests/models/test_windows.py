@@ -1,21 +1,26 @@
-"""Layers with a window: in the ragged layout they keep that alone, and the text is that of plain `generate`."""
+"""Layers with a window keep that alone in most layouts, and the text is that of plain `generate`."""
 
 from itertools import count
 
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from many import assert_alone
 from plain import assert_plain, coupled
-from tiny import WINDOW, near, prompts, tiny
+from tiny import VOCAB_SIZE, WINDOW, near, prompts, tiny
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import flash_attention_mask
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.models import ragged
-from hf_specx.models.attention import Masks
+from hf_specx.engine.run import make_batch
+from hf_specx.models import hosted, ragged
+from hf_specx.models.choose import make_decoder
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.slots import CACHE
+from hf_specx.models.prompts import prepare
+from hf_specx.models.slots import CACHE, columns_of
 
 
 SPARE = 4  # slots beyond the window; a round of more than three candidates makes rings longer
@@ -29,21 +34,22 @@ KINDS = {
         "intermediate_size_mlp": 48,
     },
 }
+CUT = ("ragged", "padded")  # layouts in which layers keep their windows alone
 LONG = {"max_new_tokens": 5 * WINDOW, "eos_token_id": None}
 
 
 @pytest.fixture(autouse=True)
 def _short_rings(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ragged, "MARGIN", SPARE)
+    for module in (ragged, hosted):
+        monkeypatch.setattr(module, "MARGIN", SPARE)
 
 
-@pytest.mark.parametrize("number", [3, 7])
-@pytest.mark.parametrize("model_type", KINDS)
-def test_rows_of_unequal_length_over_several_windows(model_type: str, number: int):
+@pytest.mark.parametrize(("layout", "number", "model_type"), all_pairs(CUT, (3, 7), KINDS))
+def test_rows_of_unequal_length_over_several_windows(layout: str, number: int, model_type: str):
     target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
     inputs["attention_mask"][1, :-2] = 0  # so that pads lie in a window
     inputs["attention_mask"][0, -3] = 0  # and a gap
-    strategy = coupled(target, 0.05, num_draft_tokens=number)
+    strategy = coupled(target, 0.05, num_draft_tokens=number, layout=layout)
     assert_plain(target, strategy, inputs, **LONG, do_sample=True)
     assert 0 < strategy.report.accepted < strategy.report.drafted
 
@@ -96,16 +102,54 @@ def test_a_draft_may_catch_up_where_rows_are_new(monkeypatch: pytest.MonkeyPatch
     assert strategy.report.accepted == strategy.report.drafted > 0
 
 
-def test_prompts_may_be_read_in_pieces():
+def kernel(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """Attention as FlashAttention's: a 2D mask of the keys, queries at their end, and a window by distance."""
+    total = key.shape[2]
+    keys = torch.arange(total)
+    queries = keys[-query.shape[2] :, None]
+    seen = (keys <= queries) & (keys > queries - (sliding_window or total))
+    if attention_mask is not None:
+        seen = (seen & attention_mask[:, None, None].bool()) | (keys == queries)  # a pad sees itself, for numbers
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "smollm3"])
+def test_kernels_that_take_no_mask_by_position(model_type: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "kernel", kernel)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "kernel", flash_attention_mask)
+    target = tiny(model_type).double()
+    target.config._attn_implementation = "kernel"
+    strategy = coupled(target, 0.05)
+    assert_plain(target, strategy, prompts(3, width=3 * WINDOW), **LONG, do_sample=True)
+    assert strategy.report.layout == "padded"
+
+
+def test_rows_that_end_together_may_lack_unequal_numbers_of_tokens():
+    """A draft is fed what it has missed in parts, since windows keep what few tokens before the last ones saw."""
+    target, generator = tiny("mistral", num_hidden_layers=6).double(), torch.Generator().manual_seed(0)
+    prompt = prepare(target, 200, prompts(2, width=3 * WINDOW))
+    decoder, batch = make_decoder("padded", prompt), make_batch(prompt)
+    decoder.read()
+    for gained in ([39, 38], [39, 30], [12, 3]):
+        batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
+        expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
+        torch.testing.assert_close(decoder.step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_prompts_may_be_read_in_pieces(layout: str):
     target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
-    assert_plain(target, coupled(target, 0.05), inputs, **LONG, do_sample=False, prefill_chunk_size=5)
+    strategy = coupled(target, 0.05, layout=layout)
+    assert_plain(target, strategy, inputs, **LONG, do_sample=False, prefill_chunk_size=5)
 
 
-def test_the_cache_is_that_of_plain_generate():
+@pytest.mark.parametrize("layout", CUT)
+def test_the_cache_is_that_of_plain_generate(layout: str):
     target, inputs = tiny("smollm3").double(), prompts(2, width=3 * WINDOW)
     given = LONG | {"do_sample": False, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **given)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, layout=layout)
     ours = target.generate(**inputs, **given, custom_generate=strategy)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         assert type(layer) is type(expected)
@@ -131,7 +175,8 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
             layer.crop(-SPARE)
 
 
-def test_memory_is_nearly_that_of_plain_generate(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("layout", CUT)
+def test_memory_is_nearly_that_of_plain_generate(layout: str, monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
     monkeypatch.undo()
     kinds = [*["sliding_attention"] * 5, "full_attention"]
@@ -142,24 +187,26 @@ def test_memory_is_nearly_that_of_plain_generate(monkeypatch: pytest.MonkeyPatch
     observe = Decoder.observe
 
     def noted(self, done):
-        held.append(sum(x.keys.nbytes + x.values.nbytes for x in self.cache.layers))
+        held.append(sum(x.untyped_storage().nbytes() for layer in columns_of(self.cache) for x in layer))
         observe(self, done)
 
     monkeypatch.setattr(Decoder, "observe", noted)
     given = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None, "return_dict_in_generate": True}
-    target.generate(**inputs, **given, custom_generate=SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=3))
+    strategy = SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=3, layout=layout)
+    target.generate(**inputs, **given, custom_generate=strategy)
     plain = target.generate(**inputs, **given).past_key_values
     assert max(held) <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 
-RAGGED = [x for kind, x in zoo.model_types() if kind == "causal" and "ragged" in LAYOUTS_OF.get(x, ())]
+TYPES = [(layout, *each) for each in zoo.model_types() for layout in CUT if layout in LAYOUTS_OF.get(each[1], ())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", RAGGED)
-def test_every_type_with_windows(model_type: str):
-    target = zoo.build("causal", model_type)
-    if not Masks(target).longest_window:
+@pytest.mark.parametrize(("layout", "kind", "model_type"), TYPES)
+def test_every_type_with_windows(layout: str, kind: str, model_type: str):
+    target = zoo.build(kind, model_type)
+    if not any(DynamicCache(config=target.config).is_sliding):
         pytest.skip(f"no layer of {model_type} has a window by its config")
-    inputs, given = prompts(3, width=3 * WINDOW), {"do_sample": False, "max_new_tokens": 5 * WINDOW}
-    assert_plain(target, coupled(target, 0.05, num_draft_tokens=3), inputs, **given)
+    inputs = prompts(3, width=3 * WINDOW) if kind == "causal" else zoo.inputs(target)
+    strategy = coupled(target, 0.05, num_draft_tokens=3, layout=layout)
+    assert_plain(target, strategy, inputs, do_sample=False, max_new_tokens=5 * WINDOW)

@@ -71,7 +71,8 @@ def test_it_goes_on_where_it_stopped(
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
-        (TEXTS, {"max_new_tokens": 13}, "max_new_tokens=12, now it is 13"),
+        (TEXTS, {"max_new_tokens": 13}, "with max_new_tokens=12, now with max_new_tokens=13"),
+        (TEXTS, {"do_sample": False, "temperature": 0.5}, "made without temperature, now with temperature=0.5"),
         ([*TEXTS[:-1], "other"], {}, "prompt 11 is not the one"),
         (TEXTS[:11], {}, "12 results for 11 prompts, some of them for others"),
     ],

@@ -16,24 +16,22 @@ def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LATEST_STATES", 8)
     monkeypatch.setattr(module, "STATE_EVERY", 4)
     noise = StockNoise(2, torch.device("cpu"), window=2)
-    batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
     for position in (*range(38), 3, 11, 37, 0, 21):
-        noise.at(batch, torch.empty(2, 1, 7), position)
+        noise.at([0, 1], [0, 0], torch.empty(2, 1, 7), position)
     assert list(noise.states) == [*range(0, 31, 4), *range(31, 39)]
 
 
 def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     """Each position is drawn once while rows stay within the window, and what a row has passed is let go."""
     positions, draw = [], StockNoise._draw
-    monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
+    monkeypatch.setattr(StockNoise, "_draw", lambda self, t: (positions.append(t), draw(self, t))[1])
     noise = StockNoise(2, torch.device("cpu"), window=4)
-    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
-    for batch.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
-        noise.at(batch, like, ahead=0)
+    like = torch.empty(2, 3, 7)
+    for counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
+        noise.at([0, 1], counts, like, ahead=0)
     assert positions == list(range(8))
     assert [sorted(held) for held in noise.held] == [[2, 3, 4], [5, 6, 7]]
-    batch.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
-    noise.at(batch, like, ahead=0)
+    noise.at([0, 1], [4, 8], like, ahead=0)  # 5 and 6 were beyond the window of the row behind
     assert positions[8:] == [5, 6, 8, 9, 10]
 
 
@@ -41,9 +39,8 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
 def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST_HELD", most)
     noise = StockNoise(2, torch.device("cpu"), window=100)
-    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
-    for batch.counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
-        noise.at(batch, like, ahead=0)
+    for counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
+        noise.at([0, 1], counts, torch.empty(2, 3, 7), ahead=0)
     assert len(noise.held[0]) == held
 
 

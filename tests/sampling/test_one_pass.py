@@ -99,7 +99,7 @@ def assert_alike(processor, batch: Batch, draft: Draft, scores: torch.Tensor, fo
 def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Over rounds that keep some of the candidates, perhaps none, and in the steps of the draft; and none is called.
 
-    But once for one row, to learn the list of a watermark, and what becomes of -inf under a length penalty.
+    But once for one row, to learn what becomes of -inf under a length penalty.
     """
     batch, processors, processor = text(rows, seed=1), Processors([MAKERS[name](rows)]), MAKERS[name](rows)
     generator, called, asked = torch.Generator().manual_seed(8), type(processor).__call__, []
@@ -119,7 +119,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: 
         batch.emit(tokens, [number + 1 for number in kept])
         if seed == 2 and rows > 1:
             batch.retire([0])
-    assert name.startswith(("watermark", "length")) or all(own is processor for own in asked)
+    assert name == "length penalty" or all(own is processor for own in asked)
 
 
 class Mine(host.RepetitionPenaltyLogitsProcessor):

@@ -78,7 +78,7 @@ def colder(rule: RejectionRule, batch, scores, ahead, lengths):
 
 def with_fresh_noise(rule: CoupledRule, batch, draft, scores):
     probs, undefined = distribution(scores)
-    choices = race(probs, rule.noise.at(batch, probs, 0).flip(-1))  # that of other tokens
+    choices = race(probs, rule.noise(batch, probs, 0).flip(-1))  # that of other tokens
     verdict = verify_match(draft.tokens, choices, draft.proposed)
     return verdict._replace(overlap=rules.overlaps(probs, draft), undefined=undefined)
 

@@ -66,7 +66,13 @@ def draw(
 
 
 def first_tokens(
-    strategy: SpeculativeDecoding, batches: int, rows: int, seeded: bool = False, fresh: Callable = dict, **settings
+    strategy: SpeculativeDecoding,
+    batches: int,
+    rows: int,
+    seeded: bool = False,
+    fresh: Callable = dict,
+    target: PreTrainedModel | None = None,
+    **settings,
 ) -> torch.Tensor:
     """Those of rows that all have the same prompt, by any strategy: [batches * rows, DEPTH].
 
@@ -74,7 +80,7 @@ def first_tokens(
         seeded: whether rows have the seeds 0, 1, 2, ...
         fresh: gives what is new in each call.
     """
-    target, width = models()[0], PROMPT.shape[1]
+    target, width = target or models()[0], PROMPT.shape[1]
     prompt = PROMPT.to(target.device).expand(rows, -1)
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings

@@ -71,6 +71,9 @@ def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyP
         own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
         with pytest.raises(ZeroDivisionError):
             distill(target, draft, some_prompts(), **options)
+    with pytest.raises(ZeroDivisionError):
+        distill(target, "dspark", some_prompts())
+    assert seen.pop().passes == 32  # of its cheap steps
     found = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
     assert found == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
 
@@ -150,7 +153,7 @@ WRONG = {
         "prompts": [[1] * 120]
     },
     "prompt 1 of prompts has the id 48, and LlamaForCausalLM has 48 tokens": {"prompts": [[48]]},
-    "too few prompts: 1 to hold out .* and 2 to train on": {"prompts": some_prompts(3)},
+    "too few prompts: 1 to hold out .* and 2 to train on; give 20 or more, so that": {"prompts": some_prompts(3)},
     "held_out=1.5 is no share between 0 and 1": {"held_out": 1.5},
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},

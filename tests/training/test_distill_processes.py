@@ -31,7 +31,7 @@ def alphas(path: Path) -> list[float]:
         return json.loads(file.metadata()["alphas"])
 
 
-@pytest.mark.parametrize("options", [{}, {"draft": "eagle3"}], ids=["a model", "a head"])
+@pytest.mark.parametrize("options", [{}, {"draft": "eagle3"}, {"draft": "dspark"}], ids=str)
 def test_a_killed_training_goes_on_to_the_same_weights(tmp_path, options):
     """By SIGKILL in the middle of the second phase, and again in the third; then as if nothing had happened."""
     assert run(tmp_path / "whole", tmp_path / "whole.safetensors", **options) == 0
@@ -43,7 +43,12 @@ def test_a_killed_training_goes_on_to_the_same_weights(tmp_path, options):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-HOW = {"all weights": {}, "lora": {"lora": 4, "learning_rate": 2e-2}, "a head": {"draft": "eagle3"}}
+HOW = {
+    "all weights": {},
+    "lora": {"lora": 4, "learning_rate": 2e-2},
+    "a head": {"draft": "eagle3"},
+    "blocks": {"draft": "dspark"},
+}
 
 
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)

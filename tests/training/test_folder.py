@@ -66,9 +66,9 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, undisturb
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("kind", ["dropout", "lora", "patience"])
+@pytest.mark.parametrize("kind", ["dropout", "lora", "patience", "blocks"])
 def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
-    """The state of random numbers, adapters, and for how long α has not risen."""
+    """The state of random numbers, adapters, for how long α has not risen, and which blocks of a text come."""
     if kind == "lora":
         pytest.importorskip("peft")
     drops = tiny("gpt2", initializer_range=0.2)
@@ -76,6 +76,7 @@ def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
         "dropout": {"target": drops, "draft": near(drops, 0.8), "phases": 2},
         "lora": {"lora": 4, "learning_rate": 2e-2, "phases": 2},
         "patience": {"learning_rate": 5.0, "phases": 9, "patience": 2},
+        "blocks": {"draft": "dspark", "phases": 2},
     }[kind]
     undisturbed = trained(**given)
     assert len(undisturbed.alphas) == 3

@@ -1,4 +1,4 @@
-"""Quality of texts compared with paired texts: perplexity, variety, length, exact match, with intervals."""
+"""Quality of texts compared with paired texts: perplexity, variety and length, with intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,22 +24,17 @@ Args:
     prompts: one for each row, which its texts continue; None if there are none.
     model: for perplexity, a PreTrainedModel, a decoder in evaluation mode; None leaves perplexity out.
     tokenizer: of the model. Without one words are counted instead of tokens.
-    targets: one right text for each row, for exact match and `extra`; None leaves these out.
     lengths: of the texts, [predictions, references], where they are known otherwise, such as tokens that were emitted.
-    extra: further metrics that compare a text with a target, such as evaluate.load("rouge"); each is computed text by
-        text. Names are not taken: whoever loads a metric from the Hub runs its code, and should see it before.
     level: 1 - level is the confidence of each interval; above 0 and below 1, 0.05 unless given.
     seed: of the bootstrap, 0 unless given.
 
 Returns:
-    For each measure `prediction`, `reference`, `difference` (prediction - reference) and its `interval` [low, high],
-    `prediction_interval` and `reference_interval`, of each mean by itself, and `p_value`, of Student's paired t-test.
+    For each measure `prediction`, `reference`, `difference` (prediction - reference), its `interval` [low, high], and
+        `p_value`, of Student's paired t-test.
     perplexity: exp of the mean over texts of -log p per token after the prompt (of which the p-value is); rows with an
         empty text are left out. Prompt and text are tokenized apart.
     distinct_1, distinct_2: share of distinct n-grams among those of a text; 0 if it has none.
     length: tokens of a text, or words.
-    exact_match: whether the text is its target, character for character.
-    A metric of `extra` has its own name; if it gives several numbers, they are called name_key.
 
 Raises:
     ValueError: fewer than two rows; arguments that do not fit each other.
@@ -65,23 +60,16 @@ class TextQuality(evaluate.Metric):
         prompts: Sequence[str] | None = None,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        targets: Sequence[str] | None = None,
         lengths: Pair | None = None,
-        extra: Sequence[evaluate.EvaluationModule] = (),
         level: float = 0.05,
         seed: int = 0,
     ) -> dict[str, dict[str, object]]:
-        _check(len(predictions), prompts, model, tokenizer, targets, extra, level)
-        texts = (predictions, references)
-        parts = [[_parts(text, tokenizer) for text in each] for each in texts]
+        _check(len(predictions), prompts, model, tokenizer, level)
+        parts = [[_parts(text, tokenizer) for text in each] for each in (predictions, references)]
         values: dict[str, Pair] = {
             f"distinct_{n}": [[_distinct(x, n) for x in each] for each in parts] for n in (1, 2)
         }
         values["length"] = lengths or [[len(x) for x in each] for each in parts]
-        if targets is not None:
-            values["exact_match"] = [[float(x == y) for x, y in zip(each, targets, strict=True)] for each in texts]
-            for metric in extra:
-                values |= _by_text(metric, texts, targets)
         found = {name: _compared(pair, level, seed) for name, pair in values.items()}
         if model is None:
             return found
@@ -101,20 +89,15 @@ def _compared(
     rows, difference = len(left), left - right
     counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES)
     ours, theirs = (shown(counts @ column / rows) for column in (left, right))  # [RESAMPLES]
+    low, high = np.quantile(ours - theirs, [level / 2, 1 - level / 2])
     prediction, reference = float(shown(left.mean())), float(shown(right.mean()))
     error, off = float(difference.std(ddof=1)) / math.sqrt(rows), abs(float(difference.mean()))
     t = 0.0 if off == 0 else off / error if error else math.inf
-
-    def interval(drawn: np.ndarray) -> list[float]:
-        return [float(end) for end in np.quantile(drawn, [level / 2, 1 - level / 2])]
-
     return {
         "prediction": prediction,
         "reference": reference,
         "difference": prediction - reference,
-        "interval": interval(ours - theirs),
-        "prediction_interval": interval(ours),
-        "reference_interval": interval(theirs),
+        "interval": [float(low), float(high)],
         "p_value": float(2 * stats.t.sf(t, rows - 1)),
     }
 
@@ -147,35 +130,16 @@ def _loss(model: PreTrainedModel, prefix: list[int], text: Sequence[int]) -> flo
     return float(-log_p.gather(1, ids[0, len(prefix) :, None].to(log_p.device)).mean())
 
 
-def _by_text(metric: Any, texts: Sequence[list[str]], targets: Sequence[str]) -> dict[str, Pair]:
-    """The numbers of a metric, text by text."""
-
-    def numbers(text: str, target: str) -> dict[str, float]:
-        found = metric.compute(predictions=[text], references=[target])
-        return {key: float(value) for key, value in found.items() if isinstance(value, (int, float, np.number))}
-
-    rows = [[numbers(*row) for row in zip(each, targets, strict=True)] for each in texts]
-    keys = list(rows[0][0])
-    names = {key: metric.name if len(keys) == 1 else f"{metric.name}_{key}" for key in keys}
-    return {names[key]: [[row[key] for row in each] for each in rows] for key in keys}
-
-
-def _check(rows: int, prompts: Any, model: Any, tokenizer: Any, targets: Any, extra: Any, level: float) -> None:
+def _check(rows: int, prompts: Any, model: Any, tokenizer: Any, level: float) -> None:
     if rows < 2:
         raise ValueError(f"{rows} rows have no interval; give two at least.")
     if not 0 < level < 1:
         raise ValueError(f"level={level} leaves no confidence; give one above 0 and below 1.")
-    for name, given in (("prompts", prompts), ("targets", targets)):
-        if given is not None and len(given) != rows:
-            raise ValueError(f"{name} has {len(given)} texts for {rows} rows; give one for each.")
+    if prompts is not None and len(prompts) != rows:
+        raise ValueError(f"prompts has {len(prompts)} texts for {rows} rows; give one for each.")
     if model is None and prompts is not None:
         raise ValueError("prompts are read by a model; pass model and tokenizer, or leave them out.")
     if model is not None and tokenizer is None:
         raise ValueError("model cannot read text; pass its tokenizer.")
     if model is not None and (model.config.is_encoder_decoder or model.training):
         raise ValueError(f"{type(model).__name__} must be a decoder in evaluation mode to judge texts.")
-    if extra and targets is None:
-        raise ValueError("extra metrics compare texts with targets; give targets.")
-    for metric in extra:
-        if not isinstance(metric, evaluate.EvaluationModule):
-            raise ValueError(f"extra={metric!r} is not loaded; pass evaluate.load(...), which may run code of others.")

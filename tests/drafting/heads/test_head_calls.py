@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from alignment import GREEDY, SAMPLED, assert_aligned, assert_own_texts, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
+from plain import assert_plain
 from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
@@ -79,19 +81,42 @@ def test_a_long_queue(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_of_the_user_has_no_states(kind: str, tmp_path: Path):
-    """The head goes on with what comes after it, and the report says so."""
+@pytest.mark.parametrize("given", ["hidden states of the given cache", "tokens of the given embeddings"])
+def test_prompts_that_cannot_be_read(given: str, kind: str, tmp_path: Path):
+    """The head goes on with what comes after them, and the report says so."""
     head, draft, target = made(kind, tmp_path)
     ids = torch.randint(1, 48, (3, 11), generator=torch.Generator().manual_seed(1))
     inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache()
-    with torch.no_grad():
-        target(input_ids=ids[:, :7], past_key_values=cache)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    watch = watched(strategy, head, target, prefix=7)
-    found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
-    assert torch.equal(found, target.generate(**inputs, **GREEDY))
-    watch.check(50)
-    assert "no hidden states of the given cache" in strategy.report.layout_reason
+    strategy, text = SpeculativeDecoding(draft, num_draft_tokens=3), target.generate(**inputs, **GREEDY)
+    if "cache" in given:
+        with torch.no_grad():
+            target(input_ids=ids[:, :7], past_key_values=cache)
+        watch = watched(strategy, head, target, prefix=7)
+        found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
+        watch.check(50)
+    else:
+        embeds = target.get_input_embeddings()(ids)
+        text = text[:, 11:]
+        found = target.generate(inputs_embeds=embeds, **GREEDY, custom_generate=strategy)
+    assert torch.equal(found, text)
+    assert f"no {given}" in strategy.report.layout_reason
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows")
+@pytest.mark.parametrize(("model_type", "kind"), [("llama4_text", "medusa"), ("mamba2", "dspark")])
+def test_targets_of_other_kinds(model_type: str, kind: str, tmp_path: Path):
+    """Llama 4's decoder, by its name, scores tokens too; the cache of Mamba-2 does not say how long a text is."""
+    target = zoo.build("causal", model_type)
+    layers = {} if kind == "medusa" else {"layer_ids": (0, 1)}
+    draft = loaded(random_head(kind, vocab=zoo.VOCAB_SIZE, **layers), tmp_path / "head", target)
+    assert_plain(target, SpeculativeDecoding(draft, num_draft_tokens=3), **GREEDY)
+
+
+def test_targets_with_several_states_of_a_token(tmp_path: Path):
+    target = zoo.build("causal", "gemma3n_text")
+    draft = loaded(random_head("eagle3", vocab=zoo.VOCAB_SIZE, layer_ids=(0, 1)), tmp_path / "head", target)
+    with pytest.raises(ValueError, match="no draft head reads"):
+        target.generate(**prompts(5), **GREEDY, prefill_chunk_size=4, custom_generate=SpeculativeDecoding(draft))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
