@@ -83,9 +83,11 @@ def generate(
         draft, recommended, costs = take_draft(model, kwargs)
         strategy = SpeculativeDecoding(draft, **recommended | options)
         strategy.load(model)
-        if "costs" not in options:  # times at batch sizes of other calls must not count
-            strategy.costs = replace(costs.apart(), measured=noted_times(strategy, model))
-        return run(strategy, owner, model, inputs, kwargs, reached)
+        if "costs" in options:
+            return run(strategy, owner, model, inputs, kwargs, reached)
+        with noted_times(strategy, model) as times:  # those at batch sizes of other calls must not count
+            strategy.costs = replace(costs.apart(), measured=times)
+            return run(strategy, owner, model, inputs, kwargs, reached)
 
 
 def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
@@ -125,8 +127,9 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
 
 
-def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> dict[int, dict[str, Any]]:
-    """The times that earlier calls left on their draft, where this one leaves its own: by batch size.
+@contextmanager
+def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
+    """The times that earlier calls left on their draft, where this one leaves its own, if any: by batch size.
 
     They hold for targets of one class, size and dtype on one kind of device.
     """
@@ -136,8 +139,13 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> dict[
     draft: Any = strategy.draft_model
     if isinstance(draft, list):
         draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
-    noted = getattr(draft, "__dict__", {}).setdefault("specx_times", {})
-    return noted.setdefault(kind, {})
+    held = getattr(draft, "__dict__", {})
+    times = held.get("specx_times", {}).get(kind, {})
+    try:
+        yield times
+    finally:
+        if times:
+            held.setdefault("specx_times", {})[kind] = times
 
 
 @contextmanager

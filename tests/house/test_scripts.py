@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 10_780,
-    "heads": 1_790,
-    "package": 21_720,
-    "tests": 23_600,
+    "call": 10_870,
+    "heads": 1_782,
+    "package": 21_820,
+    "tests": 23_660,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 28, "functions": 223, "calls": 290}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`
 
 
 @pytest.fixture
