@@ -61,7 +61,10 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     found: Any = model.get_decoder()
     found = found if isinstance(found, PreTrainedModel) else model.base_model  # a head may have that name
     while hasattr(found, "lm_head"):  # Llama 4's own decoder is the whole model
-        found = next(part for part in found.children() if isinstance(part, PreTrainedModel))
+        inner = next((part for part in found.children() if isinstance(part, PreTrainedModel)), None)
+        if inner is None:
+            break
+        found = inner
     return found
 
 

@@ -95,8 +95,9 @@ class Decoder:
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
         self.cache_name = cache_name(self.kwargs)
         self.cache = self.kwargs.pop(self.cache_name, None)
-        places, self.last_device = prompt.places or [(text_decoder(self.model), False)], last_device(self.model)
-        self.hidden = HiddenStates(places, self.last_device) if prompt.gives_hidden else None
+        self.last_device, self.hidden = last_device(self.model), None
+        if prompt.gives_hidden:
+            self.hidden = HiddenStates(prompt.places or [(text_decoder(self.model), False)], self.last_device)
         self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)

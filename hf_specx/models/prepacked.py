@@ -102,10 +102,8 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else it was register
 
 def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let a traced forward use `linear` for the parameters of the model, where that is known to be faster."""
-    from torch.amp.autocast_mode import _enter_autocast  # torch's own, which other calls do not depend on
-
     calls = functools.partial(graph.graph.find_nodes, op="call_function")
-    if not has_kernels() or torch.is_autocast_enabled("cpu") or calls(target=_enter_autocast):
+    if not has_kernels() or torch.is_autocast_enabled("cpu") or switches_modes(graph):
         return
     given = zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
     own = {node for node, value in given if type(value) is torch.nn.Parameter and fits(value)}
@@ -113,6 +111,14 @@ def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
         if (node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) in own:
             node.target = getattr(torch.ops, NAMESPACE).linear.default
     graph.recompile()
+
+
+def switches_modes(graph: torch.fx.GraphModule) -> bool:
+    """Whether a traced forward enters autocast, or has gradients computed or not, for a part of itself."""
+    from torch.amp.autocast_mode import _enter_autocast  # torch's own, which other calls do not depend on
+
+    switches = (_enter_autocast, torch._C._set_grad_enabled)
+    return any(node.target in switches for node in graph.graph.nodes)
 
 
 def has_kernels() -> bool:

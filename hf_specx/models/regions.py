@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import TILED, Masks
 from .decoder import HiddenStates
 from .layers import Slots, StaticLayer
-from .prepacked import Prepacked, use_prepacked
+from .prepacked import Prepacked, switches_modes, use_prepacked
 from .slots import CACHE, Columns, Pool
 
 
@@ -106,7 +106,8 @@ class Regions:
             patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
             inductor: Any = lookup_backend("inductor")
             inductor = partial(inductor, config_patches=patches)
-            return by_layers(graph, inductor) if on_cpu else inductor(graph, inputs)
+            whole = not on_cpu or switches_modes(graph)
+            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
 

@@ -145,7 +145,9 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
         yield times
     finally:
         if times:
-            held.setdefault("specx_times", {})[kind] = times
+            held.setdefault("specx_times", {}).setdefault(kind, times).update(
+                times
+            )  # another thread may have been first
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 
 MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
 LATEST_STATES = 256  # columns whose generator state is kept, of about 5 kB; before them only those of
+LATEST_OF_ROW = 16  # the same of a row with a seed, whose stream is its own
 STATE_EVERY = 32  # one column in so many: 6 MB for a text of 32k tokens
 
 
@@ -28,6 +29,7 @@ class StockNoise:
 
     def __init__(self, rows: int, device: torch.device, window: int, seed: int | None = None):
         self.rows, self.device, self.window = rows, device, window
+        self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
         # states of `generator`, by the emitted column that it draws next
@@ -72,7 +74,7 @@ class StockNoise:
             self.coming += 1
             if self.coming > next(reversed(self.states)):
                 self.states[self.coming] = self.generator.get_state()
-                if (old := self.coming - LATEST_STATES) % STATE_EVERY:
+                if (old := self.coming - self.latest) % STATE_EVERY:
                     self.states.pop(old, None)
         return drawn
 

@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 10_870,
+    "call": 10_880,
     "heads": 1_782,
-    "package": 21_820,
-    "tests": 23_660,
+    "package": 21_840,
+    "tests": 23_690,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 221, "calls": 280}  # of a call of `generate`
 
 
 @pytest.fixture

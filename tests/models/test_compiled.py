@@ -265,3 +265,13 @@ def test_one_row_is_compiled_once_for_all_widths(traced: None):
         ids = torch.arange(1, 1 + width)[None]
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
         assert (same(target, draft, rows=1, **call).compilations > 0) == (width == 3)
+
+
+def test_forwards_that_switch_autocast_are_compiled_whole(traced: None):
+    """Nemotron's norms leave it."""
+    target, texts = tiny("nemotron"), []
+    for compile in (False, True):
+        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, compile=compile)
+        with torch.autocast("cpu", torch.bfloat16):
+            texts.append(target.generate(**prompts(2), do_sample=False, max_new_tokens=8, custom_generate=strategy))
+    assert torch.equal(*texts)

@@ -8,9 +8,10 @@ import torch
 from all_pairs import all_pairs
 from plain import assert_plain
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.wrappers import text_decoder
 from hf_specx.models.slots import CACHE
 
 
@@ -195,3 +196,14 @@ def test_a_cache_that_cannot_be_filled_is_said():
     with pytest.warns(UserWarning, match=f"{CACHE}= was not filled"):
         target.generate(**call, custom_generate=strategy(tiny("mistral"), layout="lockstep"))
     assert cache.get_seq_length() == 0
+
+
+def test_a_body_without_a_model_inside_is_its_own_decoder():
+    """As code of others may have it; Llama 4's has one."""
+
+    class Whole(PreTrainedModel):
+        config_class, base_model_prefix = LlamaConfig, ""
+
+    whole = Whole(LlamaConfig())
+    whole.lm_head = torch.nn.Linear(8, 8)
+    assert text_decoder(whole) is whole
