@@ -275,3 +275,12 @@ def test_forwards_that_switch_autocast_are_compiled_whole(traced: None):
         with torch.autocast("cpu", torch.bfloat16):
             texts.append(target.generate(**prompts(2), do_sample=False, max_new_tokens=8, custom_generate=strategy))
     assert torch.equal(*texts)
+
+
+def test_layers_that_differ_in_a_number_are_compiled_apart(traced: None):
+    target, texts = tiny("llama", num_hidden_layers=3), []
+    target.model.layers[1].self_attn.scaling *= 4
+    for compile in (False, True):
+        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, compile=compile)
+        texts.append(target.generate(**prompts(2), do_sample=False, max_new_tokens=20, custom_generate=strategy))
+    assert torch.equal(*texts)
