@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -50,7 +50,7 @@ class RequestQueue:
         self.entries: list[Entry] = []
         self.next: Entry | None = None
         self.completed: list[Completion] = []
-        self.chances: list[list[tuple[float, float]]] = []
+        self.chances: list[list[float]] = []
         self.failed: Exception | None = None
 
     def begin(self, rows: int) -> bool:
@@ -111,10 +111,8 @@ class RequestQueue:
 
     def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
         """A row has ended."""
-        processed, raw = zip(*self.chances[row], strict=True) if self.logprobs and tokens else ((), ())
-        given = (list(processed), list(raw)) if self.logprobs else (None, None)
-        reason = "length" if by_limit else "stop"
-        self.completed.append(Completion(self.entries[row].index, tokens, reason, *given))
+        reason, chances = "length" if by_limit else "stop", self.chances[row] if self.logprobs else None
+        self.completed.append(Completion(self.entries[row].index, tokens, reason, chances))
         self.chances[row] = []
 
     def refuse(self, index: int, error: ValueError) -> None:
@@ -125,9 +123,7 @@ class RequestQueue:
         """The one request of this batch as any call of `generate`, with all its processors."""
         config, processors = given.generation_config, LogitsProcessorList(self.entries[0].processors)
         config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
-        if self.logprobs:
-            config.output_scores = config.output_logits = True
-            processors.insert(0, _Copied())
+        config.output_scores = self.logprobs
         return replace(given, processors=processors, criteria=self.entries[0].stopping.all)
 
     def take_up(self, output: Any) -> None:
@@ -135,9 +131,8 @@ class RequestQueue:
         output.speculation_report.keeps = KEPT_ROUNDS
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
-            kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
-            found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
-            self.chances[0] = list(zip(*found, strict=True))
+            chances = torch.cat(output.scores).float().log_softmax(-1)
+            self.chances[0] = chances.gather(-1, new.mT.to(chances.device))[:, 0].tolist()
         by_limit = self.entries[0].stopping.by_limit(output.sequences, new.shape[1])
         self.close(0, new[0].tolist(), by_limit)
 
@@ -183,22 +178,11 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 
 
-def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
-    """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
+def _chances(done: Round, index: int, row: int) -> list[float]:
+    """Log-probabilities of the tokens that a row has emitted in a round, after all processors."""
     number, end = done.emitted[index], done.batch.width + done.before[index]
     tokens = done.batch.ids[row, end : end + number, None]
-    kinds = (done.scores[index, :number], done.forward.logits[index, :number])
-    found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
-    return list(zip(*found, strict=True))
-
-
-class _Copied(LogitsProcessor):
-    """Keeps the logits of the model from processors that write to what they are given."""
-
-    stateless = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.clone()
+    return done.scores[index, :number].float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist()
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
