@@ -30,9 +30,6 @@ from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
 
 
-NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
-
-
 class Run:
     """The decoding of one call; "auto" goes by `costs`.
 
@@ -52,7 +49,7 @@ class Run:
         self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
         self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
+        self.rule = make_rule(call.verification, prompt.input_ids, call.seeds)
         # a draft that goes by times would differ from rank to rank
         self.pace = Pace(None if call.shared else costs, call.verification in ("greedy", "coupled"))
         model = None if call.drafter.own_text else call.drafter.model

@@ -23,12 +23,11 @@ class StockNoise:
 
     They are drawn from a copy that is made of the default generator here, or under a seed, in the order of columns.
     Its states between draws are kept, of early ones only some, so that any draw can be repeated, and the default
-    generator left as `generate` leaves it. A draw is kept for rows that need it within `window` columns, or fewer if
-    that is more than `MOST_HELD`.
+    generator left as `generate` leaves it. A draw is kept for rows that are behind, up to `MOST_HELD`.
     """
 
-    def __init__(self, rows: int, device: torch.device, window: int, seed: int | None = None):
-        self.rows, self.device, self.window = rows, device, window
+    def __init__(self, rows: int, device: torch.device, seed: int | None = None):
+        self.rows, self.device = rows, device
         self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
@@ -49,7 +48,7 @@ class StockNoise:
         if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.held):
             return self._draw(counts[0])[:, None]  # no row needs it again
         end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
-        window = max(min(self.window, MOST_HELD // column_bytes), end)
+        window = max(MOST_HELD // column_bytes, end)
         wanted = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
         for column in sorted({column for row, column in wanted if column not in self.held[row]}):
             drawn = self._draw(column)
