@@ -42,8 +42,8 @@ def prepared(
     seeds: Any = None,
     tokenizer: Any = None,
     **inputs: Any,
-) -> tuple[Prompt, Any]:
-    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row.
+) -> Prompt:
+    """What `generate` hands to a decoding method, and an argument of ours, `seeds`.
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
     """
@@ -51,8 +51,8 @@ def prepared(
     if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
         own = (OneStop(each) if type(each).__name__ == "MultiTokenEOSCriteria" else each for each in criteria)
         criteria = StoppingCriteriaList(own)
-    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
-    return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
+    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor, "seeds": seeds}
+    return Prompt(model, input_ids, generation_config, inputs, **given)
 
 
 class OneStop(StoppingCriteria):

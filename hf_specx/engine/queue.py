@@ -68,7 +68,9 @@ class RequestQueue:
 
     def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads."""
-        return self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
+        given = self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
+        given.seeds = [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
+        return given
 
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""

@@ -10,7 +10,6 @@ from typing import Any
 from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
-from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
@@ -73,7 +72,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    matching: TokenizerMatch | None = None
+    tokenizer_match: dict[str, Any] | None = None  # of a `TokenizerMatch`
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     keeps: int | None = None
 
@@ -211,11 +210,6 @@ class SpeculationReport:
         return self.gained / rounds if rounds else 1.0
 
     @property
-    def tokenizer_match(self) -> dict[str, Any] | None:
-        """`matching` as plain values."""
-        return None if self.matching is None else self.matching._asdict()
-
-    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -273,8 +267,8 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [self.limit_reason] if self.limit_reason else []
-        if self.matching is not None:
-            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
+        if known := self.tokenizer_match:
+            lines.append(f"another tokenizer, matched by {known['match']} ({known['reason']})")
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

@@ -206,7 +206,7 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, opt
 
     @wraps(prepared)
     def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given, _ = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        given = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         check_adapter(given.model)
         given.generation_config.return_dict_in_generate = False
         found.append(given)

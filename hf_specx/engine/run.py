@@ -65,7 +65,8 @@ class Run:
             told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
         described = call.verification, call.layout.target, call.layout.reason, rows, told
         keeps = None if call.queue is None else KEPT_ROUNDS
-        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
+        match = None if call.drafter.matching is None else call.drafter.matching._asdict()
+        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, tokenizer_match=match)
         config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)

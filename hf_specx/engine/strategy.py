@@ -129,13 +129,12 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(*prepared(model, *args, **kwargs), **withheld(sys._getframe()))
+        return self.decode(prepared(model, *args, **kwargs), **withheld(sys._getframe()))
 
     @torch.no_grad()
     def decode(
         self,
         given: Prompt,
-        seeds: Any = None,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
@@ -146,7 +145,7 @@ class SpeculativeDecoding(NoModel):
         """
         withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
         try:
-            return self.complete(self.call(given, seeds, **withheld), earlier)
+            return self.complete(self.call(given, **withheld), earlier)
         finally:
             if withheld["streamer"] is not None:
                 withheld["streamer"].end()
@@ -198,17 +197,16 @@ class SpeculativeDecoding(NoModel):
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
             given = queue.prepared()
-            seeds = [entry.seed for entry in queue.entries] if given.generation_config.do_sample else None
             if queue.entries[0].alone:
                 try:
-                    queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))
+                    queue.take_up(self.complete(self.call(queue.as_call(given)), earlier))
                 except ValueError as error:  # which its own processors may raise; another concerns all requests
                     if queue.entries[0].alike:
                         raise
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = Run(self.call(given, seeds, queue), self.costs)
+                run = Run(self.call(given, queue), self.costs)
                 for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
@@ -250,11 +248,11 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
+    def call(self, given: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
         """What a call asks for, or a batch of a queue, checked."""
         drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
         options.streamer = streamer
-        call = make_call(options, given, drafter, *seeds_and_queue, **withheld)
+        call = make_call(options, given, drafter, queue, **withheld)
         self.meet(given.model)
         return call
 
