@@ -18,7 +18,6 @@ from .ranks import synced_by_default
 from .requests import Completion, Entry, Preparing, Request, as_ids
 
 
-KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
 
 
@@ -130,7 +129,6 @@ class RequestQueue:
 
     def take_up(self, output: Any) -> None:
         """What such a call has returned."""
-        output.speculation_report.keeps = KEPT_ROUNDS
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
             chances = torch.cat(output.scores).float().log_softmax(-1)

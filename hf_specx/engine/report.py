@@ -20,6 +20,7 @@ REPORTED = """
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
 """.split()  # noqa: SIM905
+KEPT_ROUNDS = 2**12  # of each row, since a queue may have no end
 LARGEST = ("rows", "num_draft_tokens")  # of several calls the larger one, where other numbers are added
 
 
@@ -43,7 +44,7 @@ class SpeculationReport:
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
-        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
+        history: for each row its rounds in order, or the last `KEPT_ROUNDS`. With drafted == 0 one is a plain step.
     """
 
     verification: str
@@ -74,7 +75,6 @@ class SpeculationReport:
     costs: Costs | None = None
     tokenizer_match: dict[str, Any] | None = None  # of a `TokenizerMatch`
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
-    keeps: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
@@ -102,8 +102,7 @@ class SpeculationReport:
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
-            if self.keeps is not None and len(history) > 2 * self.keeps:
-                del history[: self.keeps]
+            del history[:-KEPT_ROUNDS]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
@@ -137,7 +136,6 @@ class SpeculationReport:
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         both = copy.copy(other if self.layout == PLAINLY else self)
-        both.keeps = other.keeps if self.keeps is None else self.keeps
         for name in (each.name for each in fields(self)):
             one, more = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
@@ -146,14 +144,14 @@ class SpeculationReport:
                 setattr(both, name, max(one, more))
             elif name.endswith(("_per_row", "_per_position")):
                 setattr(both, name, [a + b for a, b in zip_longest(one, more, fillvalue=0)])
-            elif isinstance(one, int | float | Counter) and name != "keeps":
+            elif isinstance(one, int | float | Counter):
                 setattr(both, name, one + more)
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
         both.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         both.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        both.history = [(a + b)[None if both.keeps is None else -2 * both.keeps :] for a, b in pairs]
+        both.history = [(a + b)[-KEPT_ROUNDS:] for a, b in pairs]
         return both
 
     @property

@@ -25,7 +25,7 @@ from hf_specx.sampling.rules import make_rule
 
 from .call import Call
 from .outputs import Outputs, Stream
-from .queue import KEPT_ROUNDS, RequestQueue
+from .queue import RequestQueue
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
 
@@ -64,9 +64,8 @@ class Run:
             name = self.processors.limited_by
             told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
         described = call.verification, call.layout.target, call.layout.reason, rows, told
-        keeps = None if call.queue is None else KEPT_ROUNDS
         match = None if call.drafter.matching is None else call.drafter.matching._asdict()
-        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, tokenizer_match=match)
+        self.report = SpeculationReport(*described, costs=costs, tokenizer_match=match)
         config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)

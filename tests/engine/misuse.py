@@ -313,7 +313,6 @@ PLAIN = [
     ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
     ("a TextStreamer takes one row, and", lambda: call({"streamer": TextStreamer(tokenizer=None)})),
     ("assistant_model= is of no use beside.*leave", lambda: call(assistant_model=get("draft"))),
-    ("needs the tokenizer; pass tok", partial(call, stop_strings="x")),
     ("have a streamer each; leave", lambda: call({"streamer": TextStreamer(ALL)}, streamer=TextStreamer(ALL))),
     ("several drafts are chosen by the text; give one", lambda: spread(draft_model=[SuffixDraft(), get("draft")])),
     # Its text
