@@ -1,7 +1,6 @@
 """Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,9 +65,14 @@ class RequestQueue:
         return bool(self.entries)
 
     def prepared(self) -> Prompt:
-        """The prompts of all rows, as `generate` prepares them with pads."""
+        """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
         given = self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
         given.seeds = [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
+        if self.entries[0].alone:
+            config, given.criteria = given.generation_config, self.entries[0].stopping.all
+            config.return_dict_in_generate, config.output_scores = True, self.logprobs
+            config.output_attentions = config.output_hidden_states = False
+            given.processors = LogitsProcessorList(self.entries[0].processors)
         return given
 
     def processors(self) -> RequestProcessors:
@@ -120,15 +124,8 @@ class RequestQueue:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def as_call(self, given: Prompt) -> Prompt:
-        """The one request of this batch as any call of `generate`, with all its processors."""
-        config, processors = given.generation_config, LogitsProcessorList(self.entries[0].processors)
-        config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
-        config.output_scores = self.logprobs
-        return replace(given, processors=processors, criteria=self.entries[0].stopping.all)
-
     def take_up(self, output: Any) -> None:
-        """What such a call has returned."""
+        """What the call of one request alone has returned."""
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
             chances = torch.cat(output.scores).float().log_softmax(-1)

@@ -15,7 +15,7 @@ from hf_specx.drafting.draft_length import expected_tokens
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
     verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations copied
-    num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    num_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
@@ -38,7 +38,7 @@ class SpeculationReport:
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
             that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
-        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
+        num_draft_tokens: the most candidates of a round.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
@@ -173,12 +173,6 @@ class SpeculationReport:
     def emitted(self) -> int:
         """Tokens that entered the text, over all rows."""
         return sum(self.emitted_per_row)
-
-    @property
-    def mean_draft_tokens(self) -> float:
-        """Candidates of a row in a round, over the rounds that had any."""
-        rounds = sum(self.rounds_per_row)
-        return self.drafted / rounds if rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:

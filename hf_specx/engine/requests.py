@@ -80,7 +80,7 @@ class Entry:
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
         alike: whether it has no processors of its own beside those of the call.
-        alone: why it needs a batch of its own; empty if it does not.
+        alone: whether it needs a batch of its own.
     """
 
     index: int
@@ -91,7 +91,7 @@ class Entry:
     processors: Sequence[Processor]
     alike: bool
     stopping: Stopping
-    alone: str
+    alone: bool
 
     @property
     def limit(self) -> int:
@@ -153,19 +153,18 @@ class Preparing:
             options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], str]:
-        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given."""
+    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], bool]:
+        """Processors with the masks of grammars; or all as given, and that the request needs a batch of its own."""
         ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
-        stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
+        stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        alone = f"{', '.join(dict.fromkeys(stateful))} keeps state" if stateful else why_uncached(self.model)
-        if alone:
-            return given.processors, alone
+        if stateful or why_uncached(self.model):
+            return given.processors, True
         for mask in masks:
             mask.begin(1)
-        return ours, ""
+        return ours, False
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""

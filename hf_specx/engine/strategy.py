@@ -199,7 +199,7 @@ class SpeculativeDecoding(NoModel):
             given = queue.prepared()
             if queue.entries[0].alone:
                 try:
-                    queue.take_up(self.complete(self.call(queue.as_call(given)), earlier))
+                    queue.take_up(self.complete(self.call(given), earlier))
                 except ValueError as error:  # which its own processors may raise; another concerns all requests
                     if queue.entries[0].alike:
                         raise
