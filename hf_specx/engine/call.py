@@ -178,7 +178,7 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     if not all(type(each) in WARPERS for each in processors):
         processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    stateful += prompt.stopping.stateful
+    stateful += stopping.stateful
     if stateful:
         told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
         return processors, f"{told}(set its attribute stateless = True if it keeps none)"
