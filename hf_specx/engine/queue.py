@@ -106,18 +106,16 @@ class RequestQueue:
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
-        batch = done.batch
-        if self.logprobs:
-            for index, row in enumerate(done.rows):
-                self.chances[row] += _chances(done, index, row)
+        for index, row in enumerate(done.rows if self.logprobs else ()):
+            self.chances[row] += _chances(done, index, row)
         for row in done.ended:
-            tokens = list(batch.emitted[row])
-            self.close(row, tokens, self.entries[row].stopping.by_limit(batch.row(row)[None], len(tokens)))
+            self.close(row, list(done.batch.emitted[row]), done.batch.row(row)[None])
 
-    def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
-        """A row has ended."""
-        reason, chances = "length" if by_limit else "stop", self.chances[row] if self.logprobs else None
-        self.completed.append(Completion(self.entries[row].index, tokens, reason, chances))
+    def close(self, row: int, tokens: list[int], text: torch.Tensor) -> None:
+        """A row has ended; its tokens are the end of its text [1, L]."""
+        entry, chances = self.entries[row], self.chances[row] if self.logprobs else None
+        reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
+        self.completed.append(Completion(entry.index, tokens, reason, chances))
         self.chances[row] = []
 
     def refuse(self, index: int, error: ValueError) -> None:
@@ -130,8 +128,7 @@ class RequestQueue:
         if self.logprobs:
             chances = torch.cat(output.scores).float().log_softmax(-1)
             self.chances[0] = chances.gather(-1, new.mT.to(chances.device))[:, 0].tolist()
-        by_limit = self.entries[0].stopping.by_limit(output.sequences, new.shape[1])
-        self.close(0, new[0].tolist(), by_limit)
+        self.close(0, new[0].tolist(), output.sequences)
 
     def handed_on(self) -> list[Completion]:
         """What is done or was refused since the last time."""
