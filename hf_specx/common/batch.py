@@ -19,7 +19,7 @@ class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
-        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
+        ids: [B, W] int64; columns `width` and up hold emitted tokens, then what nobody reads: pads in rows that left.
         starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
         counts: [B], tokens emitted so far, and `emitted`, their ids by row; `limits`: [B], the most of each row.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
@@ -170,15 +170,9 @@ class Batch:
 
     def emit(self, tokens: torch.Tensor, kept: list[int], known: list[list[int]] | None = None) -> None:
         """Emit the first `kept` [R] of tokens [R, n], whose ids may be `known`."""
-        known = tokens.tolist() if known is None else known
-        numbers = kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device)
-        if min(kept) < tokens.shape[1]:
-            index = torch.arange(tokens.shape[1], device=tokens.device)
-            beyond = index >= (numbers if isinstance(numbers, int) else numbers[:, None])
-            tokens = tokens.masked_fill(beyond, self.pad_token_id)
         self.put(tokens)
-        self.ends = self.ends + numbers
-        for row, number, ids in zip(self.rows, kept, known, strict=True):
+        self.ends = self.ends + (kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device))
+        for row, number, ids in zip(self.rows, kept, tokens.tolist() if known is None else known, strict=True):
             self.counts[row] += number
             self.emitted[row] += ids[:number]
 
@@ -218,8 +212,8 @@ class Batch:
         return one
 
     def truncate(self, row: int, count: int) -> None:
-        """Keep the first `count` emitted tokens of a row that is about to leave."""
-        self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
+        """Keep the first `count` emitted tokens of a row that is about to leave, and then pads, as `generate` does."""
+        self.ids[row, self.width + count :] = self.pad_token_id
         self.counts[row] = count
         del self.emitted[row][count:]
 

@@ -96,7 +96,6 @@ def make_call(
     options: Any,
     given: Prompt,
     drafter: Drafter,
-    seeds: Any = None,
     queue: RequestQueue | None = None,
     drafting: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
@@ -106,7 +105,7 @@ def make_call(
 
     Args:
         given: what `generate` has prepared.
-        options, drafter, seeds, queue, shown: as in `Call`; a queue has begun a batch of requests.
+        options, drafter, queue, shown: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given; transformers does not pass these two on to a strategy.
     """
@@ -127,7 +126,7 @@ def make_call(
     )
     _check_asked(options, prompt, drafter, queue)
     processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
-    seeds = None if seeds is None else as_list(seeds)
+    seeds = None if given.seeds is None else as_list(given.seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
     if queue is not None and layout.refills:  # later requests have limits of their own
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
@@ -179,7 +178,7 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     if not all(type(each) in WARPERS for each in processors):
         processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    stateful += prompt.stopping.stateful
+    stateful += stopping.stateful
     if stateful:
         told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
         return processors, f"{told}(set its attribute stateless = True if it keeps none)"

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,8 +42,8 @@ def prepared(
     seeds: Any = None,
     tokenizer: Any = None,
     **inputs: Any,
-) -> tuple[Prompt, Any]:
-    """What `generate` hands to a decoding method, and an argument of ours, a seed for each row.
+) -> Prompt:
+    """What `generate` hands to a decoding method, and an argument of ours, `seeds`.
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
     """
@@ -51,8 +51,8 @@ def prepared(
     if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
         own = (OneStop(each) if type(each).__name__ == "MultiTokenEOSCriteria" else each for each in criteria)
         criteria = StoppingCriteriaList(own)
-    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor}
-    return Prompt(model, input_ids, generation_config, inputs, **given), seeds  # type: ignore[arg-type]
+    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor, "seeds": seeds}
+    return Prompt(model, input_ids, generation_config, inputs, **given)
 
 
 class OneStop(StoppingCriteria):
@@ -101,39 +101,36 @@ def check_values(given: dict[str, Any]) -> None:
 
 def check_draft(draft_model: Any) -> None:
     """Whether something can draft, for any target; of a list, whether each of it can, and all of them together."""
-    if isinstance(draft_model, list | tuple):
-        _check_drafts(draft_model)
-        return
-    if isinstance(draft_model, str | Path):  # what it names is checked once it is loaded
-        return
-    told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it."
-    require(not isinstance(draft_model, type), told)
-    given = "draft_model is None" if draft_model is None else f"draft_model is {kind(draft_model)}"
-    drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
-    is_model = isinstance(draft_model, PreTrainedModel) and not drafts
-    told = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
-    known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
-    require(known, f"{given}; {told}without a model, as SuffixDraft().")
-    require(not is_model or draft_model.can_generate(), f"{given}, {NO_HEAD}")
-    of_one_text = isinstance(draft_model, AssistedCandidateGenerator | SampledCandidateGenerator)
-    require(not of_one_text, f"{given}, made for one text; give its model instead.")
-    told = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
-    require(not getattr(draft_model, "requires_model_outputs", False), f"{given}, {told}")
-
-
-def _check_drafts(drafts: Sequence[Any]) -> None:
-    """Whether drafts can take turns."""
+    drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
     require(len(drafts) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
     for number, draft in enumerate(drafts):
         is_list = isinstance(draft, list | tuple)
         require(not is_list, "draft_model has a list inside its list; give all drafts in one.")
-        check_draft(draft)
+        if not isinstance(draft, str | Path):  # what it names is checked once it is loaded
+            _check_one(draft)
         is_new = not any(draft is other for other in drafts[:number])
         require(is_new, f"draft_model has the same {type(draft).__name__} twice; give each draft once.")
     named = (PreTrainedModel, str, Path)
     models = [type(draft).__name__ for draft in drafts if isinstance(draft, named) or has_forwards(draft)]
     told = f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
     require(len(models) <= 1, told)
+
+
+def _check_one(draft: Any) -> None:
+    """Whether something that is here can draft."""
+    told = f"draft_model is the class {getattr(draft, '__name__', '')}; give an object of it."
+    require(not isinstance(draft, type), told)
+    given = "draft_model is None" if draft is None else f"draft_model is {kind(draft)}"
+    drafts = all(callable(getattr(draft, name, None)) for name in ("of", "propose"))
+    is_model = isinstance(draft, PreTrainedModel) and not drafts
+    told = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
+    known = is_model or isinstance(draft, CandidateGenerator) or drafts
+    require(known, f"{given}; {told}without a model, as SuffixDraft().")
+    require(not is_model or draft.can_generate(), f"{given}, {NO_HEAD}")
+    of_one_text = isinstance(draft, AssistedCandidateGenerator | SampledCandidateGenerator)
+    require(not of_one_text, f"{given}, made for one text; give its model instead.")
+    told = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
+    require(not getattr(draft, "requires_model_outputs", False), f"{given}, {told}")
 
 
 def check_pair_call(kwargs: dict[str, Any]) -> None:
@@ -220,10 +217,6 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
             require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
         told = "the strategy and the call have a streamer each; leave one of them out."
         require(len(streamers) < 2, told)
-        named = kwargs | {"generation_config": given["generation_config"]}
-        strings = setting("stop_strings", given["self"], named)
-        told = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
-        require(strings is None or outer.get("tokenizer") is not None, told)
     except ValueError:
         for streamer in streamers:
             streamer.end()

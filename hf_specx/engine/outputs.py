@@ -64,26 +64,18 @@ class Stream:
         self.streamer = call.options.streamer
         self.tags_rows = hasattr(self.streamer, "put_row")
         self.put = self.streamer.put_row if self.tags_rows else lambda row, tokens: self.streamer.put(tokens)
-        self.given: list[int] = []  # how many emitted tokens of each row were handed over
-        self.waiting: list[list[int]] = []  # those that were not
+        self.given = [0] * len(call.prompt.input_ids)  # how many emitted tokens of each row were handed over
         self.ended: set[int] = set()
 
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
-        self.given, self.waiting = [0] * len(batch.counts), [[] for _ in batch.counts]
-        if self.shown:
-            return
-        for row in range(len(batch.counts)):
+        for row in () if self.shown else range(len(batch.counts)):
             self.put(row, batch.row(row).cpu() if self.tags_rows else batch.prefix(0).cpu())
 
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
-        for row, tokens in zip(done.rows, done.tokens, strict=True):
-            self.waiting[row] += tokens
-        settled, new = self.stopping.settled(done.batch), []
-        for waiting, given, end in zip(self.waiting, self.given, settled, strict=True):
-            new.append(waiting[: end - given])
-            del waiting[: end - given]
+        settled, emitted = self.stopping.settled(done.batch), done.batch.emitted
+        new = [emitted[row][given:end] for row, (given, end) in enumerate(zip(self.given, settled, strict=True))]
         self.given = settled
         over = self.stopping.stopped_at.keys() if self.stopping.pads_finished_rows else set()
         self.hand_on(new, over - self.ended)

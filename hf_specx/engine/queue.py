@@ -1,12 +1,11 @@
 """Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -18,7 +17,6 @@ from .ranks import synced_by_default
 from .requests import Completion, Entry, Preparing, Request, as_ids
 
 
-KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
 
 
@@ -50,7 +48,7 @@ class RequestQueue:
         self.entries: list[Entry] = []
         self.next: Entry | None = None
         self.completed: list[Completion] = []
-        self.chances: list[list[tuple[float, float]]] = []
+        self.chances: list[list[float]] = []
         self.failed: Exception | None = None
 
     def begin(self, rows: int) -> bool:
@@ -67,8 +65,15 @@ class RequestQueue:
         return bool(self.entries)
 
     def prepared(self) -> Prompt:
-        """The prompts of all rows, as `generate` prepares them with pads."""
-        return self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
+        """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
+        given = self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
+        given.seeds = [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
+        if self.entries[0].alone:
+            config, given.criteria = given.generation_config, self.entries[0].stopping.all
+            config.return_dict_in_generate, config.output_scores = True, self.logprobs
+            config.output_attentions = config.output_hidden_states = False
+            given.processors = LogitsProcessorList(self.entries[0].processors)
+        return given
 
     def processors(self) -> RequestProcessors:
         """Those of the rows; none keeps state, since its request would be decoded alone."""
@@ -101,45 +106,29 @@ class RequestQueue:
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
-        batch = done.batch
-        if self.logprobs:
-            for index, row in enumerate(done.rows):
-                self.chances[row] += _chances(done, index, row)
+        for index, row in enumerate(done.rows if self.logprobs else ()):
+            self.chances[row] += _chances(done, index, row)
         for row in done.ended:
-            tokens = list(batch.emitted[row])
-            self.close(row, tokens, self.entries[row].stopping.by_limit(batch.row(row)[None], len(tokens)))
+            self.close(row, list(done.batch.emitted[row]), done.batch.row(row)[None])
 
-    def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
-        """A row has ended."""
-        processed, raw = zip(*self.chances[row], strict=True) if self.logprobs and tokens else ((), ())
-        given = (list(processed), list(raw)) if self.logprobs else (None, None)
-        reason = "length" if by_limit else "stop"
-        self.completed.append(Completion(self.entries[row].index, tokens, reason, *given))
+    def close(self, row: int, tokens: list[int], text: torch.Tensor) -> None:
+        """A row has ended; its tokens are the end of its text [1, L]."""
+        entry, chances = self.entries[row], self.chances[row] if self.logprobs else None
+        reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
+        self.completed.append(Completion(entry.index, tokens, reason, chances))
         self.chances[row] = []
 
     def refuse(self, index: int, error: ValueError) -> None:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def as_call(self, given: Prompt) -> Prompt:
-        """The one request of this batch as any call of `generate`, with all its processors."""
-        config, processors = given.generation_config, LogitsProcessorList(self.entries[0].processors)
-        config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
-        if self.logprobs:
-            config.output_scores = config.output_logits = True
-            processors.insert(0, _Copied())
-        return replace(given, processors=processors, criteria=self.entries[0].stopping.all)
-
     def take_up(self, output: Any) -> None:
-        """What such a call has returned."""
-        output.speculation_report.keeps = KEPT_ROUNDS
+        """What the call of one request alone has returned."""
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
-            kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
-            found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
-            self.chances[0] = list(zip(*found, strict=True))
-        by_limit = self.entries[0].stopping.by_limit(output.sequences, new.shape[1])
-        self.close(0, new[0].tolist(), by_limit)
+            chances = torch.cat(output.scores).float().log_softmax(-1)
+            self.chances[0] = chances.gather(-1, new.mT.to(chances.device))[:, 0].tolist()
+        self.close(0, new[0].tolist(), output.sequences)
 
     def handed_on(self) -> list[Completion]:
         """What is done or was refused since the last time."""
@@ -162,8 +151,8 @@ class RequestQueue:
             try:
                 entry = self.preparing.entry(index, request)
                 told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there "
-                told += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
-                told += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
+                told += f"is room for: max_batch_tokens={self.max_batch_tokens}; raise it, lower max_new_tokens, or "
+                told += "shorten the prompt."
                 require(self._fits([entry]), told)
                 self.next = entry
             except ValueError as error:
@@ -183,30 +172,8 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 
 
-def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
-    """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
+def _chances(done: Round, index: int, row: int) -> list[float]:
+    """Log-probabilities of the tokens that a row has emitted in a round, after all processors."""
     number, end = done.emitted[index], done.batch.width + done.before[index]
     tokens = done.batch.ids[row, end : end + number, None]
-    kinds = (done.scores[index, :number], done.forward.logits[index, :number])
-    found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
-    return list(zip(*found, strict=True))
-
-
-class _Copied(LogitsProcessor):
-    """Keeps the logits of the model from processors that write to what they are given."""
-
-    stateless = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.clone()
-
-
-def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
-    """Completions in the order in which their requests were given."""
-    early: dict[int, Completion] = {}
-    number = 0
-    for completion in completions:
-        early[completion.index] = completion
-        while number in early:
-            yield early.pop(number)
-            number += 1
+    return done.scores[index, :number].float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist()

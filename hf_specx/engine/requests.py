@@ -62,7 +62,6 @@ class Completion:
         tokens: the new tokens, an end token among them; None of a request that was refused.
         finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
         logprobs: of each token, under the distribution after all processors; None unless asked for.
-        raw_logprobs: of each token, under the model's own distribution; None unless asked for.
         error: why the request was refused; None if it was not.
     """
 
@@ -70,7 +69,6 @@ class Completion:
     tokens: list[int] | None
     finish_reason: str
     logprobs: list[float] | None = None
-    raw_logprobs: list[float] | None = None
     error: str | None = None
 
 
@@ -82,7 +80,7 @@ class Entry:
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
         alike: whether it has no processors of its own beside those of the call.
-        alone: why it needs a batch of its own; empty if it does not.
+        alone: whether it needs a batch of its own.
     """
 
     index: int
@@ -93,7 +91,7 @@ class Entry:
     processors: Sequence[Processor]
     alike: bool
     stopping: Stopping
-    alone: str
+    alone: bool
 
     @property
     def limit(self) -> int:
@@ -155,19 +153,18 @@ class Preparing:
             options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], str]:
-        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given."""
+    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], bool]:
+        """Processors with the masks of grammars; or all as given, and that the request needs a batch of its own."""
         ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
-        stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
+        stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        alone = f"{', '.join(dict.fromkeys(stateful))} keeps state" if stateful else why_uncached(self.model)
-        if alone:
-            return given.processors, alone
+        if stateful or why_uncached(self.model):
+            return given.processors, True
         for mask in masks:
             mask.begin(1)
-        return ours, ""
+        return ours, False
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""
@@ -208,7 +205,7 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, opt
 
     @wraps(prepared)
     def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given, _ = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        given = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         check_adapter(given.model)
         given.generation_config.return_dict_in_generate = False
         found.append(given)

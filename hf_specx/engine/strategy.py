@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
@@ -32,7 +31,7 @@ from .check_options import check_options
 from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
-from .queue import RequestQueue, in_order
+from .queue import RequestQueue
 from .report import SpeculationReport
 from .requests import Completion, Request
 from .run import Run
@@ -129,13 +128,12 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(*prepared(model, *args, **kwargs), **withheld(sys._getframe()))
+        return self.decode(prepared(model, *args, **kwargs), **withheld(sys._getframe()))
 
     @torch.no_grad()
     def decode(
         self,
         given: Prompt,
-        seeds: Any = None,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
@@ -146,7 +144,7 @@ class SpeculativeDecoding(NoModel):
         """
         withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
         try:
-            return self.complete(self.call(given, seeds, **withheld), earlier)
+            return self.complete(self.call(given, **withheld), earlier)
         finally:
             if withheld["streamer"] is not None:
                 withheld["streamer"].end()
@@ -157,7 +155,6 @@ class SpeculativeDecoding(NoModel):
         requests: Iterable[Request | Sequence[int] | torch.Tensor],
         *,
         batch_size: int = 8,
-        ordered: bool = False,
         logprobs: bool = False,
         max_batch_tokens: int | None = None,
         **generate_kwargs: Any,
@@ -169,14 +166,14 @@ class SpeculativeDecoding(NoModel):
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
-            ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
-                forwards round up. By default what half of the device's free memory holds.
+                forwards round up. By default as many as `batch_size` rows take.
 
         Returns:
-            An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
-            be done exactly raises a ValueError before any forward, an error of `requests` after what came before it.
+            An iterator of `Completion`, each as soon as it is done; a request that can never be served is refused in
+            its own. A call that cannot be done exactly raises a ValueError before any forward, an error of `requests`
+            after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
@@ -186,9 +183,8 @@ class SpeculativeDecoding(NoModel):
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
-        completions = self._completions(queue, batch_size)
-        return in_order(completions) if ordered else completions
+        queue = RequestQueue(models, requests, options, max_batch_tokens, logprobs)
+        return self._completions(queue, batch_size)
 
     @torch.no_grad()
     def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Completion]:
@@ -200,17 +196,16 @@ class SpeculativeDecoding(NoModel):
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
             given = queue.prepared()
-            seeds = [entry.seed for entry in queue.entries] if given.generation_config.do_sample else None
             if queue.entries[0].alone:
                 try:
-                    queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))
+                    queue.take_up(self.complete(self.call(given), earlier))
                 except ValueError as error:  # which its own processors may raise; another concerns all requests
                     if queue.entries[0].alike:
                         raise
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = Run(self.call(given, seeds, queue), self.costs)
+                run = Run(self.call(given, queue), self.costs)
                 for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
@@ -252,11 +247,11 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prompt, *seeds_and_queue: Any, streamer: Any = None, **withheld: Any) -> Call:
+    def call(self, given: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
         """What a call asks for, or a batch of a queue, checked."""
         drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
         options.streamer = streamer
-        call = make_call(options, given, drafter, *seeds_and_queue, **withheld)
+        call = make_call(options, given, drafter, queue, **withheld)
         self.meet(given.model)
         return call
 

@@ -53,6 +53,7 @@ class Prompt:
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # as a decoding method is given them
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
     inputs_tensor: torch.Tensor | None = None  # what an encoder reads, before rows were repeated, where that is known
+    seeds: Any = None  # one for each row, as they were given
 
     @cached_property
     def stopping(self) -> Stopping:

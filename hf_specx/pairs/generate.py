@@ -232,7 +232,7 @@ def run(
         reached.append(True)
         target = model if given is served else given  # PEFT gives the model inside its wrapper
         # Whisper calls once for each window, and its report is of all
-        return strategy.decode(*prepared(target, *args, **kwargs), strategy.report, **withheld)
+        return strategy.decode(prepared(target, *args, **kwargs), strategy.report, **withheld)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)

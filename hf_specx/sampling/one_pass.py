@@ -8,6 +8,7 @@ Nothing is carried from round to round but what depends on the processor and the
 leaves nothing behind.
 """
 
+import copy
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
@@ -154,41 +155,25 @@ def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tenso
 
 def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """A bias is added to the last token of each sequence of which the prefix ends with the others."""
-    biases: dict[tuple[int, ...], float] = processor.sequence_bias
-    vocab_size, dtype, device = scores.shape[-1], scores.dtype, scores.device
+    vocab_size, device = scores.shape[-1], scores.device
     grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
-    if not grouped or max(map(max, biases)) >= vocab_size:
+    if not grouped or max(map(max, processor.sequence_bias)) >= vocab_size:
         return None
 
-    def make() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        single = torch.zeros(vocab_size, device=device)
-        groups: dict[int, list[tuple[int, ...]]] = {}
-        for sequence, bias in biases.items():
-            if len(sequence) == 1:
-                single[sequence[0]] = bias
-            else:
-                groups.setdefault(len(sequence) - 1, []).append(sequence)
-        ends = sorted({sequence[-1] for group in groups.values() for sequence in group})
-        tables = [
-            (
-                torch.tensor([sequence[:-1] for sequence in group], device=device),  # [G, n]
-                torch.tensor([ends.index(sequence[-1]) for sequence in group], device=device),
-                torch.tensor([biases[sequence] for sequence in group], device=device),
-            )
-            for group in groups.values()
-        ]
-        return single.to(dtype), torch.tensor(ends, dtype=torch.int64, device=device), tables
+    def make() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        own = copy.copy(processor)  # which is left unused
+        own._prepare_bias_variables(scores[:, 0])
+        return own.length_1_bias, own.multi_token_biases
 
-    single, ends, tables = prefixes.kept((processor, vocab_size, dtype, device), make)
-    biased = scores + single
+    single, tables = prefixes.kept((processor, vocab_size, device), make)
     if not tables:
-        return biased
-    added = single[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
-    for starts, columns, amounts in tables:
+        return scores + single.to(scores.dtype)
+    biases = single.to(scores.dtype).repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, V]
+    for starts, ends, amounts in tables:  # of G sequences [G, n], and [G]
         size = starts.shape[1]
         ending = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
-        added.index_add_(1, columns, torch.where(ending.flatten(0, 1), amounts, 0.0).to(dtype))
-    return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
+        biases.index_add_(1, ends, torch.where(ending.flatten(0, 1), amounts, 0.0).to(scores.dtype))
+    return biases.add_(scores.flatten(0, 1)).view_as(scores)
 
 
 def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:

@@ -104,57 +104,53 @@ class TokenMasks(RoundProcessor):
             wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
                 excludes, or where its text has no room.
         """
-        texts = []  # of each row the tokens that are not sure yet, and candidates
-        for row, candidates in zip(batch.rows, batch.candidates(ahead + max(wanted) - 1), strict=True):
-            own = self.followed.setdefault(row, Followed())
-            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
-            texts.append(batch.emitted[row][own.sure : batch.counts[row]] + candidates)
-        found: list[list[torch.Tensor]] = [[] for _ in texts]
-        shown = set()  # rows that were shown all that they have emitted
+        candidates = batch.candidates(ahead + max(wanted) - 1)
+        found: list[list[torch.Tensor]] = [[] for _ in wanted]
+        for row in batch.rows:
+            self._follow(batch, row, batch.counts[row])
         for position in range(max(wanted)):
-            here = []
+            here = {}  # by row: its index, and how many tokens it has
             for index, row in enumerate(batch.rows):
-                emitted, own = batch.counts[row], self.followed[row]
-                depth = emitted + ahead + position
-                if position == wanted[index] or len(found[index]) < position or batch.limits[row] <= depth:
-                    continue
-                shown.add(row)
-                if self._go(row, texts[index], depth - 1 if position else own.sure, depth, emitted):
-                    here.append((index, row, depth))
-            self._compute([(row, depth) for _, row, depth in here])
-            for index, row, depth in here:
+                depth = batch.counts[row] + ahead + position
+                is_wanted = len(found[index]) == position < wanted[index] and depth < batch.limits[row]
+                if is_wanted and self._try(row, batch.counts[row], candidates[index][: ahead + position]):
+                    here[row] = index, depth
+            missing = {row: depth for row, (_, depth) in here.items() if depth not in self.followed[row].masks}
+            for row, depth in missing.items():
+                self._rewind(row, depth)
+            if missing:
+                masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
+                for (row, depth), mask in zip(missing.items(), masks, strict=True):
+                    self.followed[row].masks[depth] = mask
+            for row, (index, depth) in here.items():
                 found[index].append(self.followed[row].masks[depth])
-        for row in shown:  # masks before the end of its text are not needed again
-            own = self.followed[row]
-            own.sure = batch.counts[row]
-            own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= own.sure}
         return found
 
-    def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
-        """Show a row's tokens from `start` to `depth`; False before a candidate that ends it or is not shown."""
-        own = self.followed[row]
-        for number in range(start, depth):
-            token = text[number - own.sure]
-            if number >= emitted and (token in self.ends or (self.strict and own.excludes(number, token))):
+    def _follow(self, batch: Batch, row: int, count: int) -> None:
+        """Show the first `count` emitted tokens of a row, of which masks before their end are not needed again."""
+        own = self.followed.setdefault(row, Followed())
+        for number in range(min(own.sure, count), count):  # a text may have been cut
+            self._show(row, number, batch.emitted[row][number])
+        if own.sure != count:
+            own.sure, own.masks = count, {depth: mask for depth, mask in own.masks.items() if depth >= count}
+
+    def _try(self, row: int, count: int, candidates: Sequence[int]) -> bool:
+        """Show candidates after `count` emitted tokens; False before one that ends the row or is not shown."""
+        for number, token in enumerate(candidates, count):
+            if token in self.ends or (self.strict and self.followed[row].excludes(number, token)):
                 return False
-            if number < len(own.path) and own.path[number] == token:
-                continue
+            self._show(row, number, token)
+        return True
+
+    def _show(self, row: int, number: int, token: int) -> None:
+        """Show the token of this number, unless it was shown already."""
+        path = self.followed[row].path
+        if number == len(path) or path[number] != token:
             self._rewind(row, number)
             self.moving = True
             self.processor.accept(row, token)
-            own.path.append(token)
+            path.append(token)
             self.moving = False
-        return True
-
-    def _compute(self, wanted: list[tuple[int, int]]) -> None:
-        """Masks of rows after so many tokens each, as far as they are not known."""
-        missing = [(row, depth) for row, depth in wanted if depth not in self.followed[row].masks]
-        for row, depth in missing:
-            self._rewind(row, depth)
-        if missing:
-            masks = self.processor.mask([row for row, _ in missing]).to("cpu", copy=True)  # its memory may be reused
-            for (row, depth), mask in zip(missing, masks, strict=True):
-                self.followed[row].masks[depth] = mask
 
     def _rewind(self, row: int, depth: int) -> None:
         own = self.followed[row]
@@ -179,12 +175,11 @@ class TokenMasks(RoundProcessor):
         lost = []
         for row, own in self.followed.items():
             text = batch.emitted[row][:-1]
-            own.sure = min(own.sure, len(text))
             known = list(takewhile(lambda pair: pair[0] == pair[1], zip(own.path, text, strict=False)))
             if self.moving or len(own.path) - len(known) > self.max_rollback:
                 lost.append(str(row))
                 continue
-            self._go(row, text[own.sure :], own.sure, len(text), len(text))
+            self._follow(batch, row, len(text))
             self._rewind(row, len(text))
         if lost:
             warnings.warn(
@@ -236,13 +231,10 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
             one.begin(len(batch.rows))
         yield
     finally:
-        try:
-            for one in users:
-                one.finish(batch)
-        finally:
-            for one in users:
-                if not (one.moving or any(own.path for own in one.followed.values())):
-                    TAKEN.pop(id(one.processor), None)
+        for one in users:
+            one.finish(batch)
+            if not (one.moving or any(own.path for own in one.followed.values())):
+                TAKEN.pop(id(one.processor), None)
 
 
 def _take(users: list[TokenMasks]) -> None:

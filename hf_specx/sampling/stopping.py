@@ -115,9 +115,9 @@ class Stopping:
                 batch.truncate(row, ends[row])
         return leaving
 
-    def by_limit(self, text: torch.Tensor, emitted: int) -> bool:
-        """Whether the one row of text [1, L] that has emitted so many tokens ended at its limit alone."""
-        if emitted < self.max_new_tokens or int(text[0, -1]) in self.ends:
+    def by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether the one row of text [1, L] that has emitted these tokens ended at its limit alone."""
+        if len(tokens) < self.max_new_tokens or tokens[-1] in self.ends:
             return False
         return not (self.criteria and self.criteria(text, None).item())
 
