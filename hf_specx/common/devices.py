@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 CPU_FACTS = Path("/proc/cpuinfo")  # on Linux; elsewhere `platform` is asked
+MEMORY_FACTS = Path("/proc/meminfo")  # on Linux
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
@@ -61,6 +62,23 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
     elif device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
+    """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
+    free = _free_bytes(execution_device(models[0]))
+    needed = sum(cached_numbers(model.config) * model.dtype.itemsize for model in models)
+    return None if free is None or not needed else max(1, free // 2 // needed)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it out first
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    if device.type != "cpu" or not MEMORY_FACTS.is_file():
+        return None
+    facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
+    return 1024 * int(facts["MemAvailable"].split()[0]) if "MemAvailable" in facts else None
 
 
 def cached_numbers(config: PreTrainedConfig) -> int:

@@ -151,8 +151,8 @@ class RequestQueue:
             try:
                 entry = self.preparing.entry(index, request)
                 told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there "
-                told += f"is room for: max_batch_tokens={self.max_batch_tokens}; raise it, lower max_new_tokens, or "
-                told += "shorten the prompt."
+                told += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
+                told += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
                 require(self._fits([entry]), told)
                 self.next = entry
             except ValueError as error:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
+from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
@@ -168,7 +169,7 @@ class SpeculativeDecoding(NoModel):
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
-                forwards round up. By default as many as `batch_size` rows take.
+                forwards round up. By default what half of the device's free memory holds.
 
         Returns:
             An iterator of `Completion`, each as soon as it is done; a request that can never be served is refused in
@@ -183,7 +184,7 @@ class SpeculativeDecoding(NoModel):
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        queue = RequestQueue(models, requests, options, max_batch_tokens, logprobs)
+        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
         return self._completions(queue, batch_size)
 
     @torch.no_grad()

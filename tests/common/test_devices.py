@@ -54,6 +54,20 @@ def test_hardware_is_named_with_what_makes_its_times(tmp_path: Path, monkeypatch
     assert [hardware(SECOND), hardware(torch.device("mps"))] == ["number 1", "mps"]
 
 
+def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pages of files, and what torch keeps of a GPU's."""
+    facts = tmp_path / "meminfo"
+    monkeypatch.setattr(devices, "MEMORY_FACTS", facts)
+    model = tiny()
+    assert devices.free_tokens([model]) is None
+    facts.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 8000 kB\n")
+    per_token = 2 * model.config.num_hidden_layers * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
+    assert devices.free_tokens([model]) == 8000 * 1024 // 2 // per_token
+    for name, found in {"mem_get_info": (100, 900), "memory_reserved": 70, "memory_allocated": 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert devices._free_bytes(SECOND) == 140
+
+
 @pytest.mark.parametrize(
     "model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "minicpm3"]
 )
