@@ -1,6 +1,6 @@
 """Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,3 +177,14 @@ def _chances(done: Round, index: int, row: int) -> list[float]:
     number, end = done.emitted[index], done.batch.width + done.before[index]
     tokens = done.batch.ids[row, end : end + number, None]
     return done.scores[index, :number].float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist()
+
+
+def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
+    """Completions in the order in which their requests were given."""
+    early: dict[int, Completion] = {}
+    number = 0
+    for completion in completions:
+        early[completion.index] = completion
+        while number in early:
+            yield early.pop(number)
+            number += 1

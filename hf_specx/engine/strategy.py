@@ -32,7 +32,7 @@ from .check_options import check_options
 from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
-from .queue import RequestQueue
+from .queue import RequestQueue, in_order
 from .report import SpeculationReport
 from .requests import Completion, Request
 from .run import Run
@@ -156,6 +156,7 @@ class SpeculativeDecoding(NoModel):
         requests: Iterable[Request | Sequence[int] | torch.Tensor],
         *,
         batch_size: int = 8,
+        ordered: bool = False,
         logprobs: bool = False,
         max_batch_tokens: int | None = None,
         **generate_kwargs: Any,
@@ -167,14 +168,14 @@ class SpeculativeDecoding(NoModel):
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
+            ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
                 forwards round up. By default what half of the device's free memory holds.
 
         Returns:
-            An iterator of `Completion`, each as soon as it is done; a request that can never be served is refused in
-            its own. A call that cannot be done exactly raises a ValueError before any forward, an error of `requests`
-            after what came before it.
+            An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
+            be done exactly raises a ValueError before any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
@@ -185,7 +186,8 @@ class SpeculativeDecoding(NoModel):
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
         queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
-        return self._completions(queue, batch_size)
+        completions = self._completions(queue, batch_size)
+        return in_order(completions) if ordered else completions
 
     @torch.no_grad()
     def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Completion]:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from all_pairs import once
-from many import completed
 from other_tokens import draft_of, target_of, texts, tokenizer_of
 from runs import COUPLED, in_turns
 from tiny import Forwards, near, prompts, tiny
@@ -65,12 +64,12 @@ def test_prompts_that_have_come_meanwhile(
     asked = [Request(one, 3 + 7 * (n % 3), seed=n) for n, one in enumerate(ids)]
     settings = COUPLED | {"pad_token_id": 1}
     strategy = SpeculativeDecoding(draft, verification="coupled", **options)
-    found = completed(strategy, target, asked, batch_size=3, **settings)
-    for index, request in enumerate(asked):
+    done = list(strategy.generate_many(target, asked, batch_size=3, ordered=True, **settings))
+    for request, one in zip(asked, done, strict=True):
         torch.manual_seed(request.seed)
         given = {"input_ids": request.input_ids[None], "attention_mask": torch.ones_like(request.input_ids[None])}
         plain = target.generate(**given, max_new_tokens=request.max_new_tokens, **settings)
-        assert found[index].tokens == plain[0, len(request.input_ids) :].tolist()
+        assert one.tokens == plain[0, len(request.input_ids) :].tolist()
     assert strategy.report.drafted > 0
     assert len(compared) > 5
     assert all(compared)

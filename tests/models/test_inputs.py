@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from all_pairs import all_pairs
-from many import completed
 from plain import assert_plain
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
@@ -53,9 +52,10 @@ def test_prompts_of_a_queue_are_read_in_chunks():
     asked = [[*begin, 3 * number, 7] for number in range(1, 4)] + [[*range(40, 5, -1)]]
     plain = [target.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in asked]
     with Forwards(target) as of_target, Forwards(draft := near(target, 0.05)) as of_draft:
-        options = GREEDY | {"pad_token_id": 0, "prefill_chunk_size": 6}
-        done = completed(strategy(draft), target, asked, batch_size=2, **options)
-    assert [done[index].tokens for index in range(len(asked))] == plain
+        done = strategy(draft).generate_many(
+            target, asked, batch_size=2, ordered=True, prefill_chunk_size=6, **GREEDY | {"pad_token_id": 0}
+        )
+        assert [one.tokens for one in done] == plain
     assert max(of_target.lengths + of_draft.lengths) == 6
 
 
