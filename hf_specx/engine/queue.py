@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -48,7 +48,7 @@ class RequestQueue:
         self.entries: list[Entry] = []
         self.next: Entry | None = None
         self.completed: list[Completion] = []
-        self.chances: list[list[float]] = []
+        self.chances: list[list[tuple[float, float]]] = []
         self.failed: Exception | None = None
 
     def begin(self, rows: int) -> bool:
@@ -70,9 +70,11 @@ class RequestQueue:
         given.seeds = [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
         if self.entries[0].alone:
             config, given.criteria = given.generation_config, self.entries[0].stopping.all
-            config.return_dict_in_generate, config.output_scores = True, self.logprobs
+            config.return_dict_in_generate = True
+            config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
-            given.processors = LogitsProcessorList(self.entries[0].processors)
+            kept = [_Copied()] if self.logprobs else []
+            given.processors = LogitsProcessorList([*kept, *self.entries[0].processors])
         return given
 
     def processors(self) -> RequestProcessors:
@@ -113,9 +115,11 @@ class RequestQueue:
 
     def close(self, row: int, tokens: list[int], text: torch.Tensor) -> None:
         """A row has ended; its tokens are the end of its text [1, L]."""
-        entry, chances = self.entries[row], self.chances[row] if self.logprobs else None
+        entry = self.entries[row]
+        processed, raw = zip(*self.chances[row], strict=True) if self.logprobs and tokens else ((), ())
+        given = (list(processed), list(raw)) if self.logprobs else (None, None)
         reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
-        self.completed.append(Completion(entry.index, tokens, reason, chances))
+        self.completed.append(Completion(entry.index, tokens, reason, *given))
         self.chances[row] = []
 
     def refuse(self, index: int, error: ValueError) -> None:
@@ -126,8 +130,9 @@ class RequestQueue:
         """What the call of one request alone has returned."""
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
-            chances = torch.cat(output.scores).float().log_softmax(-1)
-            self.chances[0] = chances.gather(-1, new.mT.to(chances.device))[:, 0].tolist()
+            kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
+            found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
+            self.chances[0] = list(zip(*found, strict=True))
         self.close(0, new[0].tolist(), output.sequences)
 
     def handed_on(self) -> list[Completion]:
@@ -172,11 +177,22 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 
 
-def _chances(done: Round, index: int, row: int) -> list[float]:
-    """Log-probabilities of the tokens that a row has emitted in a round, after all processors."""
+def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
+    """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
     number, end = done.emitted[index], done.batch.width + done.before[index]
     tokens = done.batch.ids[row, end : end + number, None]
-    return done.scores[index, :number].float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist()
+    kinds = (done.scores[index, :number], done.forward.logits[index, :number])
+    found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
+    return list(zip(*found, strict=True))
+
+
+class _Copied(LogitsProcessor):
+    """Keeps the logits of the model from processors that write to what they are given."""
+
+    stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.clone()
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

@@ -62,6 +62,7 @@ class Completion:
         tokens: the new tokens, an end token among them; None of a request that was refused.
         finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
         logprobs: of each token, under the distribution after all processors; None unless asked for.
+        raw_logprobs: of each token, under the model's own distribution; None unless asked for.
         error: why the request was refused; None if it was not.
     """
 
@@ -69,6 +70,7 @@ class Completion:
     tokens: list[int] | None
     finish_reason: str
     logprobs: list[float] | None = None
+    raw_logprobs: list[float] | None = None
     error: str | None = None
 
 

@@ -18,6 +18,7 @@ from rounds import numbers
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import Drafter, Request, SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.drafting.drafter import no_candidates
@@ -106,7 +107,7 @@ def test_a_short_prompt_beside_a_draft_that_rested(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("own", [list, lambda: [Counting()]], ids=["none", "in order"])
 def test_log_probabilities_are_those_of_plain_decoding(own: Callable):
     """Also where a request has a processor that keeps state, so that transformers' own sampler decodes."""
-    target, kept = tiny(), {"return_dict_in_generate": True, "output_scores": True}
+    target, kept = tiny(), {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     asked = [Request(one.input_ids, one.max_new_tokens, one.seed, None, own()) for one in requests(6)]
     strategy = coupled(target, 0.2, num_draft_tokens=3)
     for index, done in completed(strategy, target, asked, batch_size=2, logprobs=True, **SAMPLED).items():
@@ -114,8 +115,27 @@ def test_log_probabilities_are_those_of_plain_decoding(own: Callable):
         ids = asked[index].input_ids[None]
         options = SAMPLED | kept | {"max_new_tokens": asked[index].max_new_tokens, "logits_processor": own()}
         plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        expected = [step[0].log_softmax(-1)[token] for step, token in zip(plain.scores, done.tokens, strict=True)]
-        torch.testing.assert_close(torch.tensor(done.logprobs), torch.stack(expected), atol=1e-4, rtol=1e-4)
+        for found, steps in ((done.logprobs, plain.scores), (done.raw_logprobs, plain.logits)):
+            expected = [step[0].log_softmax(-1)[token] for step, token in zip(steps, done.tokens, strict=True)]
+            torch.testing.assert_close(torch.tensor(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+class Odd(LogitsProcessor):
+    """Leaves odd tokens, and writes to the scores that it is given."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+@torch.no_grad()
+def test_raw_log_probabilities_are_those_of_the_model_beside_a_processor_that_writes_in_place():
+    target, request = tiny(), Request([3, 4, 5], 8, seed=1, logits_processor=[Odd()])
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    done = completed(strategy, target, [request], logprobs=True, **SAMPLED)[0]
+    chances = target(torch.tensor([[3, 4, 5, *done.tokens]])).logits[0, 2:-1].log_softmax(-1)
+    expected = chances.gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.raw_logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
 class Looks(Drafter):
