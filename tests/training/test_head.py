@@ -81,7 +81,7 @@ def test_each_block_is_learned_in_one_of_so_many_steps(tmp_path: Path, monkeypat
     learner = learner_of(head, target, num_draft_tokens=3)
     assert not any(x.requires_grad for x in learner.trained.draft_head.body.confidence_head.parameters())
     whole, share = predicted(learner, None)
-    monkeypatch.setattr("hf_specx.training.blocks.AT_ONCE", 2)
+    monkeypatch.setattr("hf_specx.training.places.AT_ONCE", 2)
     parts = [predicted(learner, draw) for draw in range(EVERY, 2 * EVERY)]
     assert sum(len(part) for part, _ in parts) == len(whole)
     assert {worth for _, worth in parts} == {EVERY * share}
