@@ -242,12 +242,13 @@ def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_file_that_another_call_has_begun_anew_is_left_to_it(tmp_path: Path):
-    """Neither had a result by then, so that the later call did not know of the first."""
+    """Its user has deleted both files, and the first call still runs."""
     done = CompletedText(NumberedText(0, "x"), "y", "stop")
     with open_results(tmp_path / "done.jsonl", {"seed": 1}) as one:
+        assert [*one.claimed([done.prompt], [])] == [done.prompt]
+        for path in tmp_path.iterdir():
+            path.unlink()
         results_file.OPEN.clear()  # as in another process
-        with open_results(tmp_path / "done.jsonl", {"seed": 2}):
-            assert [*one.claimed([done.prompt], [])] == [done.prompt]
-        with pytest.raises(ValueError, match="another call has begun .*done.jsonl anew"):
+        with open_results(tmp_path / "done.jsonl", {"seed": 2}), pytest.raises(ValueError, match="has begun .* anew"):
             one.append(done)
     assert (tmp_path / "done.jsonl").read_bytes() == b""
