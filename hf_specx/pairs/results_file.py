@@ -85,7 +85,8 @@ class ResultsFile:
 
         It stays so for as long as anybody is at it.
         """
-        text, earlier = json.dumps(arguments, indent=1).encode(), None
+        text = json.dumps(arguments, indent=1).encode()
+        earlier: Any = None
         with self._writing() as file:
             nobody_is_at_it = self._lock(PRESENT)
             if nobody_is_at_it and os.fstat(file.fileno()).st_size == 0:
