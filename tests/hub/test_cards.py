@@ -138,14 +138,6 @@ def test_a_draft_with_a_tokenizer_of_its_own():
     assert "serves other targets with any tokenizer" in card
 
 
-def test_what_is_missing_is_said_to_be_missing():
-    card = render(full(target=ModelSource(model_type="llama"), tokenizers=None, license=None), "org/pair")
-    unknown = [row[1] for row in table(section(card, "Base model"))[4:]]
-    assert unknown == ["not checked", "not checked", "no limit in its config", "not checked"]
-    assert "Tokenizers: *not checked*" in card
-    assert section(card, "Licence").startswith("\n*not checked*.")
-
-
 @pytest.mark.parametrize(
     ("name", "published", "ids"),
     [("org/pair", True, False), (HOSTILE, True, True), (HOSTILE, False, False), (HOSTILE, False, True)],
