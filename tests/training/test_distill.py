@@ -2,6 +2,8 @@
 
 import copy
 import random
+from importlib import import_module
+from pathlib import Path
 
 import numpy
 import pytest
@@ -55,7 +57,7 @@ def test_reported_alpha_is_that_of_generating():
     assert report.alpha > result.before.high
 
 
-def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[TrainingRecipe] = []
     monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
     target, draft = models()
@@ -67,7 +69,13 @@ def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError):
         distill(target, "dspark", some_prompts())
     assert seen.pop().passes == 32  # of its cheap steps
+    own.do_sample, options = False, {"phases": 1, "passes": 1, "seed": 0, "bf16": False}
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    tokens = torch.arange(500) % 48
+    with pytest.raises(ZeroDivisionError):  # the embedded pair samples, whatever its target's config says
+        import_module("train_pair").distil_draft(target, "layers:1", tokens, tokens, tmp_path, **options)
     found = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
+    assert found.pop()[:4] == (True, 1.0, 1.0, 0)
     assert found == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
 
 
