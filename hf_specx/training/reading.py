@@ -74,7 +74,8 @@ class Remembered:
 
     They are kept on the host and in the target's precision, and read in the order in which texts were written, so they
     are the same, bit for bit, where an interrupted training goes on. Texts that come when the room is full are read
-    each time; so are all texts of a target whose logits are not what its head gives, as if they are capped or scaled.
+    each time, with those beside them; so are all of a target whose logits are not what its head gives, as if they are
+    capped or scaled.
 
     Args:
         target: in evaluation mode.
@@ -105,14 +106,11 @@ class Remembered:
     @torch.no_grad()
     def said(self, texts: Sequence[Text], numbers: Sequence[int] | None = None) -> Said:
         """Of texts with these numbers, in the order of `add` and counted from 0; None is for others."""
-        known = [None] * len(texts) if numbers is None else [self.known[number] for number in numbers]
-        unread = [text for text, parts in zip(texts, known, strict=True) if parts is None]
-        if len(unread) == len(texts):
+        known = [parts for number in numbers or () if (parts := self.known[number]) is not None]
+        if len(known) < len(texts):
             return self._read(texts)[0]
-        read = iter(self._read(unread)[1] if unread else [])
-        found = [next(read) if parts is None else parts for parts in known]
-        rows = torch.cat([parts[0] for parts in found]).to(last_device(self.target))
-        return Said(self.head(rows).float(), [parts[1] for parts in found if self.places])
+        rows = torch.cat([parts[0] for parts in known]).to(last_device(self.target))
+        return Said(self.head(rows).float(), [parts[1] for parts in known if self.places])
 
     def _read(self, texts: Sequence[Text]) -> tuple[Said, list[tuple[torch.Tensor, ...]]]:
         """What a forward says, and what is kept of it for each text; nothing if more is done to the head's logits."""
