@@ -167,10 +167,9 @@ def _train(
     phases = Phases(writer, split.training, remembered.add)
     phases.begin(0, partial(tell, "phase 1, writing"))
     learner.begin(split.training, phases.texts)
-    afresh = Remembered(target, learner.places, recipe.batch_size, 0)
 
     def measured(module: Any, texts: list[Text]) -> torch.Tensor:
-        return measure(afresh, learner.predict, module, texts, recipe)
+        return measure(remembered, learner.predict, module, texts, recipe)
 
     def judge(module: Any) -> float:
         return alpha(measured(module, validation)[:, 0])
