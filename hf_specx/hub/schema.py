@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 from hf_specx.common.errors import brief, is_int, require
 
 
-ANEW, MEASURE = "save the pair anew", "measure it anew with specx tune"
+ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
-NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class FieldRule(NamedTuple):
@@ -101,8 +99,3 @@ def _check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
     told = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
     require(control is None, told)
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0, and not too large for a float."""
-    return isinstance(value, int | float) and 0 < value <= sys.float_info.max

@@ -10,16 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.hub.facts import model_facts
-from hf_specx.hub.fetch import (
-    HUB_OPTIONS,
-    SMALL_FILES,
-    Files,
-    fingerprint,
-    get_files,
-    get_model,
-    get_pair,
-    get_tokenizer,
-)
+from hf_specx.hub.fetch import HUB_OPTIONS, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model
@@ -122,7 +113,7 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         is_same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
     else:
         check_place(str(other), None)
-        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), *trust, **hub)
+        files = get_model(get_files(other, None, **hub), ModelSource(), *trust, **hub)
         found = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:

@@ -8,14 +8,7 @@ import torch
 import zoo
 from repositories import SMALL, code
 from tiny import tiny
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from vision import seeing
 
 from hf_specx.hub import facts
@@ -35,17 +28,17 @@ def load(folder: Path, trust: bool = False, **options) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "model_type", "expected"),
     [
-        ("causal", "gpt2", AutoModelForCausalLM),
-        ("seq2seq", "t5", AutoModelForSeq2SeqLM),
-        ("speech", "whisper", AutoModelForSpeechSeq2Seq),
-        ("vision", "llava", AutoModelForImageTextToText),
+        ("causal", "gpt2", "AutoModelForCausalLM"),
+        ("seq2seq", "t5", "AutoModelForSeq2SeqLM"),
+        ("speech", "whisper", "AutoModelForSpeechSeq2Seq"),
+        ("vision", "llava", "AutoModelForImageTextToText"),
     ],
 )
-def test_each_kind_comes_back(kind: str, model_type: str, expected: type, tmp_path: Path):
+def test_each_kind_comes_back(kind: str, model_type: str, expected: str, tmp_path: Path):
     model = seeing(model_type) if kind == "vision" else zoo.build(kind, model_type)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
-    assert auto_class(loaded.config) is expected
+    assert auto_class(loaded.config).__name__ == expected
     assert type(loaded) is type(model)
     assert not loaded.training
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
