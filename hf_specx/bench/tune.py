@@ -16,7 +16,7 @@ from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
-from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_tokenizer
+from hf_specx.hub.fetch import Files, fingerprint, get_files, get_model, get_tokenizer
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.hub.schema import check_place
@@ -96,7 +96,7 @@ def find_files(name: str, study: Study) -> Files:
     """All files of a model but its weights."""
     name, revision = split_revision(name)
     check_place(name, revision)
-    return get_files(name, revision, SMALL_FILES)
+    return get_files(name, revision)
 
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:

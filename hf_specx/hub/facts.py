@@ -4,20 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import constants
 
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
+from hf_specx.drafting.heads.named import AUTO_CLASSES as OF_TEXTS
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .model_files import AGAIN
@@ -25,7 +18,7 @@ from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
-AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+AUTO_CLASSES = (*OF_TEXTS, AutoModelForImageTextToText)
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 
@@ -36,7 +29,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
     named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
     exact = [each for each in known if each._model_mapping[type(config)].__name__ in (config.architectures or [])]
-    return next(iter([*exact, *known, *named]), AutoModelForCausalLM)
+    return [*exact, *known, *named, *AUTO_CLASSES][0]
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:

@@ -44,7 +44,7 @@ class Files(NamedTuple):
 
 
 def get_files(
-    name: str | Path, revision: str | None, patterns: Sequence[str], subfolder: str = "", **hub: Any
+    name: str | Path, revision: str | None, patterns: Sequence[str] = SMALL_FILES, subfolder: str = "", **hub: Any
 ) -> Files:
     """Download the files of these patterns in one folder of a repository; a local folder is taken as it is."""
     if Path(name).is_dir():
@@ -62,7 +62,7 @@ def get_files(
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
     """Get a pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
     check_place(str(name), revision)
-    files = get_files(name, revision, SMALL_FILES, **hub)
+    files = get_files(name, revision, **hub)
     path = files.root / CONFIG_NAME
     check_links(files.root, path)
     told = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together with "

@@ -6,6 +6,7 @@ for their imports.
 """
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
-SOURCE = "pair_source"  # each pair has another
+SOURCE = "pair_source"
 ALONE = (ENTRY, SOURCE)  # stay files of their own
 
 
@@ -39,8 +40,9 @@ class Module(NamedTuple):
         return self.name if self.name in ALONE else self.room.replace("/", "_")
 
 
+@functools.cache
 def published_code() -> dict[str, str]:
-    """The text of each published module by name, without `SOURCE`."""
+    """The text of each published module by name, without `SOURCE`, which each pair has of its own."""
     rooms: dict[str, list[Module]] = {}
     for module in core_modules():
         if module.name != SOURCE:

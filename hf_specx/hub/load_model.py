@@ -33,10 +33,14 @@ class FoundModel(NamedTuple):
 
     files: Files | None
     source: ModelSource = ModelSource()  # where in the files it is, and what the pair knows of it
-    config: PreTrainedConfig | None = None  # of a head there is none, and it takes little room
     trusted: bool = False  # whether its code may run
     made: Any = None
     head: Path | None = None  # of an early exit
+
+    @property
+    def config(self) -> PreTrainedConfig | None:
+        """None where nothing is loaded; also of a head, which takes little room."""
+        return None if self.files is None or holds_head(self.files) else load_config(self.files, self.trusted)
 
     def load(self, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
@@ -54,19 +58,13 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
         files = get_model(pair, source, *trust, **hub)
         if is_changed(files, source):
             config.forget()
-        return found_model(role, files, source, trust[0] and source.is_pinned)
+        return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:
         return FoundModel(None, made=draft)
     path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
     check_links(pair.root, path)
     shapes_in(path)
     return FoundModel(None, made=draft, head=path)
-
-
-def found_model(role: str, files: Files, source: ModelSource, trusted: bool) -> FoundModel:
-    """A model in checked files, whose config can be read."""
-    is_head = role == "draft" and holds_head(files)
-    return FoundModel(files, source, None if is_head else load_config(files, trusted), trusted)
 
 
 def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:

@@ -2,9 +2,10 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypedDict
 
 from hf_specx.common.errors import is_int, require
 from hf_specx.drafting.costs import Costs
@@ -13,19 +14,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
-from .schema import (
-    ANEW,
-    FULL_COMMIT,
-    HUB_ID,
-    MAX_CONFIG_BYTES,
-    MEASURE,
-    NUMBER,
-    FieldRule,
-    is_positive,
-    is_table,
-    read,
-    read_text,
-)
+from .schema import ANEW, FULL_COMMIT, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
 
 
 CONFIG_NAME = "specx_config.json"
@@ -33,24 +22,26 @@ SCHEMA = 1
 WeightlessDraft = SuffixDraft | EarlyExitDraft
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
 MAX_LAYERS = 10_000  # more than any model has; whether the target has so many is checked in a call
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
 NO_ID = "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, "
 NO_ID += "or save the pair with it inside"
+MEASURE = "measure it anew with specx tune"
 SLOWER = "nothing was faster than plain generate, so the pair decodes plainly"
-NO_TABLE = "with a row that is not {'target': {tokens: seconds}, 'draft': seconds} for 1 and at least one more number"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 COUNTED = FieldRule(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")
-MEASURED = FieldRule(is_positive, f"which nothing measures; {MEASURE}")
+ENOUGH = FieldRule(lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE}")
+MEASURED = FieldRule(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE}")
 
 Count = Annotated[int, COUNTED]
 Number = Annotated[int, MEASURED]
 Figure = Annotated[float, MEASURED]
 MaybeFigure = Annotated[float | None, MEASURED]
 Probability = Annotated[float, FieldRule(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")]
-Table = Annotated[dict[str, Any], FieldRule(is_table, f"{NO_TABLE}; {MEASURE}")]
-BatchSize = Annotated[str, FieldRule(NUMBER.fullmatch, f"no batch size; {MEASURE}")]
+Size = Annotated[str, FieldRule(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")]
+Times = Annotated[dict[Size, Figure], ENOUGH]
 Candidates = Annotated[str, FieldRule(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")]
 HubId = Annotated[str | None, FieldRule(HUB_ID.fullmatch, NO_ID)]
 CommitOrBranch = Annotated[
@@ -148,15 +139,22 @@ class Measurement:
     why_not_predicted: str = ""  # why the measured one is another, where they part by more than a tenth
 
 
+class CostRow(TypedDict):
+    """Seconds of bare forwards at one batch size."""
+
+    target: Times
+    draft: Annotated[float, FieldRule(lambda x: 0 <= x <= sys.float_info.max, f"no time; {MEASURE}")]  # 0: no forwards
+
+
 @dataclass
 class SavedCosts:
     """The cost table of a pair, as `Costs.to_dict` gives it; for the hardware and dtype that it was measured with."""
 
     hardware: str
     dtype: str
-    table: Table
+    table: dict[Size, CostRow]
     alpha: dict[str, Probability]
-    rounds: dict[BatchSize, dict[Candidates, Figure]] = field(default_factory=dict)
+    rounds: dict[Size, dict[Candidates, Figure]] = field(default_factory=dict)
 
 
 @dataclass

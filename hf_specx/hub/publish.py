@@ -1,7 +1,6 @@
 """Write a pair into a folder, all of it or nothing; or publish it, as a repository that runs without this package."""
 
 import copy
-import functools
 import tempfile
 import warnings
 from dataclasses import replace
@@ -34,8 +33,7 @@ CODE = "custom_generate"
 NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
-SUBFOLDERS = {"target": "", "draft": "draft"}
-code_of_pairs = functools.cache(published_code)  # takes a second; the same for each pair
+DRAFT = "draft"  # the subfolder of one that is inside
 
 
 def save(
@@ -131,11 +129,11 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
         save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
     config.draft_tokenizer = None
     if isinstance(pair.draft, PreTrainedModel):
-        config.draft = sources["draft"] or _write_model(pair.draft, folder, SUBFOLDERS["draft"])
+        config.draft = sources["draft"] or _write_model(pair.draft, folder, DRAFT)
         config.draft_tokenizer = draft_tokenizer_facts(pair)
         if config.draft_tokenizer is not None and sources["draft"] is None:
-            pair.draft_tokenizer.save_pretrained(folder / SUBFOLDERS["draft"])
-    config.target = sources["target"] or _write_model(pair.target, folder, SUBFOLDERS["target"])
+            pair.draft_tokenizer.save_pretrained(folder / DRAFT)
+    config.target = sources["target"] or _write_model(pair.target, folder)
     if pair.tokenizer is None:
         config.tokenizers = None
     else:
@@ -149,7 +147,7 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
     return config
 
 
-def _write_model(model: PreTrainedModel, folder: Path, subfolder: str) -> ModelSource:
+def _write_model(model: PreTrainedModel, folder: Path, subfolder: str = "") -> ModelSource:
     """Write a model into a subfolder of the pair; returns where it is."""
     model.save_pretrained(folder / subfolder)
     found = replace(model_facts(model), fingerprint=fingerprint(folder / subfolder))
@@ -161,7 +159,7 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     code = folder / CODE
     code.mkdir()
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
-    for module, text in (code_of_pairs() | {SOURCE: source}).items():
+    for module, text in (published_code() | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
@@ -243,4 +241,4 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
 def _is_saved(name: str) -> bool:
     """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
-    return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
+    return folder in ("", DRAFT, CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)

@@ -2,10 +2,8 @@
 
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -13,12 +11,11 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 from hf_specx.common.errors import brief, is_int, require
 
 
-ANEW, MEASURE = "save the pair anew", "measure it anew with specx tune"
+ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
-NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class FieldRule(NamedTuple):
@@ -56,14 +53,14 @@ def read_text(text: bytes, known: int, where: str) -> dict[str, Any]:
 
 def read(wanted: Any, value: Any, where: str) -> Any:
     """Check a value from JSON, which `where` names, against an annotation, and convert it: a type, a union of types,
-    one of these `Annotated` with a `FieldRule`, or a dataclass, which is made."""
+    one of these `Annotated` with a `FieldRule`, or a dataclass or `TypedDict`, which is made."""
     if get_origin(wanted) is Annotated:
         wanted, rule = get_args(wanted)
         found = read(wanted, value, where)
         require(found is None or bool(rule.fits(found)), f"{where} is {brief(found)}, {rule.told}.")
         return found
     options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    made = next((option for option in options if hasattr(option, "__dataclass_fields__")), None)
+    made = next((option for option in options if hasattr(option, "__annotations__")), None)
     if made is not None and not (value is None and type(None) in options):
         return _read_object(made, value, where)
     _check_type(value, options, where)
@@ -77,13 +74,14 @@ def read(wanted: Any, value: Any, where: str) -> Any:
 
 
 def _read_object(made: Any, value: Any, where: str) -> Any:
-    """A dataclass with the fields that an object has."""
+    """A dataclass or `TypedDict` with the fields that an object has."""
     require(isinstance(value, dict), f"{where} is {brief(value)}, not an object; {ANEW}.")
     hints = get_type_hints(made, include_extras=True)
     unknown = min(value.keys() - hints.keys(), default=None)
     require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
-    needed = {each.name for each in fields(made) if each.default is each.default_factory}  # both are MISSING
-    missing = min(needed - value.keys(), default=None)
+    defaults = getattr(made, "__dataclass_fields__", {})
+    optional = {name for name, each in defaults.items() if each.default is not each.default_factory}  # both MISSING
+    missing = min(hints.keys() - optional - value.keys(), default=None)
     require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
     return made(**{name: read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
 
@@ -101,21 +99,3 @@ def _check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
     told = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
     require(control is None, told)
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0, and not too large for a float."""
-    return isinstance(value, int | float) and 0 < value <= sys.float_info.max
-
-
-def is_table(table: dict[str, Any]) -> bool:
-    """Whether it has the times of bare forwards, {batch: {"target": {tokens: seconds}, "draft": seconds}}."""
-    return all(NUMBER.fullmatch(batch) and _is_row(row) for batch, row in table.items())
-
-
-def _is_row(row: Any) -> bool:
-    if not (isinstance(row, dict) and row.keys() == {"target", "draft"} and isinstance(row["target"], dict)):
-        return False
-    times, draft = row["target"], row["draft"]
-    enough = len(times) >= 2 and "1" in times and all(map(NUMBER.fullmatch, times))
-    return enough and all(map(is_positive, times.values())) and (draft == 0 or is_positive(draft))  # 0: no forwards

@@ -10,19 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.hub.facts import model_facts
-from hf_specx.hub.fetch import (
-    HUB_OPTIONS,
-    SMALL_FILES,
-    Files,
-    fingerprint,
-    get_files,
-    get_model,
-    get_pair,
-    get_tokenizer,
-)
+from hf_specx.hub.fetch import HUB_OPTIONS, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
-from hf_specx.hub.load_model import FoundModel, find_model, found_model
+from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
@@ -77,7 +68,10 @@ def load_pair(
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
     tokenizers = _tokenizers(files, found, config, trust_remote_code)
-    place = _plan(found, own["target"], device_map, draft_device_map, max_memory, cache_tokens, dtype)
+    (of_target, of_draft), place = (each.config for each in found.values()), Placement({})
+    if of_target is not None:
+        how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
+        place = plan(of_target, of_draft, *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
     if draft_device_map in (None, "auto"):
@@ -119,8 +113,8 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         is_same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
     else:
         check_place(str(other), None)
-        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), *trust, **hub)
-        found = found_model(role, files, ModelSource(), trust[0])
+        files = get_model(get_files(other, None, **hub), ModelSource(), *trust, **hub)
+        found = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:
         config.forget()
@@ -138,15 +132,6 @@ def _check_used(made: dict[str, Any], of_target: dict[str, Any], draft_device_ma
         for name, value in given.items():
             told = f"{name}= says how the {role} is loaded, and the {role} {why}; leave it out."
             require(loaded or value is None, told)
-
-
-def _plan(found: dict[str, FoundModel], own: dict[str, Any], *where: Any) -> Placement:
-    """Where the models go, `where` and how the target is loaded."""
-    target = found["target"]
-    if target.config is None:
-        return Placement({})
-    where += own.get("quantization_config"), target.trusted
-    return plan(target.config, found["draft"].config, *where)
 
 
 def _tokenizers(

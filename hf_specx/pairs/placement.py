@@ -17,6 +17,7 @@ from hf_specx.hub.facts import auto_class
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16
 HEADROOM = 0.9  # of the free memory of an accelerator; the rest is for activations
+Dtype = torch.dtype | str | None
 DeviceMap = str | int | torch.device | dict[str, Any]
 
 
@@ -34,7 +35,7 @@ def plan(
     draft_device_map: DeviceMap | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
     cache_tokens: int = CACHE_TOKENS,
-    dtype: torch.dtype | str | None = "auto",
+    dtype: Dtype = "auto",
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> Placement:
@@ -85,30 +86,26 @@ def _beside_cache(limits: dict[Any, int], runs: list[Any], weights: int, cache: 
 
 
 def weights_of(
-    config: PreTrainedConfig,
-    dtype: torch.dtype | str | None,
-    trust_remote_code: bool,
-    device_map: Any = None,
-    quantization_config: Any = None,
+    config: PreTrainedConfig, dtype: Dtype, trust: bool, device_map: Any = None, quantised: Any = None
 ) -> int:
     """Bytes of a model's weights, as its quantiser stores them; tied ones are counted once."""
-    quantizer, config, _ = get_hf_quantizer(copy.deepcopy(config), quantization_config, device_map, True, {})
+    quantizer, config, _ = get_hf_quantizer(copy.deepcopy(config), quantised, device_map, True, {})
     chosen = _dtype(config, dtype)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust)
     if quantizer is not None:
         options = {"dtype": chosen, "device_map": device_map, "checkpoint_files": None, "use_kernels": False}
         quantizer.preprocess_model(model=model, **options)
     return compute_module_sizes(model, quantizer)[0][""]
 
 
-def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> int:
+def cache_bytes(config: PreTrainedConfig, dtype: Dtype) -> int:
     """What a cache takes for one token, at most: sliding windows and recurrent layers are not deducted."""
     kinds = 2 if config.is_encoder_decoder else 1  # self-attention and cross-attention
     return kinds * cached_numbers(config) * _dtype(config, dtype).itemsize
 
 
-def _dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> torch.dtype:
+def _dtype(config: PreTrainedConfig, dtype: Dtype) -> torch.dtype:
     chosen = (config.dtype if dtype in (None, "auto") else dtype) or torch.float32
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen
 

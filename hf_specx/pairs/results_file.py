@@ -2,8 +2,9 @@
 
 `done.jsonl` gets a line as soon as a text is known, and has them in the order of the prompts once it is complete.
 `done.jsonl.arguments` says what it was made with, and carries the locks: of its first byte by the process that writes
-a line, of byte i + 1 by the one that completes prompt i, whether there are so many bytes or not. The system frees the
-locks of a process that ends, however it ends, so what was not finished is free again.
+a line, of byte i + 1 by the one that completes prompt i, of byte `PRESENT` by all that are at it, whether there are so
+many bytes or not. The system frees the locks of a process that ends, however it ends, so what was not finished is free
+again.
 """
 
 import hashlib
@@ -26,8 +27,7 @@ with suppress(ImportError):  # Windows has none, and is refused
     import fcntl
 
 OPEN: set[Path] = set()  # files that this process completes: locks of the system hold between processes only
-WRITER = 0  # the byte that is locked by whoever writes
-ALL = 0  # as a number of bytes: to the end
+WRITER, PRESENT = 0, 2**62  # bytes
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def open_results(path: str | Path, arguments: dict[str, Any]) -> Iterator["Resul
     OPEN.add(path)
     try:
         with open(told_by, "a+b", buffering=0) as file:  # closing it frees all locks
-            results = ResultsFile(path, file, json.dumps(arguments, indent=1).encode())
-            results.agree()
+            results = ResultsFile(path, file)
+            results.agree(arguments)
             yield results
     finally:
         OPEN.discard(path)
@@ -75,23 +75,28 @@ def open_results(path: str | Path, arguments: dict[str, Any]) -> Iterator["Resul
 class ResultsFile:
     """The results of prompts, of which 16 bytes are kept for each; `told_by` says what made them, or is to say it."""
 
-    def __init__(self, path: Path, told_by: FileIO, arguments: bytes):
-        self.path, self.told_by, self.arguments = path, told_by, arguments
+    def __init__(self, path: Path, told_by: FileIO):
+        self.path, self.told_by = path, told_by
         self.prompts = 0  # how many there are, as far as they were claimed
         self._forget()
 
-    def agree(self) -> None:
-        """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
+    def agree(self, arguments: dict[str, Any]) -> None:
+        """Compare what the texts depend on with what the file was made with; a new one is made with ours.
+
+        It stays so for as long as anybody is at it.
+        """
+        text = json.dumps(arguments, indent=1).encode()
+        earlier: Any = None
         with self._writing() as file:
-            nobody_is_at_it = self._lock(WRITER + 1, ALL)
-            self._unlock(WRITER + 1, ALL)
+            nobody_is_at_it = self._lock(PRESENT)
             if nobody_is_at_it and os.fstat(file.fileno()).st_size == 0:
                 self.told_by.truncate(0)
-                self.told_by.write(self.arguments)
-            made_with, ours = self._read_arguments(), json.loads(self.arguments)
-        earlier: Any = None
-        with suppress(ValueError):
-            earlier = json.loads(made_with)
+                self.told_by.write(text)
+            self._lock(PRESENT, shared=True)
+            self.told_by.seek(0)  # it stays open: a process that closes a file once loses all locks on it
+            with suppress(ValueError):
+                earlier = json.loads(self.told_by.read())
+        ours = json.loads(text)
         told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."
         require(isinstance(earlier, dict), told)
         for key in sorted(ours.keys() | earlier.keys(), key=lambda key: (key == "do_sample", key)):
@@ -99,7 +104,6 @@ class ResultsFile:
             then, now = (f"with {key}={brief(of[key])}" if key in of else f"without {key}" for of in (earlier, ours))
             told = f"{self.path} was made {then}, now {now}; give the same, or another file."
             require(earlier.get(key) == ours.get(key), told)
-        self.arguments = made_with
 
     def is_done(self, prompt: NumberedText) -> bool:
         """Whether the file is known to have the result of a prompt, and not that of another one of its index."""
@@ -127,8 +131,7 @@ class ResultsFile:
         """Write the result of a prompt that was claimed; it is in the hands of the system then."""
         with self._writing() as file:
             is_ours = os.path.samestat(os.stat(self.told_by.name), os.fstat(self.told_by.fileno()))
-            told = f"another call has begun {self.path} anew, with other arguments; name another file."
-            require(is_ours and self._read_arguments() == self.arguments, told)
+            require(is_ours, f"another call has begun {self.path} anew; name another file.")
             if not self.is_done(result.prompt):
                 file.truncate(self.end)  # a process that is killed may leave half a line
                 file.write(result.line())
@@ -153,10 +156,11 @@ class ResultsFile:
         with self._writing():
             return [prompt for prompt in prompts if not self.is_done(prompt)]
 
-    def _lock(self, first: int, count: int = 1, wait: bool = False) -> bool:
-        """Lock bytes for this process; False if another one has locked any, unless we wait for that."""
+    def _lock(self, byte: int, wait: bool = False, shared: bool = False) -> bool:
+        """Lock a byte for this process; False if another one has locked it, unless we wait for that."""
         try:
-            fcntl.lockf(self.told_by, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, first)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.lockf(self.told_by, kind | (0 if wait else fcntl.LOCK_NB), 1, byte)
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:
@@ -164,8 +168,8 @@ class ResultsFile:
             raise ValueError(told) from error
         return True
 
-    def _unlock(self, first: int, count: int = 1) -> None:
-        fcntl.lockf(self.told_by, fcntl.LOCK_UN, count, first)
+    def _unlock(self, byte: int) -> None:
+        fcntl.lockf(self.told_by, fcntl.LOCK_UN, 1, byte)
 
     @contextmanager
     def _writing(self) -> Iterator[BinaryIO]:
@@ -181,11 +185,6 @@ class ResultsFile:
         except OSError as error:
             told = f"the same call goes on from the {self.count} results that are in {self.path.name}"
             raise OSError(error.errno, f"{error.strerror}; {told}", error.filename or str(self.path)) from error
-
-    def _read_arguments(self) -> bytes:
-        """By the file that is open: the system ends all locks of a process on a file that it closes once."""
-        self.told_by.seek(0)
-        return self.told_by.read()
 
     def _forget(self) -> None:
         self.inode, self.end, self.count = -1, 0, 0

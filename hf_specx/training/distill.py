@@ -35,7 +35,7 @@ from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .reading import REMEMBERED_BYTES, Remembered, Text
 from .recipe import TrainingRecipe
-from .result import Distilled, card_notes
+from .result import COMMAND, Distilled, card_notes
 from .texts import Phases, Writer, fingerprint_of
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
@@ -56,7 +56,7 @@ def distill(
     folder: str | Path | None = None,
     progress: Tell | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-    command: str = "hf_specx.distill(...)",
+    command: str = COMMAND,
     **options: Any,
 ) -> Distilled:
     """Train a draft so that the target accepts more of what it proposes.
@@ -167,10 +167,9 @@ def _train(
     phases = Phases(writer, split.training, remembered.add)
     phases.begin(0, partial(tell, "phase 1, writing"))
     learner.begin(split.training, phases.texts)
-    afresh = Remembered(target, learner.places, recipe.batch_size, 0)
 
     def measured(module: Any, texts: list[Text]) -> torch.Tensor:
-        return measure(afresh, learner.predict, module, texts, recipe)
+        return measure(remembered, learner.predict, module, texts, recipe)
 
     def judge(module: Any) -> float:
         return alpha(measured(module, validation)[:, 0])

@@ -17,15 +17,13 @@ from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.layers import read_by
 from hf_specx.drafting.suffix import SuffixDraft
 
-from .blocks import blocks
 from .draft import Learner, Tokenizers, named
 from .losses import Predicted
+from .places import PLACES
 from .reading import Said, Text
 from .recipe import TrainingRecipe
-from .unrolled import unrolled
 
 
-PLACES: Any = {"eagle3": unrolled, "dspark": blocks, "dflash": blocks}
 MOST = 512  # tokens of a text that are learned from, its last ones: memory and time of a step grow with them
 EVERY = 8  # of how many tokens one is begun a block behind in a step of training, from a random one on
 INITIAL = 0.02  # standard deviation of weights that start at random
@@ -123,7 +121,7 @@ class HeadOnTexts(nn.Module):
     def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:
         """Logits [M, V_d] in float32 of all places, the number of each [M], and how many are before it in its draft.
 
-        Arguments as those of `unrolled`.
+        Arguments as those of `places.unrolled`.
         """
         body, found, memory = self.draft_head.body, [], None
         for step, before, rows, normed in PLACES[body.config.kind](self, *texts):

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specx.sampling.processors import in_runs, warp
 
@@ -41,7 +36,6 @@ def total_variation(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return 1 - acceptance_of(p, log_q.exp())
 
 
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 LOSSES = {"jsd": jsd, "total_variation": total_variation}
 
 

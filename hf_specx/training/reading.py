@@ -74,7 +74,8 @@ class Remembered:
 
     They are kept on the host and in the target's precision, and read in the order in which texts were written, so they
     are the same, bit for bit, where an interrupted training goes on. Texts that come when the room is full are read
-    each time; so are all texts of a target whose logits are not what its head gives, as if they are capped or scaled.
+    each time, with those beside them; so are all of a target whose logits are not what its head gives, as if they are
+    capped or scaled.
 
     Args:
         target: in evaluation mode.
@@ -86,15 +87,15 @@ class Remembered:
     def __init__(self, target: PreTrainedModel, places: Sequence[Place], rows: int, room: int = REMEMBERED_BYTES):
         self.target, self.places, self.rows = target, places, rows
         self.head: Any = target.get_output_embeddings()
-        self.room, self.keeps = room, self.head is not None and room > 0
+        self.room = 0 if self.head is None else room  # that is left
         self.known: list[tuple[torch.Tensor, ...] | None] = []  # of each text so far, None where it is read each time
 
     @torch.no_grad()
     def add(self, texts: Sequence[Text]) -> None:
         """Read the texts that were written last, of one phase."""
         found: list[tuple[torch.Tensor, ...]] = []
-        for start in range(0, len(texts), self.rows):
-            read = self._read(texts[start : start + self.rows])[1] if self.keeps and self.room > 0 else []
+        while self.room > 0 and len(found) < len(texts):
+            read = self._read(texts[len(found) : len(found) + self.rows], True)[1]
             self.room -= sum(part.nbytes for parts in read for part in parts)
             found += read
         if found:  # in one block: small tensors that stay keep an allocator from giving back what lies between them
@@ -105,19 +106,16 @@ class Remembered:
     @torch.no_grad()
     def said(self, texts: Sequence[Text], numbers: Sequence[int] | None = None) -> Said:
         """Of texts with these numbers, in the order of `add` and counted from 0; None is for others."""
-        known = [None] * len(texts) if numbers is None else [self.known[number] for number in numbers]
-        unread = [text for text, parts in zip(texts, known, strict=True) if parts is None]
-        if len(unread) == len(texts):
+        known = [parts for number in numbers or () if (parts := self.known[number]) is not None]
+        if len(known) < len(texts):
             return self._read(texts)[0]
-        read = iter(self._read(unread)[1] if unread else [])
-        found = [next(read) if parts is None else parts for parts in known]
-        rows = torch.cat([parts[0] for parts in found]).to(last_device(self.target))
-        return Said(self.head(rows).float(), [parts[1] for parts in found if self.places])
+        rows = torch.cat([parts[0] for parts in known]).to(last_device(self.target))
+        return Said(self.head(rows).float(), [parts[1] for parts in known if self.places])
 
-    def _read(self, texts: Sequence[Text]) -> tuple[Said, list[tuple[torch.Tensor, ...]]]:
-        """What a forward says, and what is kept of it for each text; nothing if more is done to the head's logits."""
+    def _read(self, texts: Sequence[Text], keep: bool = False) -> tuple[Said, list[tuple[torch.Tensor, ...]]]:
+        """What a forward says, and what to keep of each text; nothing if more is done to logits than the head does."""
         seen: list[torch.Tensor] = []
-        hook = self.head and self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0])) if keep else None
         hidden = HiddenStates(self.places, last_device(self.target))
         try:
             with hidden:
@@ -128,12 +126,14 @@ class Remembered:
         lengths = [len(text.prompt) + len(text.new) for text in texts]
         states = [row[:length] for row, length in zip(hidden.last(), lengths, strict=True)] if self.places else []
         said = Said(logits[wanted.to(logits.device)].float(), states)
+        if not keep:
+            return said, []
         places = slice(-logits.shape[1] - 1, -1)
-        gives = self.keeps and len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
+        gives = len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
         if gives and not self.known:
             gives = torch.equal(self.head(seen[0])[:, places].to(logits), logits)
         if not gives:
-            self.keeps = False
+            self.room = 0
             return said, []
         read = [row[at] for row, at in zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)]
         return said, list(zip(read, *([row.cpu() for row in states],) * bool(states), strict=True))

@@ -22,6 +22,7 @@ from .recipe import TrainingRecipe
 from .trainer import Tell
 
 
+COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless it is told
 PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
@@ -62,10 +63,7 @@ class Distilled:
         )
 
     def measure(
-        self,
-        batches: Sequence[int] = (1, 8),
-        command: str = "hf_specx.distill(...)",
-        progress: Tell = lambda *_: None,
+        self, batches: Sequence[int] = (1, 8), command: str = COMMAND, progress: Tell = lambda *_: None
     ) -> None:
         """Time the pair on the held-out prompts, in turns with plain `generate`, and put the figures into its config.
 

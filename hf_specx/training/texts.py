@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,15 +32,8 @@ class Writer:
 
     def __init__(self, target: PreTrainedModel, learner: Learner, folder: Path):
         self.target, self.learner, self.recipe, self.folder = target, learner, learner.recipe, folder
-        self.of_target, self.strategy = fingerprint_of(target), self._strategy()
-
-    def _strategy(self) -> SpeculativeDecoding:
-        """With what drafts now."""
-        tokenizer, draft_tokenizer = self.learner.tokenizers
-        verification = "coupled" if self.recipe.do_sample else None
-        return SpeculativeDecoding(
-            self.learner.drafts, verification=verification, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
-        )
+        self.of_target = fingerprint_of(target)
+        self.strategy: Any = None
 
     def write(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
@@ -64,8 +58,10 @@ class Writer:
                 advance(len(found), len(mine))
             return found
 
-        if self.strategy.draft_model is not self.learner.drafts:
-            self.strategy = self._strategy()
+        if self.strategy is None or self.strategy.draft_model is not self.learner.drafts:
+            self.strategy = SpeculativeDecoding(self.learner.drafts)
+            self.strategy.verification = "coupled" if self.recipe.do_sample else None
+            self.strategy.tokenizer, self.strategy.draft_tokenizer = self.learner.tokenizers
         if isinstance(self.learner.drafts, torch.nn.Module):
             self.learner.drafts.eval()
         new = dict(gathered(share))
@@ -81,12 +77,7 @@ class Phases(torch.utils.data.Dataset[int]):
     Each prompt is used once before any is used again; `written` is called with the new texts of each phase, in order.
     """
 
-    def __init__(
-        self,
-        writer: Writer,
-        prompts: Sequence[list[int]],
-        written: Callable[[list[Text]], object] = lambda texts: None,
-    ):
+    def __init__(self, writer: Writer, prompts: Sequence[list[int]], written: Callable[[list[Text]], object]):
         self.writer, self.prompts, self.recipe, self.written = writer, prompts, writer.recipe, written
         self.texts: list[Text] = []  # all so far, as they are learned from; their places are their numbers
         self.order: list[int] = []  # numbers of the texts of this phase

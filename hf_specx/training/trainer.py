@@ -137,11 +137,7 @@ class DistillationTrainer(Trainer):
         return collate([self.phases.texts[number] for number in numbers]) | {"numbers": torch.tensor(numbers)}
 
     def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
         numbers = inputs["numbers"].tolist()

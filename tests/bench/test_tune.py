@@ -176,9 +176,9 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
 def test_revisions_reach_the_hub(folders, monkeypatch):
     seen, plain = [], tune.get_files
 
-    def get_files(name, revision, patterns):
+    def get_files(name, revision):
         seen.append((name, revision))
-        return plain(name, None, patterns)
+        return plain(name, None)
 
     monkeypatch.setattr(tune, "get_files", get_files)
     monkeypatch.setattr(tune, "check_place", lambda name, revision: None)  # these are folders

@@ -13,7 +13,7 @@ from hf_specx.hub.pair_config import CONFIG_NAME
 ROW = {"target": {"1": 1.0, "5": 2.0}, "draft": 0.5}
 COSTS = {"hardware": "a clock", "dtype": "float32", "table": {}, "alpha": {}}
 EXIT, SHORT = {"exit_layer": 1}, {"min_match": 3, "max_match": 2}
-NO_ROW = "costs: table is .* for 1 and at least one more number; measure it anew with specx tune"
+TIMES = r"costs: table\['2'\]: target"
 
 
 def whole(content: str | bytes):
@@ -67,10 +67,10 @@ CASES = [
     ("both in the folder of the pair under ''; a draft needs", said("draft.subfolder", "")),
     ("num_draft_tokens is 1000000000, neither 'auto' nor an int from 0 to 64", said("num_draft_tokens", 10**9)),
     ("layout is 'os.system', none of auto", said("layout", "os.system")),
-    (NO_ROW, costs(draft=-1.0)),
-    (NO_ROW, costs(target={"1": 1.0, "5": float("inf")})),
-    (NO_ROW, costs(target={"2": 1.0, "3": 2.0})),
-    (NO_ROW, costs(target=json.loads("[" * 500 + "]" * 500))),
+    (r"table\['2'\]: draft is -1.0, no time; measure it anew with specx tune", costs(draft=-1.0)),
+    (rf"{TIMES}\['5'\] is inf, which nothing measures", costs(target={"1": 1.0, "5": float("inf")})),
+    (f"{TIMES} is .*, not for 1 and at least one more number", costs(target={"2": 1.0, "3": 2.0})),
+    (rf"{TIMES} is \[\[.*, not dict", costs(target=json.loads("[" * 500 + "]" * 500))),
     (r"rounds\['2'\]\['1'\] is 0.0, which nothing measures", rounds({"2": {"1": 0.0}})),
     ("rounds.* is '1000', no number of candidates", rounds({"2": {"1000": 1.0}})),
     ("alpha is nan, no probability", measured(alpha=float("nan"))),

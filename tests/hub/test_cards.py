@@ -70,28 +70,19 @@ def every_string(value, text):
 
 
 def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
-    """One of a well-known pair claims nothing but the ids."""
+    """All facts and figures of the embedded pair; one of a well-known pair claims nothing but the ids."""
     written = {path.name: path.read_text(encoding="utf-8") for path in write_cards(tmp_path / "new")}
     assert written == {path.name: path.read_text(encoding="utf-8") for path in CARDS.iterdir()}
-    models = {cell for row in table(section(written["opt-6.7b-with-125m.md"], "Base model"))[1:] for cell in row[1:]}
-    assert models == {"facebook/opt-6.7b", "facebook/opt-125m", "not pinned", "not checked"}
 
 
-def test_every_fact_and_figure_is_shown():
-    """Speeds are in the front matter too, where the Hub reads them."""
+def test_where_the_models_and_the_code_are():
     card = render(full(), "org/pair", published=True)
-    assert "not checked" not in card
-    assert "not measured" not in card
-    models = [row[1:] for row in table(section(card, "Base model"))[1:]]
-    facts = [[fact] * 2 for fact in ("llama", "12,345", "48", "128", "float32")]
-    assert models == [["inside", "org/draft, in small"], ["-", "c0ffee"], *facts]
-    arguments = {row[0]: row[1] for row in table(section(card, "Additional Arguments"))}
-    assert {"num_draft_tokens": "3", "verification": "token", "layout": "padded"}.items() <= arguments.items()
-    data = ModelCard(card).data
-    assert (data.license, data.base_model, data.model_name) == ("apache-2.0", ["org/draft"], "org/pair")
-    (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value) == ("speedup", 1.39)
-    assert "custom_generate" in data.tags
+    assert [row[1:] for row in table(section(card, "Base model"))[1:3]] == [
+        ["inside", "org/draft, in small"],
+        ["-", "c0ffee"],
+    ]
+    assert ModelCard(card).data.base_model == ["org/draft"]
+    assert "custom_generate" in ModelCard(card).data.tags
     for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
         assert "custom_generate" not in ModelCard(card).data.tags  # there is no code beside it
 
@@ -136,14 +127,6 @@ def test_a_draft_with_a_tokenizer_of_its_own():
     card = render(full(tokenizers=tokenizers, draft_tokenizer=DraftTokenizer(50, 0.947)), "org/pair")
     assert "48 tokens of the target; the draft has a tokenizer of its own with 50, among them 95% of the" in card
     assert "serves other targets with any tokenizer" in card
-
-
-def test_what_is_missing_is_said_to_be_missing():
-    card = render(full(target=ModelSource(model_type="llama"), tokenizers=None, license=None), "org/pair")
-    unknown = [row[1] for row in table(section(card, "Base model"))[4:]]
-    assert unknown == ["not checked", "not checked", "no limit in its config", "not checked"]
-    assert "Tokenizers: *not checked*" in card
-    assert section(card, "Licence").startswith("\n*not checked*.")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Loading a model as what its files say it is."""
+"""Loading a model as what its files say it is, and what a pair notes of a loaded one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,18 +8,17 @@ import torch
 import zoo
 from repositories import SMALL, code
 from tiny import tiny
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from vision import seeing
 
+from hf_specx.hub import facts
+from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import Files
 from hf_specx.hub.load_model import auto_class, load_model
+from hf_specx.hub.pair_config import ModelSource
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def load(folder: Path, trust: bool = False, **options) -> PreTrainedModel:
@@ -28,17 +28,17 @@ def load(folder: Path, trust: bool = False, **options) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "model_type", "expected"),
     [
-        ("causal", "gpt2", AutoModelForCausalLM),
-        ("seq2seq", "t5", AutoModelForSeq2SeqLM),
-        ("speech", "whisper", AutoModelForSpeechSeq2Seq),
-        ("vision", "llava", AutoModelForImageTextToText),
+        ("causal", "gpt2", "AutoModelForCausalLM"),
+        ("seq2seq", "t5", "AutoModelForSeq2SeqLM"),
+        ("speech", "whisper", "AutoModelForSpeechSeq2Seq"),
+        ("vision", "llava", "AutoModelForImageTextToText"),
     ],
 )
-def test_each_kind_comes_back(kind: str, model_type: str, expected: type, tmp_path: Path):
+def test_each_kind_comes_back(kind: str, model_type: str, expected: str, tmp_path: Path):
     model = seeing(model_type) if kind == "vision" else zoo.build(kind, model_type)
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
-    assert auto_class(loaded.config) is expected
+    assert auto_class(loaded.config).__name__ == expected
     assert type(loaded) is type(model)
     assert not loaded.training
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
@@ -69,3 +69,35 @@ def test_weights_that_a_model_has_no_use_for_are_left(tmp_path: Path):
     model = tiny(**SMALL)
     model.save_pretrained(tmp_path, state_dict=model.state_dict() | {"classifier.weight": torch.ones(3)})
     assert len(load(tmp_path).model.layers) == SMALL["num_hidden_layers"]
+
+
+@pytest.fixture
+def model():
+    made = tiny(vocab_size=50).bfloat16()
+    made.name_or_path = "org/model"
+    return made
+
+
+def test_facts_of_a_model(model, tmp_path, monkeypatch):
+    """With where it is, unless that is not known, or is a folder here."""
+    kind = {"auto_class": "AutoModelForCausalLM", "model_type": "llama", "vocab_size": 50}
+    parameters = sum(p.numel() for p in model.parameters())
+    here = ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
+    monkeypatch.chdir(tmp_path)
+    assert model_facts(model) == here
+    model.config._commit_hash = COMMIT
+    assert model_facts(model) == replace(here, name="org/model", revision=COMMIT)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert model_facts(model) == here
+
+
+@pytest.mark.parametrize(("commits", "known"), [([], None), (["1", "2"], None), (["2"], "2")])
+def test_a_commit_is_that_of_the_only_snapshot(model, tmp_path: Path, monkeypatch, commits: list[str], known: str):
+    """transformers does not say which one it has loaded, and we do not guess."""
+    monkeypatch.setattr(facts.constants, "HF_HUB_CACHE", str(tmp_path))
+    for commit in commits:
+        snapshot = tmp_path / "models--org--model" / "snapshots" / (40 * commit)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").touch()
+    found = model_facts(model)
+    assert (found.name, found.revision) == (known and "org/model", known and 40 * known)

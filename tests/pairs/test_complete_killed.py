@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from completing import MANY, SAMPLED, SECONDS, Gate, ended, start
+from forking import context
 
 from hf_specx import DraftTargetPair
+from hf_specx.pairs.results_file import open_results
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +66,20 @@ def test_others_take_what_a_slow_process_leaves(folder: Path, undisturbed: bytes
     assert out.read_bytes() == undisturbed
 
 
-def test_nobody_begins_a_file_anew_that_another_process_is_at(folder: Path, undisturbed: bytes, tmp_path: Path):
-    """Not even before the first result."""
+def hold(out: Path, gate: Gate) -> None:
+    with open_results(out, {"seed": 1}):
+        gate.pass_through(0)
+
+
+def test_nobody_begins_a_file_anew_that_another_process_is_at(tmp_path: Path):
+    """Not even before it has taken a prompt."""
     out, gate = tmp_path / "done.jsonl", Gate()
-    first = start(folder, out, gate)
+    other = context.Process(target=hold, args=(out, gate))
+    other.start()
     gate.taken.get(timeout=SECONDS)
-    assert out.read_bytes() == b""
-    assert ended(start(folder, out, max_new_tokens=11)) == 1
+    with pytest.raises(ValueError, match="was made with seed=1, now with seed=2"), open_results(out, {"seed": 2}):
+        pass
     gate.open()
-    assert ended(first) == 0
-    assert out.read_bytes() == undisturbed
+    assert ended(other) == 0
+    with open_results(out, {"seed": 2}):
+        assert '"seed": 2' in (tmp_path / "done.jsonl.arguments").read_text()

@@ -90,7 +90,7 @@ def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
         return load(files, *trust_and_target, **kwargs)
 
     monkeypatch.setattr(hub_loading, "load_model", note)
-    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: Placement({}))
+    monkeypatch.setattr(pair_loading, "plan", lambda *args: Placement({}))
     DraftTargetPair.from_pretrained(
         folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}
     )

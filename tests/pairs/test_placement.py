@@ -86,6 +86,15 @@ def test_the_draft_is_where_the_target_ends(device_map: str):
     assert (held[0] == 0) == (device_map == "balanced_low_0")
 
 
+@pytest.mark.parametrize(("asked", "home"), [(1, 1), ("cuda:1", 1), ("cuda", 0), ("cpu", "cpu")])
+def test_room_is_left_where_the_draft_is_asked_for(asked: Any, home: Any):
+    """And nowhere else; the device itself is given to the loader."""
+    limits = dict.fromkeys((0, 1, "cpu"), 4 * ALL)
+    place, whole = (planned(limits, draft_device_map=where) for where in (asked, {"": "disk"}))
+    left = {device for device, size in whole.target["max_memory"].items() if place.target["max_memory"][device] < size}
+    assert (place.home, left) == (None, {home})
+
+
 @pytest.mark.parametrize("device_map", [None, 1, "cuda:1", torch.device("cpu"), {"model": 0, "lm_head": "cuda:1"}])
 def test_what_is_asked_for_is_left_alone(device_map: Any):
     assert planned({0: 1, "cpu": 1}, device_map) == Placement({} if device_map is None else {"device_map": device_map})

@@ -2,6 +2,8 @@
 
 import copy
 import random
+from importlib import import_module
+from pathlib import Path
 
 import numpy
 import pytest
@@ -16,16 +18,9 @@ from zoo import build
 
 from hf_specx import DraftTargetPair, distill
 from hf_specx.hub.cards import render
-from hf_specx.training.losses import LOSSES
+from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_raises_alpha(loss: str):
-    result = trained(loss=loss)
-    assert result.gain.low > 0
-    assert result.after.value - result.before.value == pytest.approx(result.gain.value)
-    assert result.pair.report is None
+from hf_specx.training.trainer import training_arguments, with_plain_arguments
 
 
 @pytest.mark.parametrize("first", ["a draft", "exit:1"])
@@ -62,7 +57,7 @@ def test_reported_alpha_is_that_of_generating():
     assert report.alpha > result.before.high
 
 
-def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[TrainingRecipe] = []
     monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
     target, draft = models()
@@ -74,7 +69,13 @@ def test_what_is_not_said_is_as_the_target_generates(monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError):
         distill(target, "dspark", some_prompts())
     assert seen.pop().passes == 32  # of its cheap steps
+    own.do_sample, options = False, {"phases": 1, "passes": 1, "seed": 0, "bf16": False}
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    tokens = torch.arange(500) % 48
+    with pytest.raises(ZeroDivisionError):  # the embedded pair samples, whatever its target's config says
+        import_module("train_pair").distil_draft(target, "layers:1", tokens, tokens, tmp_path, **options)
     found = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
+    assert found.pop()[:4] == (True, 1.0, 1.0, 0)
     assert found == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
 
 
@@ -178,6 +179,45 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, told: str):
     with pytest.raises(ValueError, match=told):
         trained(**options)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
+    """Also where there is an accelerator; and in its own precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    args = training_arguments(ModelDraft(tiny(), tiny(), TrainingRecipe()), tmp_path, 1)
+    assert (args.device.type, args.bf16) == ("cpu", False)
+
+
+def test_what_is_set_in_training_arguments_is_taken():
+    """As from a dict; but for their folder, which `folder` replaces."""
+    given = {"bf16": True, "gradient_accumulation_steps": 4, "use_cpu": True, "lr_scheduler_type": "cosine"}
+    found = with_plain_arguments({"phases": 2, "training": TrainingArguments(**given, output_dir="x")})
+    assert found["phases"] == 2
+    assert given.items() <= TrainingRecipe(**found).training.items()
+
+
+WRONG_RECIPES = {
+    "loss='kl' is unknown; choose one of jsd, total_variation": {"loss": "kl"},
+    "temperature=0 is not above 0": {"temperature": 0},
+    "do_sample=False draws nothing": {"do_sample": False, "top_p": 0.9},
+    "batch_size=2.5 is not an int": {"batch_size": 2.5},
+    "seed=4294967296 is not an int of 0 or more, and below 2": {"seed": 2**32},
+    "learn_from_prompts='yes' is neither True nor False": {"learn_from_prompts": "yes"},
+    "lora=0 is no rank": {"lora": 0},
+    "learning_rate='1e-3' is no number above 0": {"learning_rate": "1e-3"},
+    "training=3 is neither a TrainingArguments nor a dict": {"training": 3},
+    "'max_steps'.*is set by distill": {"training": TrainingArguments(max_steps=5)},
+    "'fsdp'.*the draft is whole on each device": {"training": {"fsdp": "full_shard"}},
+    "no argument 'phasez'; did you mean 'phases'": {"phasez": 3},
+}
+
+
+@pytest.mark.parametrize("told", WRONG_RECIPES)
+def test_what_cannot_be_trained_is_refused(told: str):
+    with pytest.raises((ValueError, TypeError), match=told):
+        TrainingRecipe.of(with_plain_arguments(WRONG_RECIPES[told]))
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own: one that is killed, and two that share the work."""
+"""Trainings in processes of their own, which run this file: one that is killed, and two that share the work."""
 
 import json
 import os
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from training_cases import Stop, trained
+
+from hf_specx.pairs.shares import processes
 
 
 pytestmark = pytest.mark.slow
@@ -22,7 +25,7 @@ def run(folder: Path, out: Path, how: list[str] = [], **options) -> int:  # noqa
     """The exit status of a training."""
     paths = [HERE.parents[1], HERE, HERE.parent / "support", os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "ACCELERATE_USE_CPU": "1"}
-    command = [sys.executable, *how, str(HERE / "train_tiny.py"), str(folder), str(out), json.dumps(options)]
+    command = [sys.executable, *how, __file__, str(folder), str(out), json.dumps(options)]
     return subprocess.run(command, env=environment, check=False, timeout=300).returncode
 
 
@@ -64,3 +67,12 @@ def test_two_processes_equal_one(tmp_path, options):
         torch.testing.assert_close(first[name], weight, atol=1e-4, rtol=1e-3)
     assert alphas(tmp_path / "two-0") == pytest.approx(alphas(tmp_path / "one-0"), abs=1e-4)
     assert alphas(tmp_path / "one-0")[-1] > alphas(tmp_path / "one-0")[0] + 0.005
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, out, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    callbacks = [Stop(options.pop("kill"), signal.SIGKILL)] if "kill" in options else []
+    result = trained(folder=folder, callbacks=callbacks, **options)
+    found = {name: weight.clone() for name, weight in result.pair.draft.state_dict().items()}
+    save_file(found, f"{out}-{processes().process_index}", {"alphas": json.dumps(result.alphas)})

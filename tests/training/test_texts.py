@@ -62,14 +62,19 @@ def test_targets_that_differ_in_precision_or_name():
 
 
 def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
-    told = []
-    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), some_prompts(7), told.append)
+    """Each prompt is used once before any is used again."""
+    told, prompts = [], some_prompts(6)
+    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), prompts, told.append)
     phases.begin(0, silent)
     assert len(phases.order) == len(phases) == 9
     assert set(phases.order) == {0, 1, 2}
     phases.begin(1, silent)
     assert {3, 4, 5} <= set(phases.order) <= set(range(6))
     assert told == [phases.texts[:3], phases.texts[3:]]
+    phases.begin(3, silent)
+    used = [text.prompt for text in phases.texts]
+    assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
+    assert used[:6] != used[6:]
 
 
 def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(tmp_path):
@@ -80,12 +85,3 @@ def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(
     for phases in (plain, whole):
         phases.begin(0, silent)
     assert whole.texts == [(text.prompt[:1], text.prompt[1:] + text.new) for text in plain.texts]
-
-
-def test_each_prompt_is_used_once_before_any_is_used_again(tmp_path):
-    prompts = some_prompts(6)
-    phases = Phases(writer(tmp_path, max_new_tokens=1), prompts, silent)
-    phases.begin(3, silent)
-    used = [text.prompt for text in phases.texts]
-    assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
-    assert used[:6] != used[6:]

@@ -1,5 +1,6 @@
 """What several files of this room use: a target, a draft near it, prompts, and a training of a second."""
 
+import signal
 from typing import Any
 
 import torch
@@ -59,11 +60,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class Stop(TrainerCallback):
-    """Ends a training in a step: as Ctrl-C does, or by another error."""
+    """Ends a training in a step: as Ctrl-C does, by another error, or by a signal."""
 
-    def __init__(self, step: int, error: BaseException | None = None):
-        self.step, self.error = step, error or KeyboardInterrupt()
+    def __init__(self, step: int, by: Any = KeyboardInterrupt):
+        self.step, self.by = step, by
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise self.error
+            if isinstance(self.by, signal.Signals):
+                signal.raise_signal(self.by)
+            raise self.by
