@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.streamers import BaseStreamer
 
 import hf_specx
 
@@ -261,17 +262,36 @@ def on_device(model: nn.Module) -> nn.Module:
     return moved
 
 
-def launched(
-    model: Any, inputs: dict[str, torch.Tensor], strategy: Any = None, **settings: Any
-) -> tuple[Counter, int]:
-    """What a call launches on the device, by rooms, and in how many rounds, or steps of plain `generate`."""
+class Launches(BaseStreamer):
+    """Notes, as a streamer of plain `generate` or a listener of ours, what has been launched after each step."""
+
+    def __init__(self) -> None:
+        self.after: list[Counter[str]] = []
+
+    def put(self, value: Any) -> None:
+        self.after.append(Counter(Accelerator.current.launches))
+
+    observe = put
+
+    def end(self) -> None:
+        """Nothing more is launched for a step."""
+
+
+def launched(model: Any, inputs: dict[str, torch.Tensor], strategy: Any = None, **settings: Any) -> dict[str, float]:
+    """What a round of a call launches on the device, or a step of plain `generate`, by rooms.
+
+    By three behind the first one, so that what a call launches once does not count, nor rounds with fewer candidates.
+    """
+    noted = Launches()
+    if strategy is not None:
+        strategy.listeners = (noted,)
     with emulated():
         there = {name: x.to("cuda:0") for name, x in inputs.items()}
-    with emulated() as device:
+    with emulated():
         torch.manual_seed(0)
-        model.generate(**there, **settings, custom_generate=strategy)
-    steps = settings["max_new_tokens"]
-    return device.launches, steps if strategy is None else strategy.report.rounds + strategy.report.plain_steps
+        how = {"streamer": noted} if strategy is None else {"custom_generate": strategy}
+        model.generate(**there, **settings, **how)
+    return {name: (number - noted.after[1][name]) / 3 for name, number in noted.after[4].items()}
 
 
 def as_parameter(tensor: torch.Tensor) -> OnDevice:

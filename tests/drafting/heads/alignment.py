@@ -22,7 +22,7 @@ SAMPLED = {"do_sample": True, "top_k": 0, "temperature": LOOSE, "max_new_tokens"
 
 def target_of(**changes: Any) -> PreTrainedModel:
     """A target of 8 layers, whose states are worth reading."""
-    return tiny(num_hidden_layers=LAYERS, **changes)
+    return tiny(**{"num_hidden_layers": LAYERS} | changes)
 
 
 class Aligned:

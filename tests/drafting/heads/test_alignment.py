@@ -95,9 +95,9 @@ FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "eagle3 of three layers":
 @pytest.mark.parametrize("names", [list(FORWARDS)[:3], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
 def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
-    target = target_of()
+    target = target_of(num_hidden_layers=4)
     for name in names:
-        head, number = head_of(name), FORWARDS[name]
+        head, number = head_of(name, layer_ids=(1, 2, 3)), FORWARDS[name]
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
         assert 0 < regions.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
@@ -110,7 +110,7 @@ def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path):
 @pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_compiled_queues(name: str, traced: None, tmp_path: Path):
     """Prompts that come later are read into the buffers, also such as have no room there."""
-    target, head = target_of(), head_of(name)
+    target, head = target_of(num_hidden_layers=4), head_of(name, layer_ids=(1, 2, 3))
     strategy = SpeculativeDecoding(loaded(head, tmp_path / "head", target), num_draft_tokens=2, compile=True)
     watch = watched(strategy, head, target)
     asked = [[1 + (number + place) % 40 for place in range(size)] for number, size in enumerate((1, 4, 6, 90, 3))]
