@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.hub.pair_config import Measurement, PairConfig, WeightlessDraft
+from hf_specx.hub.pair_config import Measurement, PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import check_runs
 from .compatibility import Finding
-from .drafts import read_draft
 
 
 BATCHES = (1, 8)
@@ -75,11 +72,3 @@ class DraftTrial:
             "speedup": self.speedup or None,
             "config": None if self.config is None else asdict(self.config),
         }
-
-
-def weightless_draft(name: str) -> WeightlessDraft | None:
-    """`SuffixDraft()` for "suffix", `EarlyExitDraft(4)` for "exit:4"; None for the name of a model."""
-    draft = read_draft(name)
-    if draft.model is not None:
-        return None
-    return SuffixDraft() if draft.layers is None else EarlyExitDraft(draft.layers)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
@@ -24,11 +26,10 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
 from .inputs import Inputs, encode, settings_of
 from .prediction import Prediction
 from .store import provenance
-from .study import DraftTrial, Study, weightless_draft
+from .study import DraftTrial, Study
 from .timer import Advance, Comparison, compare, time_call
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.bench.drafts import HELP_DRAFT, NEW_HEADS, check_head, read_draft
+from hf_specx.common.drafts import HELP_DRAFT, NEW_HEADS, check_head, read_draft
 from hf_specx.common.errors import require, similar
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specx.bench.drafts import SUFFIX, check_head, read_draft, split_revision
-from hf_specx.bench.study import DraftTrial, Study, weightless_draft
+from hf_specx.bench.study import DraftTrial, Study
 from hf_specx.bench.tune import find_files, tune
+from hf_specx.common.drafts import SUFFIX, check_head, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
+from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.hub.cards import known_card, known_config, render
 from hf_specx.hub.fetch import get_files, get_pair, get_tokenizer
 from hf_specx.hub.flatten import ENTRY

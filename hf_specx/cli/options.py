@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.bench.drafts import HELP_DRAFT, read_draft, split_revision
+from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.known_pairs import EMBEDDED, check_known_name

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.drafts import split_revision
+from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder, check_out, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.bench.checks import check_runs
-from hf_specx.bench.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
+from hf_specx.common.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 

@@ -50,7 +50,7 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], more: st
     known = list(known)
     name = min(set(given) - set(known), default=None)
     if name is not None:
-        raise TypeError(f"{where} has no argument {name!r}; {similar(SAME.get(name, name), known)}{more}")
+        raise TypeError(f"{where} has no argument {name!r}; {similar(SAME.get(name, name), known)}{more}".rstrip())
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

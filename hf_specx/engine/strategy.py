@@ -22,7 +22,7 @@ from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_dra
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.heads.named import loaded
+from hf_specx.drafting.heads.named import loaded, read_names
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import Prompt, prepare
@@ -50,8 +50,9 @@ class SpeculativeDecoding(NoModel):
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
             `SuffixDraft`; `EarlyExitDraft`; `DraftHead`; `MtpDraft`; a `Drafter` of yours; the name or folder of a
-            model or head, which the first call loads for its target; or a list of these with at most one that runs
-            forwards: each row and round takes what promises more.
+            model or head, which the first call loads for its target; another name that `--draft` takes ("suffix",
+            "exit:4", "head:NAME"); or a list of these with at most one that runs forwards: each row and round takes
+            what promises more.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
             later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
@@ -102,7 +103,7 @@ class SpeculativeDecoding(NoModel):
         costs: Costs | None = None,
         **unknown: Any,
     ):
-        self.draft_model: Any = unwrapped_draft(draft_model)
+        self.draft_model: Any = unwrapped_draft(read_names(draft_model))
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match

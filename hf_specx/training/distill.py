@@ -17,8 +17,8 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.drafts import NEW_HEADS, read_draft
 from hf_specx.bench.inputs import settings_of
+from hf_specx.common.drafts import NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead

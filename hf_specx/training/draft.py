@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.bench.drafts import LAYERS
 from hf_specx.common.devices import execution_device
+from hf_specx.common.drafts import LAYERS
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer

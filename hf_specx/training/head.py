@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specx.bench.drafts import NEW_HEADS
 from hf_specx.common.devices import last_device
+from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name, vocabulary
 from hf_specx.drafting.heads.config import HeadConfig

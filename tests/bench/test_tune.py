@@ -18,9 +18,10 @@ from transformers import BartConfig, LlamaConfig
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculationReport, SpeculativeDecoding, SuffixDraft
 from hf_specx.bench import tune
 from hf_specx.bench.prediction import Prediction, expected_rounds
-from hf_specx.bench.study import Study, weightless_draft
+from hf_specx.bench.study import Study
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
+from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 

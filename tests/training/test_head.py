@@ -12,7 +12,7 @@ from tiny import tiny
 from training_cases import report_of, same, some_prompts, trained, weights
 
 from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
-from hf_specx.bench.drafts import NEW_HEADS
+from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.training.draft import Learner
 from hf_specx.training.head import EVERY, HeadDraft, new_head
 from hf_specx.training.reading import Remembered, Text

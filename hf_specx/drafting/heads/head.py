@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device
-from hf_specx.common.errors import require
+from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
@@ -64,6 +64,8 @@ class DraftHead(PreTrainedModel):
         Raises:
             ValueError: the files are no head, or none for this target.
         """
+        told = f"target is {kind(target)}; give the target itself, as from_pretrained loads it."
+        require(not isinstance(target, str | Path), told)
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)

@@ -16,7 +16,10 @@ from transformers import (
 
 from hf_specx.common.checkpoints import find_file, read_config
 from hf_specx.common.devices import last_device
+from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
+from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.suffix import SuffixDraft
 
 from .head import DraftHead
 from .reading import is_head
@@ -25,8 +28,24 @@ from .reading import is_head
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 NO_ADAPTERS = {"subfolder": "none", "local_files_only": True}  # where transformers looks for one if peft is installed
 KERNEL = re.compile(r'"_?\w*_implementation": "[^"]*[/:]')  # a repository whose code would be run
-FOR_COMMANDS = re.compile("suffix|(exit|layers|head):.*")
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
+
+
+def weightless_draft(name: str) -> SuffixDraft | EarlyExitDraft | None:
+    """`SuffixDraft()` for "suffix", `EarlyExitDraft(4)` for "exit:4"; None for the name of a model."""
+    draft = read_draft(name)
+    if draft.model is not None:
+        return None
+    return SuffixDraft() if draft.layers is None else EarlyExitDraft(draft.layers)
+
+
+def read_names(draft: Any) -> Any:
+    """A draft, or a list of drafts, with those of names that stand for no files; folders are what they are."""
+    if isinstance(draft, list | tuple):
+        return [read_names(part) for part in draft]
+    if not isinstance(draft, str) or Path(draft).is_dir():
+        return draft
+    return weightless_draft(draft) or draft
 
 
 def loaded(draft: Any, target: PreTrainedModel) -> Any:
@@ -37,7 +56,10 @@ def loaded(draft: Any, target: PreTrainedModel) -> Any:
         return draft
     known = LOADED.setdefault(target, {})
     if str(draft) not in known:
-        known[str(draft)] = load_draft(str(draft), target)
+        name = draft if Path(draft).is_dir() else read_draft(str(draft)).model
+        found = load_draft(str(name), target)
+        check_head(str(draft), found)
+        known[str(draft)] = found
     return known[str(draft)]
 
 
@@ -47,10 +69,6 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
     """
-    told = (
-        f"draft_model={name!r} is spelt for a command; give EarlyExitDraft(number), SuffixDraft(), or the name alone."
-    )
-    require(FOR_COMMANDS.fullmatch(name) is None or Path(name).is_dir(), told)
     told = f"draft_model={name!r} is a pair; give the folder of its draft, or load it by DraftTargetPair."
     require(find_file(name, "specx_config.json") is None, f"{told}from_pretrained.")
     raw = read_config(name)

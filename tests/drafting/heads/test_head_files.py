@@ -177,3 +177,5 @@ def test_options_of_loading_are_checked(target, tmp_path: Path):
         DraftHead.from_pretrained(folder, target=target, revison="main")
     with pytest.raises(ValueError, match=r"layer_ids='last'"):
         DraftHead.from_pretrained(folder, target=target, layer_ids="last")
+    with pytest.raises(ValueError, match=r"target is a str; give the target itself"):
+        DraftHead.from_pretrained(folder, target="org/model")

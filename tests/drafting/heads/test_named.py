@@ -91,9 +91,34 @@ def test_names_that_lead_nowhere_and_pairs_are_refused(target, folders, tmp_path
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
 
 
-@pytest.mark.parametrize("name", ["suffix", "exit:2", "head:org/head"])
-def test_names_of_commands_are_told_apart(target, name: str):
-    with pytest.raises(ValueError, match="is spelt for a command; give EarlyExitDraft"):
+DRAFTS = {"suffix": "SuffixDraft", "exit:2": "EarlyExitDraft", "layers:2": "EarlyExitDraft", "head:head": "DraftHead"}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_names_are_those_of_commands(target, folders, monkeypatch, name: str):
+    """Also in a list, and in `generate`."""
+    monkeypatch.chdir(folders["head"].parent)
+    options = prompts(3) | {"max_new_tokens": 8, "do_sample": False}
+    wanted, strategy = target.generate(**options), SpeculativeDecoding(name)
+    assert torch.equal(target.generate(**options, custom_generate=strategy), wanted)
+    assert type(strategy.draft_model).__name__ == DRAFTS[name]
+    both = strategy if name == "suffix" else SpeculativeDecoding(["suffix", name])
+    assert torch.equal(target.generate(**options, custom_generate=both), wanted)
+    assert torch.equal(hf_specx.generate(**options, model=target, draft_model=name), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("exit:0", "names no number of layers"),
+        ("ngram:4", "means nothing; give one of: suffix"),
+        ("exits", "stands for several numbers of layers"),
+        ("head:model", "is a model and no head; leave head: out"),
+    ],
+)
+def test_names_that_mean_nothing(target, folders, monkeypatch, name: str, told: str):
+    monkeypatch.chdir(folders["head"].parent)
+    with pytest.raises(ValueError, match=told):
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(name))
 
 
