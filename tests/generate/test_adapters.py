@@ -1,16 +1,19 @@
 """A target with adapters of PEFT: its `generate` hands over the model inside, and that one decodes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from alike import WAYS
+from head_files import random_head, write
 from many import assert_alone
 from plain import coupled
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding
+from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding
 
 
 peft = pytest.importorskip("peft")
@@ -47,6 +50,19 @@ def test_padded_rows_have_the_text_of_generate(call: Callable, model_type: str):
 def test_requests_have_the_text_of_generate(model_type: str):
     asked = [Request(torch.arange(1, 1 + length), limit) for length, limit in ((3, 9), (8, 20), (5, 14), (1, 20))]
     assert_alone(coupled(tiny(model_type), 0.05), adapted(model_type), asked, batch_size=3, **GREEDY)
+
+
+def test_a_head_beside_an_adapter_that_is_switched_off_and_on(tmp_path: Path):
+    target, head = adapted("llama"), random_head(layer_ids=(0, 1), draft_vocab=24)
+    draft = DraftHead.from_pretrained(write(head, tmp_path), target=target)
+    strategy, texts = SpeculativeDecoding(draft, num_draft_tokens=3), []
+    for without in (False, True, False):
+        with target.disable_adapter() if without else nullcontext():
+            texts.append(target.generate(**prompts(3), **GREEDY))
+            assert torch.equal(target.generate(**prompts(3), **GREEDY, custom_generate=strategy), texts[-1])
+    assert torch.equal(texts[0], texts[2])
+    assert not torch.equal(texts[0], texts[1])
+    assert strategy.report.drafted > 0
 
 
 @pytest.mark.parametrize("call", [*WAYS, by_queue])

@@ -1,9 +1,12 @@
 """Processors see what stock would show them, at every position of every row."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from all_pairs import once
 from criteria import RowAndPrefix
+from head_files import random_head, write
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
 from transformers import SynthIDTextWatermarkingConfig
@@ -11,7 +14,7 @@ from transformers.generation import logits_process as host
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftHead, SpeculativeDecoding
 
 
 SYNTHID = SynthIDTextWatermarkingConfig(3, [3, 1, 4, 1], context_history_size=9, sampling_table_size=32)
@@ -65,12 +68,16 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("name", "do_sample", "rows"), once(SETTINGS, [False, True], [4, 1, 8]))
-def test_equals_stock(name: str, do_sample: bool, rows: int):
+def test_equals_stock(name: str, do_sample: bool, rows: int, tmp_path: Path):
+    """Also with a head, which scores a part of the vocabulary."""
     target = tiny()
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | SETTINGS[name]
     for noise in (0.05, 2.0):
         found = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
         assert noise > 1 or found.forwards < found.plain
+    head = DraftHead.from_pretrained(write(random_head(layer_ids=(0, 1), draft_vocab=24), tmp_path), target=target)
+    strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
+    assert_plain(target, strategy, prompts(rows), **settings)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
