@@ -26,7 +26,8 @@ WEIGHTS = (
 def read_config(name: str | Path, **hub: Any) -> dict[str, Any]:
     """What is in the config of a repository or folder."""
     path = find_file(name, "config.json", **hub)
-    told = f"{name} has no config.json, so it is no draft head or model; give a folder or a repository of one."
+    told = f"{name} has no config.json here, nor on the Hub if that can be reached, so it is no draft head or model; "
+    told += "give a folder or a repository of one."
     require(path is not None, told)
     try:
         raw = json.loads(Path(str(path)).read_bytes())

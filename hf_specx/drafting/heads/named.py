@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_specx.common.checkpoints import find_file, read_config
 from hf_specx.common.devices import last_device
-from hf_specx.common.drafts import check_head, read_draft
+from hf_specx.common.drafts import check_head, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -64,22 +64,25 @@ def loaded(draft: Any, target: PreTrainedModel) -> Any:
 
 
 def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
-    """A head or a model from a folder or the Hub, in the precision of its files; no code of theirs is run.
+    """A head or a model from a folder or the Hub, as of an "@" and a revision; in the precision of its files.
+
+    No code of theirs is run.
 
     Raises:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
     """
+    name, revision = split_revision(name)
     told = f"draft_model={name!r} is a pair; give the folder of its draft, or load it by DraftTargetPair."
-    require(find_file(name, "specx_config.json") is None, f"{told}from_pretrained.")
-    raw = read_config(name)
-    if is_head(name, raw):
-        return DraftHead.from_pretrained(name, target=target)
+    require(find_file(name, "specx_config.json", revision=revision) is None, f"{told}from_pretrained.")
+    raw = read_config(name, revision=revision)
+    if is_head(name, raw, revision=revision):
+        return DraftHead.from_pretrained(name, target=target, revision=revision)
     told = f"the config of {name!r} names code for parts of the model, which is not run; load the model yourself if "
     require(KERNEL.search(json.dumps(raw)) is None, f"{told}you trust it, and give the model.")
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         loader: Any = next(auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping)
-        options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
+        options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False, "revision": revision}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "adapter_kwargs": NO_ADAPTERS}
         model, seen = loader.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, StopIteration) as error:

@@ -90,9 +90,9 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     return reader.config(layer_ids), reader.weights
 
 
-def is_head(name: str | Path, raw: dict[str, Any]) -> bool:
+def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
     """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
-    found = any(OF_HEADS.match(weight) for weight in read_weights(name, names_alone=True))
+    found = any(OF_HEADS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
     made_for = " ".join(map(str, raw.get("architectures") or ()))
     said = bool(OF_CONFIGS & raw.keys()) or re.search("eagle3|dflash|dspark|medusa", made_for, re.IGNORECASE)
     told = f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "

@@ -1,6 +1,7 @@
 """A draft is given by its name or folder, and what the files are is loaded: a head, or a model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_names_in_calls_and_in_lists(target, folders):
     assert isinstance(both.draft_model[1], DraftHead)
     with pytest.raises(ValueError, match=r"2 drafts that run forwards"):
         SpeculativeDecoding([str(folders["head"]), str(folders["model"])])
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_revision_is_that_of_the_hub(target, folders, tmp_path, monkeypatch, name):
+    """By a cache as huggingface_hub lays it out; of another revision there is nothing."""
+    repository = tmp_path / f"models--org--{name}"
+    shutil.copytree(folders[name], repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    strategy = SpeculativeDecoding(f"org/{name}@v1", num_draft_tokens=2)
+    target.generate(**prompts(2), max_new_tokens=4, custom_generate=strategy)
+    assert type(strategy.draft_model).__name__ == CLASSES[name]
+    with pytest.raises(
+        ValueError, match=rf"org/{name} has no config\.json here, nor on the Hub if that can be reached"
+    ):
+        target.generate(**prompts(2), max_new_tokens=4, custom_generate=SpeculativeDecoding(f"org/{name}@v2"))
 
 
 def changed(folder: Path, to: Path, **config) -> Path:
