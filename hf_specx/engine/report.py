@@ -123,15 +123,7 @@ class SpeculationReport:
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""
         self.seconds["total"] = seconds
-        for row, records in enumerate(self.history):
-            beyond = max(0, self.emitted_per_row[row] - columns)
-            self.emitted_per_row[row] -= beyond
-            last = len(records)
-            while beyond:
-                last -= 1
-                cut = min(beyond, records[last].emitted)
-                records[last] = records[last]._replace(emitted=records[last].emitted - cut)
-                beyond -= cut
+        self.emitted_per_row = [min(emitted, columns) for emitted in self.emitted_per_row]
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""

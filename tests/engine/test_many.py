@@ -215,25 +215,19 @@ def test_orders_and_batch_sizes(number: int, batch_sizes: Sequence[int], options
 
 def test_stop_strings_of_a_config():
     """As if they had been given to the call: its options are tried at once, when no tokenizer is bound to them yet."""
-    target, asked, tokenizer = tiny(vocab_size=280), made(3), tiny_tokenizer()
+    target, asked = tiny(vocab_size=280), [Request(one.input_ids, one.max_new_tokens) for one in made(3)]
     config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=24, stop_strings=list("aeiou"))
-    asked = [Request(request.input_ids, request.max_new_tokens) for request in asked]
-    expected = [alone(target, request, generation_config=config, tokenizer=tokenizer) for request in asked]
-    assert any(len(tokens) < request.max_new_tokens for tokens, request in zip(expected, asked, strict=True))
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tokenizer=tokenizer)
-    found = completed(strategy, target, asked, generation_config=config)
-    assert [found[place].tokens for place in range(3)] == expected
+    options = {"generation_config": config, "tokenizer": tiny_tokenizer()}
+    found = assert_alone(coupled(target, 0.2), target, asked, **options)
+    assert any(len(found[index].tokens) < request.max_new_tokens for index, request in enumerate(asked))
 
 
 def test_a_request_in_the_place_of_another_has_stop_strings_of_its_own():
-    target, tokenizer = tiny(vocab_size=280), tiny_tokenizer()
-    stops = [None, list("aeiou")]
+    target, stops = tiny(vocab_size=280), [None, list("aeiou")]
     asked = [Request(one.input_ids, 24, stop_strings=stops[number % 2]) for number, one in enumerate(made(6))]
-    expected = [alone(target, request, tokenizer=tokenizer, **GREEDY) for request in asked]
-    assert len(expected[0]) == 24 > min(map(len, expected[1::2]))
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tokenizer=tokenizer)
-    found = completed(strategy, target, asked, batch_size=1, **GREEDY)
-    assert [found[place].tokens for place in range(6)] == expected
+    options = GREEDY | {"tokenizer": tiny_tokenizer()}
+    found = assert_alone(coupled(target, 0.2), target, asked, batch_size=1, **options)
+    assert len(found[0].tokens) == 24 > min(len(found[index].tokens) for index in (1, 3, 5))
 
 
 @pytest.mark.slow
