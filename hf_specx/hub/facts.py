@@ -7,13 +7,11 @@ from typing import Any
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import constants
 
-from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.heads.named import AUTO_CLASSES as OF_TEXTS
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
-from .model_files import AGAIN
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
@@ -55,13 +53,6 @@ def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str
     found = model_facts(model)
     both = {name: (getattr(found, name), getattr(recorded, name)) for name in names}
     return {name: (now, then) for name, (now, then) in both.items() if then not in (None, now)}
-
-
-def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> None:
-    """Whether a loaded model is of the kind that its pair was made with, as far as this is known."""
-    for name, (now, then) in differing(recorded, model, KIND).items():
-        told = f"{where} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
-        require(now is None, told)  # whose config does not say
 
 
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:

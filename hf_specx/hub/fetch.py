@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,18 +88,6 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     if use_safetensors:
         check_weights(files.folder)
     return files
-
-
-def is_changed(files: Files, source: ModelSource) -> bool:
-    """Whether a model in safetensors is not the one that its pair was saved with; if so, it warns."""
-    folder = files.folder
-    if source.fingerprint is None or not (folder / shards(folder)[0]).exists():
-        return False
-    changed = fingerprint(folder) != source.fingerprint
-    if changed:
-        told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
-        warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
-    return changed
 
 
 def get_tokenizer(

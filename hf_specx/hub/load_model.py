@@ -1,6 +1,7 @@
 """Load a model exactly as its files describe it; missing weights raise an error and are not made up."""
 
 import re
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.reading import is_head
 
-from .facts import COMMIT, auto_class, check_kind
-from .fetch import Files, get_files, get_model, is_changed
-from .model_files import AGAIN, check_links, check_size, shapes_in
+from .facts import COMMIT, KIND, auto_class, differing
+from .fetch import Files, fingerprint, get_files, get_model
+from .model_files import AGAIN, check_links, check_size, shapes_in, shards
 from .pair_config import ModelSource, PairConfig, WeightlessDraft
 
 
@@ -47,7 +48,9 @@ class FoundModel(NamedTuple):
         if self.files is None:
             return self.made if target is None else with_head(self.made, self.head, target)
         model = load_model(self.files, self.trusted, target, **kwargs)
-        check_kind(self.files.shown, self.source, model)
+        for name, (now, then) in differing(self.source, model, KIND).items():
+            told = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
+            require(now is None, told)  # whose config does not say
         return model
 
 
@@ -56,7 +59,11 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
     source, draft = getattr(config, role), config.weightless_draft() if role == "draft" else None
     if draft is None:
         files = get_model(pair, source, *trust, **hub)
-        if is_changed(files, source):
+        folder = files.folder
+        known = source.fingerprint is not None and (folder / shards(folder)[0]).exists()  # not of pickles
+        if known and fingerprint(folder) != source.fingerprint:
+            told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
+            warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
             config.forget()
         return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:

@@ -42,12 +42,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     """The `vllm serve` command of a pair; a ValueError says why vLLM cannot load it, or refuses it.
 
     The number of candidates is the config's; if that is "auto" or 0, that of its fastest measurement in transformers,
-    or `FIXED_DRAFT_TOKENS` if nothing was measured.
-
-    Args:
-        config: of the pair.
-        name: a local folder, else the id of its repository; "embedded" is the pair in the package.
-        revision: of that repository; models by reference have theirs in the config.
+    or `FIXED_DRAFT_TOKENS` if nothing was measured. The pair is in a local folder of this name, else in a repository
+    at this revision; "embedded" is the one in the package. Models by reference have their revision in the config.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
     require(config.weightless_draft() is None, told)

@@ -17,7 +17,7 @@ from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
-from .placement import CACHE_TOKENS, Placement, plan
+from .placement import CACHE_TOKENS, plan
 
 
 if TYPE_CHECKING:
@@ -68,10 +68,8 @@ def load_pair(
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
     tokenizers = _tokenizers(files, found, config, trust_remote_code)
-    (of_target, of_draft), place = (each.config for each in found.values()), Placement({})
-    if of_target is not None:
-        how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
-        place = plan(of_target, of_draft, *how, found["target"].trusted)
+    how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
+    place = plan(found["target"].config, found["draft"].config, *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
     if draft_device_map in (None, "auto"):

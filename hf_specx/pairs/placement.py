@@ -29,7 +29,7 @@ class Placement(NamedTuple):
 
 
 def plan(
-    target: PreTrainedConfig,
+    target: PreTrainedConfig | None,
     draft: PreTrainedConfig | None,
     device_map: DeviceMap | None,
     draft_device_map: DeviceMap | None = None,
@@ -42,7 +42,7 @@ def plan(
     """How to load a target so that a draft and both caches have room beside it; it allocates no memory itself.
 
     Args:
-        target, draft: configs; a `quantization_config` in them is taken into account. None is no draft.
+        target, draft: configs; a `quantization_config` in them is taken into account. None takes no room.
         device_map: the target's, as for `from_pretrained`; room is left in one that is inferred, such as "auto".
         draft_device_map: the device that is asked for the draft; None or "auto" is beside the target's last layers.
         max_memory: bytes, or text like "10GB", by number of accelerator and for "cpu", whether this machine has them
@@ -55,7 +55,7 @@ def plan(
     told = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
     require(cache_tokens >= 0, told)
     devices = None if device_map is None else check_and_set_device_map(device_map)
-    if not isinstance(devices, str):
+    if target is None or not isinstance(devices, str):
         return Placement({} if devices is None else {"device_map": device_map})
     weights = weights_of(target, dtype, trust_remote_code, devices, quantization_config)
     cache = cache_tokens * cache_bytes(target, dtype)

@@ -51,7 +51,12 @@ class HeadDraft(Learner):
         told = "training={'gradient_checkpointing': ...}: a head is too small for it to save memory; leave that out."
         require(not recipe.training.get("gradient_checkpointing"), told)
         head = start if isinstance(start, DraftHead) else None
-        check_output(target, head)
+        output: Any = target.get_output_embeddings()
+        told = f"{type(target).__name__} has no output embeddings that a head could start from; give 'layers:2'."
+        require(output is not None, told)
+        own_head = head is not None and head.config.own_head
+        told = "the target's output embeddings are offloaded to memory or disk, and a head needs them; load the "
+        require(not output.weight.is_meta or own_head, f"{told}target without offloading.")
         config: Any = new_config(target, str(start), recipe) if head is None else head.config
         told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
         require(config.kind in PLACES, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
@@ -131,15 +136,6 @@ class HeadOnTexts(nn.Module):
             found.append((scores, rows, torch.full_like(rows, step)))
         logits, rows, steps = map(torch.cat, zip(*found, strict=True))
         return [logits.float(), rows, steps]
-
-
-def check_output(target: PreTrainedModel, head: DraftHead | None) -> None:
-    """Check that the target's output can be copied, or read for a head that has none."""
-    output: Any = target.get_output_embeddings()
-    told = f"{type(target).__name__} has no output embeddings that a head could start from; give 'layers:2'."
-    require(output is not None, told)
-    told = "the target's output embeddings are offloaded to memory or disk, and a head needs them; load the target "
-    require(not output.weight.is_meta or (head is not None and head.config.own_head), f"{told}without offloading.")
 
 
 def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, tokens: int = 1, mask: int = 0) -> Any:

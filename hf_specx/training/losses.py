@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_specx.sampling.processors import in_runs, warp
 
@@ -44,19 +44,14 @@ def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
-def warpers_of(recipe: TrainingRecipe) -> list[LogitsProcessor]:
-    """Those of `generate`, in its order."""
-    temperature = [TemperatureLogitsWarper(float(recipe.temperature))] if recipe.temperature != 1 else []
-    top_k = [TopKLogitsWarper(recipe.top_k)] if recipe.top_k else []
-    top_p = [TopPLogitsWarper(recipe.top_p)] if recipe.top_p < 1 else []
-    return [*temperature, *top_k, *top_p]
-
-
 def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     """The distribution [N, V] that a token is drawn from, of logits [N, V]; one-hot if text is greedy."""
     if not recipe.do_sample:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return warp(in_runs(warpers_of(recipe)), logits).softmax(-1)
+    temperature = [TemperatureLogitsWarper(float(recipe.temperature))] if recipe.temperature != 1 else []
+    top_k = [TopKLogitsWarper(recipe.top_k)] if recipe.top_k else []
+    top_p = [TopPLogitsWarper(recipe.top_p)] if recipe.top_p < 1 else []
+    return warp(in_runs([*temperature, *top_k, *top_p]), logits).softmax(-1)  # in the order of `generate`
 
 
 class Predicted(NamedTuple):
