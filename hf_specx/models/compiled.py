@@ -12,6 +12,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
 from .attention import grouped_queries
+from .layers import RingLayer
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
@@ -20,7 +21,7 @@ from .slots import MARGIN, columns_of, move
 
 
 FAR = 2**40  # a slot that no text reaches
-AGAIN = MARGIN // 2  # tokens of a row that are fed again, at most, where another lacks as many and layers have windows
+AGAIN = MARGIN // 4  # tokens of a row that are fed again, at most, where another lacks as many and layers have rings
 ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
@@ -81,8 +82,6 @@ class CompiledDecoder(RaggedDecoder):
     token 0 is fed into their first slots, and what comes of it is not used.
     """
 
-    margins = 2  # one for the tokens of a forward, filled up; one for those that may be fed again later
-
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.regions = regions_of(self.model, self.device)
@@ -104,7 +103,9 @@ class CompiledDecoder(RaggedDecoder):
     def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
         """Move rows, as in `move`, to buffers of another size."""
         before, layers = columns_of(self.cache), self.cache.layers
-        buffers = self.regions.pool.take(self, rows, [layer.sized(capacity) for layer in layers], before)
+        ring = min(capacity, self.cache.slots.ring)
+        slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
+        buffers = self.regions.pool.take(self, rows, slots, before)
         move(before, buffers, index)
         for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
@@ -142,7 +143,9 @@ class CompiledDecoder(RaggedDecoder):
         starts = batch.ends + (self.width - batch.width + ahead - count)
         end = self.width + max(counts) + ahead + length - count
         self._reserve(end)
-        if self.cache.slots.ring < self.capacity and self._enlarge(length + AGAIN, starts[:, None]):
+        ring = self.masks.longest_window + length + AGAIN
+        if 0 < self.cache.slots.ring < min(ring, self.capacity):
+            self._enlarge(ring, starts[:, None] - 1)
             self._resize(len(self.buffers[0][0]), self.capacity)
         if not self.given:
             self._note_rows(batch.index)

@@ -102,10 +102,6 @@ class SlotLayer(CacheLayerMixin):
         grown[:, :, : stored.shape[2]] = stored
         return grown
 
-    def sized(self, capacity: int) -> int:
-        """How many slots are needed where the text takes `capacity`."""
-        return capacity
-
     def take(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
         """Copy the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
         self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
@@ -239,16 +235,11 @@ class RingLayer(SlotLayer):
         if lacking:
             self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
 
-    def sized(self, capacity: int) -> int:
-        return min(capacity, self.slots.ring)
-
     def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
         """From a ring of the same length."""
         ring, count = self.slots.ring, end - start
-        if end <= ring:
-            super().take(other, rows, start, end)
-            return
-        self._fit()
+        if end > ring:
+            self._fit()
         columns = torch.arange(max(0, count - ring), count, device=rows.device)
         rows, slots, there = rows[:, None], (start + columns) % ring, columns % ring
         self.keys[rows, :, slots] = other.keys[:, :, there].transpose(1, 2)

@@ -33,13 +33,12 @@ class RaggedDecoder(Decoder):
     """
 
     begun: torch.Tensor | None = None  # [B, n, H], hidden states of what was copied
-    margins = 1  # of slots for candidates, in a ring
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.masks = Masks(self.model)
         limit, window = prompt.input_ids.shape[1] + prompt.longest + MARGIN, self.masks.longest_window
-        self.cache = with_slots(self.cache, self._slot_cache(limit, window and window + self.margins * MARGIN))
+        self.cache = with_slots(self.cache, self._slot_cache(limit, window and window + MARGIN))
         assert isinstance(self.cache, SlotCache)
         self.texts = self._texts()
         self.text_states: dict[int, torch.Tensor] = {}  # [l, H] of each row, if they are read and prompts come later
@@ -131,7 +130,8 @@ class RaggedDecoder(Decoder):
             again = torch.arange(count, device=emitted.device).maximum(first)  # the first that is missing
             emitted, tokens, even = emitted.gather(1, again), tokens.gather(1, again), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
-        self._enlarge(count + ahead, slots[:, :1])
+        if 0 < self.cache.slots.ring < (ring := self.masks.longest_window + count + ahead):
+            self._enlarge(ring, slots[:, :1] - 1)
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) if self.per_row else {}
         positions = self._positions(batch, emitted)
@@ -141,16 +141,12 @@ class RaggedDecoder(Decoder):
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), keep, attention_mask=mask, **given)
 
-    def _enlarge(self, spare: int, first: torch.Tensor) -> bool:
-        """Have rings of a window and `spare` slots, where columns `first` [R, 1] are fed next; whether they grew."""
-        slots, ring = self.cache.slots, self.masks.longest_window + spare
-        if not 0 < slots.ring < ring:
-            return False
+    def _enlarge(self, ring: int, newest: torch.Tensor) -> None:
+        """Have rings of so many slots, where the newest columns that are needed have the numbers [R, 1]."""
         for layer in self.cache.layers:
             if isinstance(layer, RingLayer) and layer.is_initialized:
-                layer.enlarge(ring, first - 1)
-        slots.ring = ring
-        return True
+                layer.enlarge(ring, newest)
+        self.cache.slots.ring = ring
 
     def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
