@@ -141,11 +141,11 @@ class CompiledDecoder(RaggedDecoder):
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
         starts = batch.ends + (self.width - batch.width + ahead - count)
-        end = self.width + max(counts) + ahead + length - count
-        self._reserve(end)
-        ring = self.masks.longest_window + length + AGAIN
-        if 0 < self.cache.slots.ring < min(ring, self.capacity):
-            self._enlarge(ring, starts[:, None] - 1)
+        beyond = ahead + length - count  # columns behind a text
+        self._reserve(self.width + max(counts) + beyond)
+        window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
+        if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
+            self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
             self._resize(len(self.buffers[0][0]), self.capacity)
         if not self.given:
             self._note_rows(batch.index)

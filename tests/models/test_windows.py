@@ -51,7 +51,7 @@ def some(cases: Iterable[Any], kept: str = "") -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _short_rings(traced: None, monkeypatch: pytest.MonkeyPatch):
-    for module in (ragged, hosted):
+    for module in (ragged, hosted, compiled):
         monkeypatch.setattr(module, "MARGIN", SPARE)
     monkeypatch.setattr(compiled, "AGAIN", SPARE // 2)
 
@@ -157,7 +157,7 @@ def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[
     return make_decoder(CUT[way]["layout"], prompt, compiled=way == "compiled"), make_batch(prompt)
 
 
-@pytest.mark.parametrize("way", ["compiled", "padded"])
+@pytest.mark.parametrize("way", CUT)
 @torch.no_grad()
 def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
     """A draft is fed what it has missed in parts, since windows keep what few tokens before the last ones saw."""
@@ -168,6 +168,11 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
         torch.testing.assert_close(decoder.step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
+        batch.put(torch.ones(2, 7, dtype=torch.int64))  # candidates, all of which are rejected
+        for ahead in range(1, 8):
+            decoder.step(batch, ahead)
+        for row in range(2):
+            decoder.keep(row, batch.counts[row])
 
 
 @pytest.mark.parametrize(("way", "short"), all_pairs(RAGGED, [0, 1]))
@@ -228,7 +233,7 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
 @torch.no_grad()
 def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
-    for module in (ragged, hosted):
+    for module in (ragged, hosted, compiled):
         monkeypatch.setattr(module, "MARGIN", MARGIN)
     kinds = [*["sliding_attention"] * 5, "full_attention"]
     target = tiny(
