@@ -1,10 +1,10 @@
 """What "auto" comes to: beside plain `generate` where drafts do not pay, and beside each fixed number where they do.
 
-    python scripts/auto.py [useless queue paying alike long windows] [--turns 12]
+    python scripts/auto.py [useless queue paying alike long windows] [--turns 12] [--compile]
 
 "alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
 "windows" has, of a model whose layers see 128 tokens, a step of plain `generate` and a round of 5 candidates, behind
-prompts of 500 and of 4,000 tokens.
+prompts of 500 and of 4,000 tokens; with --compile the round is compiled.
 Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
 for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
 """
@@ -89,10 +89,10 @@ def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
     return {name: statistics.median(each[FIRST:]) for name, each in found.items()}
 
 
-def rounds(length: int, rows: int, turns: int) -> dict[str, float]:
+def rounds(length: int, rows: int, turns: int, compile: bool) -> dict[str, float]:
     """Median seconds of a step, and of a round, behind prompts of a length."""
     target, draft = models("30M-window")
-    strategy, times = SpeculativeDecoding(draft, num_draft_tokens=5), list[float]()
+    strategy, times = SpeculativeDecoding(draft, num_draft_tokens=5, compile=compile), list[float]()
     clock: Any = SimpleNamespace(observe=lambda _: times.append(time.thread_time()), end=list)
     clock.put, strategy.listeners = clock.observe, (clock,)  # `generate` streams each step to it
     found: dict[str, list[float]] = {"plain": [], "auto": []}
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--pair", nargs="+", help="only these")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--compile", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print("| part | pair | batch | plain, ms | auto, ms | plain / auto | best fixed / auto |\n" + "| --- " * 7 + "|")
@@ -120,8 +121,10 @@ def main() -> None:
         chosen = {"paying": PAYING, "alike": ("embedded",), "long": ("embedded",), "windows": tuple(WINDOWS)}
         for pair in chosen.get(part, USELESS):
             for rows in asked.batch if pair in (asked.pair or (pair,)) else ():
-                known = pair in WINDOWS
-                found = rounds(WINDOWS[pair], rows, asked.turns) if known else cell(pair, rows, part, asked.turns)
+                if pair in WINDOWS:
+                    found = rounds(WINDOWS[pair], rows, asked.turns, asked.compile)
+                else:
+                    found = cell(pair, rows, part, asked.turns)
                 plain, auto = found["plain"], found["auto"]
                 best = min(found.keys() - {"plain", "auto"}, key=found.__getitem__, default="")
                 fixed = f"{found[best] / auto:.3f} ({best})" if best else "-"

@@ -179,9 +179,9 @@ class Masks:
         if not 0 < ring < extent:
             return self.between(queries, keys, known, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
-        there = columns >= 0
-        if known is not None:
-            there = there & known.gather(-1, columns.clamp(min=0))
+        there = columns >= first
+        if holes is not None:
+            there = there & ~holes[:, None, None].gather(-1, columns.clamp(min=0))
         in_ring: Any = self.between(queries, columns, there, first)
         if not self.kinds:
             return in_ring

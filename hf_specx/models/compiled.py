@@ -12,14 +12,16 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
 from .attention import grouped_queries
+from .layers import RingLayer
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
 from .regions import capacity_bucket, forward, length_bucket, regions_of, row_bucket
-from .slots import MARGIN, SlotCache, columns_of, move
+from .slots import MARGIN, columns_of, move
 
 
 FAR = 2**40  # a slot that no text reaches
+AGAIN = MARGIN // 4  # tokens of a row that are fed again, at most, where another lacks as many and layers have rings
 ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
@@ -87,9 +89,6 @@ class CompiledDecoder(RaggedDecoder):
         self.usual = 1  # query length of the last round that the end of the text did not cut short
         self.given: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
-    def _slot_cache(self, limit: int) -> SlotCache:
-        return SlotCache(limit)  # all buffers have the same size
-
     @property
     def compilations(self) -> int:  # type: ignore[override]
         """Forwards of this model that were compiled since this decoder was made."""
@@ -103,12 +102,20 @@ class CompiledDecoder(RaggedDecoder):
 
     def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
         """Move rows, as in `move`, to buffers of another size."""
-        before = columns_of(self.cache)
-        buffers = self.regions.pool.take(self, rows, capacity, before)
+        before, layers = columns_of(self.cache), self.cache.layers
+        ring = min(capacity, self.cache.slots.ring)
+        slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
+        buffers = self.regions.pool.take(self, rows, slots, before)
         move(before, buffers, index)
-        for layer, (keys, values) in zip(self.cache.layers, buffers, strict=True):
+        for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
-        self.buffers, self.given = buffers, {}
+        self.buffers, self.capacity, self.given = buffers, capacity, {}
+
+    def _reserve(self, end: int) -> None:
+        """Have slots for so many columns, the last of them in layers with a window."""
+        if end > self.capacity:
+            self._resize(len(self.buffers[0][0]), capacity_bucket(end + MARGIN))
+        self.cache.slots.has_lost |= 0 < self.cache.slots.ring < end
 
     def _note_rows(self, index: torch.Tensor) -> None:
         """Prepare what the forwards are given for each buffer row, of which `index` [R] are the decoding ones."""
@@ -120,8 +127,8 @@ class CompiledDecoder(RaggedDecoder):
         self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
         self.given["pads"] = self._placed(self.pads[index])
         if self.holes is not None:
-            more = self.buffers[0][0].shape[2] - self.width
-            self.given["holes"] = self._placed(torch.nn.functional.pad(self.holes[index], (0, more)))
+            holes = torch.nn.functional.pad(self.holes[index], (0, self.capacity - self.width))
+            self.given["holes"] = self._placed(holes)
 
     def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Values of the R rows along a dimension, with zeros for idle rows after them."""
@@ -133,12 +140,15 @@ class CompiledDecoder(RaggedDecoder):
         count = tokens.shape[1]
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
-        end = self.width + max(counts) + ahead + length - count
-        if end > self.buffers[0][0].shape[2]:
-            self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
+        starts = batch.ends + (self.width - batch.width + ahead - count)
+        beyond = ahead + length - count  # columns behind a text
+        self._reserve(self.width + max(counts) + beyond)
+        window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
+        if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
+            self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
+            self._resize(len(self.buffers[0][0]), self.capacity)
         if not self.given:
             self._note_rows(batch.index)
-        starts = batch.ends + (self.width - batch.width + ahead - count)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
         kept = keep
         if length > count:
@@ -147,10 +157,11 @@ class CompiledDecoder(RaggedDecoder):
             given["logits_to_keep"] = kept
         given |= self.given | {"starts": self._placed(starts)}
         places = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.places]
-        size = (*self.buffers[0][0].shape[::2], length, kept, *given, *places)
+        sizes = {"capacity": self.capacity, "ring": self.cache.slots.ring, "keep": kept}
+        size = (len(self.buffers[0][0]), *sizes.values(), length, *given, *places)
         arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._placed(tokens)
         with grouped_queries(traced=True):
-            logits, states = self.regions.run(forward, size, *arguments, keep=kept, **given)
+            logits, states = self.regions.run(forward, size, *arguments, **sizes, **given)
         assert logits is not None
         first = 0 if length == count else count - keep
         self.states = None if states is None else states[: len(counts), first : first + keep]
@@ -168,17 +179,14 @@ class CompiledDecoder(RaggedDecoder):
         return max(self.usual, length_bucket(count))
 
     def _at_once(self, batch: Batch) -> int:
-        """Nor is a row fed more tokens than it has: they go to consecutive slots."""
-        return min(super()._at_once(batch), batch.shortest())
+        """Nor is a row fed more tokens than it has: they go to consecutive slots; nor again what rings have lost."""
+        most = min(super()._at_once(batch), batch.shortest())
+        return min(most, AGAIN) if 0 < self.cache.slots.ring < self.capacity else most
 
     def _widen_cache(self, count: int) -> None:
-        rows, _, capacity, _ = self.buffers[0][0].shape
-        end = self.width + count + max(self.held)
-        if end > capacity:
-            self._resize(rows, capacity_bucket(end + MARGIN))
+        self._reserve(self.width + count + max(self.held))
         for buffer in (x for layer in self.buffers for x in layer):
-            buffer[:, :, count:] = buffer[:, :, :-count].clone()
-            buffer[:, :, :count] = 0
+            buffer.copy_(buffer.roll(count, 2))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         with PackedLinear(self.regions.prepacked):
@@ -188,14 +196,13 @@ class CompiledDecoder(RaggedDecoder):
     def leave(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         stay = stay.to(self.device)
-        held, _, capacity, _ = self.buffers[0][0].shape
-        if row_bucket(len(stay)) < held:
-            self._resize(row_bucket(len(stay)), capacity, stay)
+        if row_bucket(len(stay)) < len(self.buffers[0][0]):
+            self._resize(row_bucket(len(stay)), self.capacity, stay)
         else:
             move(self.buffers, self.buffers, stay)
             self.given = {}
 
     def _feed_last(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
-        count = min(self.usual, batch.shortest(), *(batch.counts[row] for row in batch.rows))
+        count = min(self.usual, self._at_once(batch), *(batch.counts[row] for row in batch.rows))
         self.feed(batch, count, 0, keep=count)

@@ -51,9 +51,13 @@ class SlotLayer(CacheLayerMixin):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, slots: Slots):
+    def __init__(self, slots: Slots, keys: torch.Tensor | None = None, values: torch.Tensor | None = None):
+        """Buffers that are given never grow: all their slots are read, as compiled forwards need it."""
         super().__init__()
         self.slots = slots
+        if keys is not None and values is not None:
+            self.keys, self.values = keys, values
+            self.is_initialized = self.is_compileable = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows = self.slots.rows or len(key_states)
@@ -198,9 +202,11 @@ class RingLayer(SlotLayer):
         if not extent:
             return self._read(key_states, value_states)
         self._fit()
+        self.held = extent
         rows: Any = slice(None)
-        columns, self.held = torch.arange(extent - count, extent, device=self.keys.device), extent
-        if self.slots.index is not None:
+        if self.slots.index is None:
+            columns = torch.arange(extent - count, extent, device=self.keys.device)
+        else:
             rows, columns = (x.to(self.keys.device) for x in self.slots.index)
             key_states, value_states = key_states.transpose(1, 2), value_states.transpose(1, 2)
         self.keys[rows, :, columns % ring] = key_states
@@ -230,13 +236,12 @@ class RingLayer(SlotLayer):
             self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
 
     def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
-        if end <= min(self.slots.ring, other.slots.ring):
-            super().take(other, rows, start, end)
-            return
-        self._fit()
-        of_other, count = other.slots.ring, end - start
-        columns = torch.arange(max(0, count - of_other), count, device=rows.device)
-        rows, slots, there = rows[:, None], (start + columns) % self.slots.ring, columns % of_other
+        """From a ring of the same length."""
+        ring, count = self.slots.ring, end - start
+        if end > ring:
+            self._fit()
+        columns = torch.arange(max(0, count - ring), count, device=rows.device)
+        rows, slots, there = rows[:, None], (start + columns) % ring, columns % ring
         self.keys[rows, :, slots] = other.keys[:, :, there].transpose(1, 2)
         self.values[rows, :, slots] = other.values[:, :, there].transpose(1, 2)
 
@@ -258,19 +263,3 @@ class RingLayer(SlotLayer):
         """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
         gone = slots < len(slots) - self.slots.ring
         return super().row(index, (slots % self.slots.ring).masked_fill(gone, -1))
-
-
-class StaticLayer(SlotLayer):
-    """One layer for one forward: new tokens are written in their slots, and all slots are read."""
-
-    is_compileable = True
-
-    def __init__(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor):
-        super().__init__(slots)
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def get_seq_length(self) -> int:
-        return 0  # positions and masks are given
-
-    def get_max_length(self) -> int:
-        return self.keys.shape[2]

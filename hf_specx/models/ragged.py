@@ -37,16 +37,16 @@ class RaggedDecoder(Decoder):
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.masks = Masks(self.model)
-        self.cache = with_slots(self.cache, self._slot_cache(prompt.input_ids.shape[1] + prompt.longest + MARGIN))
+        limit, window = prompt.input_ids.shape[1] + prompt.longest + MARGIN, self.masks.longest_window
+        self.cache = with_slots(self.cache, self._slot_cache(limit, window and window + MARGIN))
         assert isinstance(self.cache, SlotCache)
         self.texts = self._texts()
         self.text_states: dict[int, torch.Tensor] = {}  # [l, H] of each row, if they are read and prompts come later
 
-    def _slot_cache(self, limit: int) -> SlotCache:
+    def _slot_cache(self, limit: int, ring: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
-        window = self.masks.longest_window
         kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers or [SLIDING]]
-        return SlotCache(limit, window and window + MARGIN, kinds)
+        return SlotCache(limit, ring, kinds)
 
     def _texts(self) -> torch.Tensor | None:
         """[B, n] int64, the prompts whose keys are in the slots of each row, with -1 behind their ends.
@@ -97,7 +97,7 @@ class RaggedDecoder(Decoder):
         prompt.gives_hidden, prompt.places, prompt.longest = self.prompt.gives_hidden, self.prompt.places, 0
         prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
         reader = RaggedDecoder(prompt, self.known_ids)
-        reader.cache = self._slot_cache(ids.shape[1])
+        reader.cache = self._slot_cache(ids.shape[1], self.cache.slots.ring)
         return reader
 
     def begin_like(self, other: "RaggedDecoder", rows: list[int]) -> None:

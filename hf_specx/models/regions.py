@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import TILED, Masks
 from .decoder import HiddenStates
-from .layers import Slots, StaticLayer
+from .layers import RingLayer, SlotLayer, Slots
 from .prepacked import Prepacked, switches_modes, use_prepacked
 from .slots import CACHE, Columns, Pool
 
@@ -230,26 +230,28 @@ def forward(
     pads: torch.Tensor,
     *,
     holes: torch.Tensor | None = None,
+    capacity: int,
+    ring: int,
     keep: int,
     **others: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One forward over buffers of fixed size; no value in it has to be known before it runs.
+    """One forward over buffers of `capacity` slots, or a `ring` of less; no value in it is known before it runs.
 
     Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
     go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `holes` [R, C], have no token.
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
     the same.
     """
-    slots, capacity = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), buffers[0][0].shape[2]
-    places = Slots()
+    slots, places = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), Slots(ring=ring)
     places.aim(slots, 0, capacity)
+    layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(places, x, y) for x, y in buffers]
     for states in hidden.found if hidden is not None else ():
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,
-        attention_mask=masks(slots, pads, capacity, holes),
+        attention_mask=masks(slots, pads, capacity, holes, ring),
         position_ids=offsets + torch.minimum(slots, last),
-        **{CACHE: Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers])},
+        **{CACHE: Cache(layers=layers)},
         use_cache=True,
         return_dict=True,
         **others,

@@ -183,22 +183,25 @@ class Pool:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.known: list[tuple[tuple[int, int], weakref.ref[object], Columns]] = []
+        self.known: list[tuple[tuple[int, ...], weakref.ref[object], Columns]] = []
 
-    def take(self, owner: object, rows: int, capacity: int, like: Columns) -> Columns:
-        """Buffers for `owner`, like others but for the size; of zeros, since hidden slots take part with weight 0."""
-        size = rows, capacity
+    def take(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
+        """Buffers for `owner`, like others but for rows and each layer's `slots`.
+
+        They are of zeros, since hidden slots take part with weight 0.
+        """
+        size = rows, *slots
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
             # nor those that its owner has outgrown, but for the last ones, which it still copies from
             gone = None, owner
-            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1] == capacity]
+            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1:] == size[1:]]
             for number, (known, user, buffers) in enumerate(self.known):
                 if known == size and user() is None:
                     self.known[number] = size, weakref.ref(owner), buffers
                     break
             else:
-                buffers = [tuple(_zeros(x, rows, capacity) for x in layer) for layer in like]  # type: ignore[misc]
+                buffers = [(_zeros(x, rows, n), _zeros(y, rows, n)) for (x, y), n in zip(like, slots, strict=True)]
                 self.known.append((size, weakref.ref(owner), buffers))
         for layer in buffers:
             for buffer in layer:
@@ -215,8 +218,8 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
 
 def move(source: Columns, target: Columns, index: torch.Tensor | None) -> None:
     """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
-    rows, slots = (min(old, new) for old, new in zip(source[0][0].shape[::2], target[0][0].shape[::2], strict=True))
     for old, new in zip(source, target, strict=True):
         for x, y in zip(old, new, strict=True):
+            rows, slots = (min(sizes) for sizes in zip(x.shape[::2], y.shape[::2], strict=True))
             kept = x[:rows, :, :slots] if index is None else x[index.to(x.device), :, :slots]
             y[: len(kept), :, :slots] = kept

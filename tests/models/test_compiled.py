@@ -53,9 +53,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     sizes: list[tuple[int, int]] = []
     take = Pool.take
 
-    def note(pool, owner, rows, capacity, like):
-        sizes.append((rows, capacity))
-        return take(pool, owner, rows, capacity, like)
+    def note(pool, owner, rows, slots, like):
+        sizes.append((rows, max(slots)))
+        return take(pool, owner, rows, slots, like)
 
     monkeypatch.setattr(Pool, "take", note)
     return sizes
@@ -100,9 +100,9 @@ def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.Fixture
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("model_type", [slow("mistral"), slow("gpt2"), "gemma2"])
+@pytest.mark.parametrize("model_type", [slow("gpt2"), slow("gemma2")])
 def test_models_of_other_kinds(traced: None, model_type: str):
-    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
+    """Learned positions, or masks by layer with rings that the text does not fill; three rows in four buffer rows."""
     target, draft = pair(model_type)
     for settings in (SAMPLED, {"do_sample": False}):
         assert same(target, draft, rows=3, max_new_tokens=31, **settings).accepted > 0
@@ -214,17 +214,17 @@ def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     """What an earlier call has left in them may be no number, which even a hidden slot would spread."""
     pool, like = Pool(), [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))]
     first, second, third = (torch.nn.Identity() for _ in range(3))
-    ((keys, _),) = pool.take(first, 2, 8, like)
+    ((keys, _),) = pool.take(first, 2, [8], like)
     assert keys.shape == (2, 1, 8, 4)
-    assert pool.take(second, 2, 8, like)[0][0] is not keys
+    assert pool.take(second, 2, [8], like)[0][0] is not keys
     keys.fill_(torch.nan)
     del first
-    taken = pool.take(third, 2, 8, like)
+    taken = pool.take(third, 2, [8], like)
     assert taken[0][0] is keys
     assert not keys.any()
     del second
     for capacity in (16, 32, 64):  # those that it has outgrown are let go, but for the last ones, from which it copies
-        taken = pool.take(third, 2, capacity, taken)
+        taken = pool.take(third, 2, [capacity], taken)
     assert [size for size, _, _ in pool.known] == [(2, 32), (2, 64)]
 
 

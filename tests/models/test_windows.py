@@ -1,6 +1,8 @@
 """Layers with a window keep that alone in most layouts, and the text is that of plain `generate`."""
 
-from itertools import count
+from collections.abc import Iterable
+from itertools import count, product
+from typing import Any
 
 import pytest
 import torch
@@ -9,18 +11,19 @@ from all_pairs import all_pairs
 from many import assert_alone
 from plain import assert_plain, coupled
 from tiny import VOCAB_SIZE, WINDOW, near, prompts, tiny
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
+from hf_specx.common.batch import Batch
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.run import make_batch
-from hf_specx.models import hosted, ragged
+from hf_specx.models import compiled, hosted, ragged
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import prepare
-from hf_specx.models.slots import CACHE, columns_of
+from hf_specx.models.slots import CACHE, MARGIN, columns_of
 
 
 SPARE = 4  # slots beyond the window; a round of more than three candidates makes rings longer
@@ -34,37 +37,58 @@ KINDS = {
         "intermediate_size_mlp": 48,
     },
 }
-CUT = ("ragged", "padded")  # layouts in which layers keep their windows alone
+RAGGED = {"ragged": {"layout": "ragged"}, "compiled": {"layout": "ragged", "compile": True}}
+CUT = RAGGED | {"padded": {"layout": "padded"}}  # ways to decode in which layers keep their windows alone
 LONG = {"max_new_tokens": 5 * WINDOW, "eos_token_id": None}
+pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
+
+
+def some(cases: Iterable[Any], kept: str = "") -> list[Any]:
+    """Cases, which begin with how they decode: compiled ones, of seconds each, are slow but for those of one type."""
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] == "compiled" and x[-1] != kept)) for x in each]
 
 
 @pytest.fixture(autouse=True)
-def _short_rings(monkeypatch: pytest.MonkeyPatch):
-    for module in (ragged, hosted):
+def _short_rings(traced: None, monkeypatch: pytest.MonkeyPatch):
+    for module in (ragged, hosted, compiled):
         monkeypatch.setattr(module, "MARGIN", SPARE)
+    monkeypatch.setattr(compiled, "AGAIN", SPARE // 2)
 
 
-@pytest.mark.parametrize(("layout", "number", "model_type"), all_pairs(CUT, (3, 7), KINDS))
-def test_rows_of_unequal_length_over_several_windows(layout: str, number: int, model_type: str):
+@pytest.mark.parametrize(("way", "number", "model_type"), some(all_pairs(CUT, (3, 7), KINDS), "smollm3"))
+def test_rows_of_unequal_length_over_several_windows(way: str, number: int, model_type: str):
     target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
     inputs["attention_mask"][1, :-2] = 0  # so that pads lie in a window
     inputs["attention_mask"][0, -3] = 0  # and a gap
-    strategy = coupled(target, 0.05, num_draft_tokens=number, layout=layout)
+    strategy = coupled(target, 0.05, num_draft_tokens=number, **CUT[way])
     assert_plain(target, strategy, inputs, **LONG, do_sample=True)
     assert 0 < strategy.report.accepted < strategy.report.drafted
 
 
-@pytest.mark.parametrize("draft", ["near", "early exit"])
-@pytest.mark.parametrize("model_type", KINDS)
-def test_rows_of_a_queue_are_replaced(model_type: str, draft: str):
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_text_of_compiled_rounds_is_that_of_others(verification: str):
+    target, texts = tiny("smollm3").double(), []
+    for options in RAGGED.values():
+        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification, **options)
+        torch.manual_seed(1)
+        texts.append(target.generate(**prompts(3, 3 * WINDOW), **LONG, do_sample=True, custom_generate=strategy))
+    assert torch.equal(*texts)
+
+
+QUEUES = all_pairs(RAGGED, ["near", "early exit"], KINDS)
+
+
+@pytest.mark.parametrize(("way", "draft", "model_type"), some(QUEUES, "smollm3"))
+def test_rows_of_a_queue_are_replaced(way: str, draft: str, model_type: str):
     """Prompts shorter and longer than a ring, also than the first ones, so that columns are put before all rows."""
     target = tiny(model_type, **KINDS[model_type]).double()
     inputs = prompts(6, width=5 * WINDOW)
     texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
     texts.sort(key=len)
-    strategy = SpeculativeDecoding(
-        EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05), num_draft_tokens=3
-    )
+    drafts = EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05)
+    strategy = SpeculativeDecoding(drafts, num_draft_tokens=3, **RAGGED[way])
     assert_alone(strategy, target, [Request(text) for text in texts], batch_size=2, do_sample=False, **LONG)
 
 
@@ -77,27 +101,29 @@ def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches()
     assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **given)] == [plain] * 3
 
 
-def test_what_a_window_has_lost_is_not_copied(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", some(RAGGED))
+def test_what_a_window_has_lost_is_not_copied(way: str, monkeypatch: pytest.MonkeyPatch):
     """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
     target = tiny("smollm3").double()
     ids = prompts(1, width=4 * WINDOW)["input_ids"][0].tolist()
     texts = [[*ids[: 3 * WINDOW + number], number + 1] for number in range(6)]
-    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=3)
+    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=3, **RAGGED[way])
     assert_alone(strategy, target, [Request(text) for text in texts], batch_size=2, do_sample=False, **LONG)
     # of the shorter one of a pair one token less, since both are read from one column on
     assert strategy.report.copied == sum(2 * (3 * WINDOW + number) - 1 for number in (0, 2, 4))
     assert strategy.report.acceptance_rate == 1
 
 
-def test_a_draft_may_catch_up_where_rows_are_new(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", some(RAGGED))
+def test_a_draft_may_catch_up_where_rows_are_new(way: str, monkeypatch: pytest.MonkeyPatch):
     """The draft, which is the target, rests for many rounds; rows of a queue come meanwhile, and lack fewer tokens."""
     rounds = count()
     monkeypatch.setattr(Schedule, "__call__", lambda self, batch: [3 * (next(rounds) % 7 == 6)] * len(batch.rows))
     target = tiny("mistral").double()
     asked = [Request(prompts(1, 20 + 3 * n, n)["input_ids"][0], 5 + 11 * n % 60, seed=n) for n in range(12)]
-    strategy = SpeculativeDecoding(target, num_draft_tokens=3, verification="coupled")
+    strategy = SpeculativeDecoding(target, num_draft_tokens=3, verification="coupled", **RAGGED[way])
     list(strategy.generate_many(target, asked, batch_size=3, do_sample=True, eos_token_id=None))
     assert strategy.report.accepted == strategy.report.drafted > 0
 
@@ -125,31 +151,59 @@ def test_kernels_that_take_no_mask_by_position(model_type: str, monkeypatch: pyt
     assert strategy.report.layout == "padded"
 
 
-def test_rows_that_end_together_may_lack_unequal_numbers_of_tokens():
+def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[Decoder, Batch]:
+    """Two rows with room for so many tokens behind prompts, which are not read yet."""
+    prompt = prepare(target, room, prompts(2, width))
+    return make_decoder(CUT[way]["layout"], prompt, compiled=way == "compiled"), make_batch(prompt)
+
+
+@pytest.mark.parametrize("way", CUT)
+@torch.no_grad()
+def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
     """A draft is fed what it has missed in parts, since windows keep what few tokens before the last ones saw."""
-    target, generator = tiny("mistral", num_hidden_layers=6).double(), torch.Generator().manual_seed(0)
-    prompt = prepare(target, 200, prompts(2, width=3 * WINDOW))
-    decoder, batch = make_decoder("padded", prompt), make_batch(prompt)
+    target, generator = tiny("mistral", num_hidden_layers=3).double(), torch.Generator().manual_seed(0)
+    decoder, batch = decoding(way, target, 3 * WINDOW, 200)
     decoder.read()
     for gained in ([39, 38], [39, 30], [12, 3]):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
         torch.testing.assert_close(decoder.step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
+        batch.put(torch.ones(2, 7, dtype=torch.int64))  # candidates, all of which are rejected
+        for ahead in range(1, 8):
+            decoder.step(batch, ahead)
+        for row in range(2):
+            decoder.keep(row, batch.counts[row])
 
 
-@pytest.mark.parametrize("layout", CUT)
-def test_prompts_may_be_read_in_pieces(layout: str):
+@pytest.mark.parametrize(("way", "short"), all_pairs(RAGGED, [0, 1]))
+@torch.no_grad()
+def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.MonkeyPatch):
+    """The first token of a forward sees its window in rings that end with the last one; not if one slot is lacking."""
+    monkeypatch.setattr(ragged.RaggedDecoder, "_enlarge", lambda *_: False)
+    target, generator = tiny("smollm3").double(), torch.Generator().manual_seed(0)
+    decoder, batch = decoding(way, target, 3 * WINDOW, 200)
+    decoder.cache = decoder._slot_cache(300, WINDOW + 5 - 1 - short)
+    decoder.read()
+    for _ in range(4):
+        batch.emit(torch.randint(1, VOCAB_SIZE, (2, 5), generator=generator), [5, 5])
+        expected = torch.cat([target(batch.row(row)[None]).logits[:, -5:] for row in range(2)])
+        found = decoder.feed(batch, 5, 0, keep=5)
+        assert torch.allclose(found, expected, rtol=0, atol=1e-9) == (not short)
+
+
+@pytest.mark.parametrize("way", some(CUT))
+def test_prompts_may_be_read_in_pieces(way: str):
     target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
-    strategy = coupled(target, 0.05, layout=layout)
+    strategy = coupled(target, 0.05, **CUT[way])
     assert_plain(target, strategy, inputs, **LONG, do_sample=False, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("layout", CUT)
-def test_the_cache_is_that_of_plain_generate(layout: str):
+@pytest.mark.parametrize("way", some(CUT))
+def test_the_cache_is_that_of_plain_generate(way: str):
     target, inputs = tiny("smollm3").double(), prompts(2, width=3 * WINDOW)
     given = LONG | {"do_sample": False, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **given)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, layout=layout)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, **CUT[way])
     ours = target.generate(**inputs, **given, custom_generate=strategy)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         assert type(layer) is type(expected)
@@ -175,38 +229,40 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
             layer.crop(-SPARE)
 
 
-@pytest.mark.parametrize("layout", CUT)
-def test_memory_is_nearly_that_of_plain_generate(layout: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", CUT)
+@torch.no_grad()
+def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
-    monkeypatch.undo()
+    for module in (ragged, hosted, compiled):
+        monkeypatch.setattr(module, "MARGIN", MARGIN)
     kinds = [*["sliding_attention"] * 5, "full_attention"]
     target = tiny(
         "gemma3_text", num_hidden_layers=6, sliding_window=128, layer_types=kinds, max_position_embeddings=2048
     )
-    inputs, held = prompts(2, width=1990), []
-    observe = Decoder.observe
-
-    def noted(self, done):
-        held.append(sum(x.untyped_storage().nbytes() for layer in columns_of(self.cache) for x in layer))
-        observe(self, done)
-
-    monkeypatch.setattr(Decoder, "observe", noted)
-    given = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": None, "return_dict_in_generate": True}
-    strategy = SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=3, layout=layout)
-    target.generate(**inputs, **given, custom_generate=strategy)
-    plain = target.generate(**inputs, **given).past_key_values
-    assert max(held) <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
+    plain = DynamicCache(config=target.config)
+    target(**prompts(2, 1990), **{CACHE: plain})
+    decoder, batch = decoding(way, target, 1990, 10)
+    decoder.read()
+    for _ in range(2):
+        batch.emit(torch.ones(2, 5, dtype=torch.int64), [5, 5])
+        decoder.feed(batch, 5, 0, keep=5)
+    held = sum(x.untyped_storage().nbytes() for layer in columns_of(decoder.cache) for x in layer)
+    assert held <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 
-TYPES = [(layout, *each) for each in zoo.model_types() for layout in CUT if layout in LAYOUTS_OF.get(each[1], ())]
+TYPES = [
+    (way, *each) for each, way in product(zoo.model_types(), CUT) if CUT[way]["layout"] in LAYOUTS_OF.get(each[1], ())
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "kind", "model_type"), TYPES)
-def test_every_type_with_windows(layout: str, kind: str, model_type: str):
+@pytest.mark.parametrize(("way", "kind", "model_type"), TYPES)
+def test_every_type_with_windows(way: str, kind: str, model_type: str):
     target = zoo.build(kind, model_type)
     if not any(DynamicCache(config=target.config).is_sliding):
         pytest.skip(f"no layer of {model_type} has a window by its config")
+    if way == "compiled" and (reason := compiled._hinders(target)):
+        pytest.skip(f"{model_type} is not compiled: {reason}")
     inputs = prompts(3, width=3 * WINDOW) if kind == "causal" else zoo.inputs(target)
-    strategy = coupled(target, 0.05, num_draft_tokens=3, layout=layout)
+    strategy = coupled(target, 0.05, num_draft_tokens=3, **CUT[way])
     assert_plain(target, strategy, inputs, do_sample=False, max_new_tokens=5 * WINDOW)

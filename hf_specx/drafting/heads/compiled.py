@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specx.models.layers import Slots, StaticLayer
+from hf_specx.models.layers import SlotLayer, Slots
 from hf_specx.models.regions import capacity_bucket, length_bucket, regions_of, row_bucket
 from hf_specx.models.slots import MARGIN, Columns, SlotCache, move
 
@@ -67,8 +67,8 @@ class CompiledBody:
         """Have the rows at `index`, or all, in buffers of this size."""
         before = self.buffers
         if before[0][0].shape[::2] != (rows, capacity):
-            self.buffers = self.regions.pool.take(self, rows, capacity, before)
-            self.cache.layers = [StaticLayer(self.cache.slots, keys, values) for keys, values in self.buffers]
+            self.buffers = self.regions.pool.take(self, rows, [capacity] * len(before), before)
+            self.cache.layers = [SlotLayer(self.cache.slots, keys, values) for keys, values in self.buffers]
         move(before, self.buffers, index)
 
     def __call__(self, part: str, entries: tuple[Any, ...] | None, *inputs: Any) -> tuple[Any, ...]:
@@ -102,6 +102,6 @@ def head_forward(
     slots, positions, extent, block = given
     places = Slots()
     places.aim(slots, 0, extent)
-    cache = Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers])
+    cache = Cache(layers=[SlotLayer(places, keys, values) for keys, values in buffers])
     entries = Entries(model.config, rotary, cache, slots, positions, extent, block)
     return getattr(model, part)(entries, *inputs)
