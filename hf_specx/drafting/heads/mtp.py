@@ -13,12 +13,13 @@ from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
-from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.models.slots import SlotCache
 
 from .body import Body
 from .config import HeadConfig
 from .driver import HeadDrafter
+from .running import Places
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -150,7 +151,7 @@ class Mtp(Body):
 
 
 class MtpCache(SlotCache):
-    """The cache of the layers, which also keeps states and tokens: those of the last entries are computed anew.
+    """Runs the layers for one call, as `Layers` does; keeps states and tokens: the last entries are computed anew.
 
     Attributes:
         again: how many.
@@ -162,9 +163,21 @@ class MtpCache(SlotCache):
     positions: torch.Tensor
     earlier: torch.Tensor
 
-    def __init__(self, again: int):
+    def __init__(self, body: Mtp, rows: int):
         super().__init__()
-        self.again, self.numbers = again, dict[Any, int]()
+        self.body, self.again, self.slots.rows = body, body.most - 1, rows
+        self.numbers = dict[Any, int]()
+
+    def __call__(self, part: str, places: Places, *inputs: Any) -> Any:
+        """What this method of the body gives."""
+        slots, self.positions, extent, _, rows = places
+        self.slots.aim(slots, 0, extent + 1, rows)
+        return getattr(self.body, part)(self, *inputs)
+
+    def number(self, number: int) -> int:
+        return number
+
+    width = number
 
     def kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
         """Write values [r, q, N] of entries; all that these rows have by the name, [r, extent, N]."""
@@ -228,16 +241,11 @@ class MtpDrafter(HeadDrafter):
     source = "mtp"
     body: Mtp
 
-    def new_cache(self) -> "MtpCache":
-        return MtpCache(self.body.most - 1)
-
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
-        self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
-        self.cache.positions = positions
-        return self.cache
+    def _decoder(self, reading: Reading) -> MtpCache:
+        return MtpCache(self.body, len(reading.batch.rows))
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
-        self._note(self.body.next(self.cache, tokens, self.state))
+        self._note(self.body.next(self.decoder, tokens, self.state))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
@@ -248,6 +256,6 @@ class MtpDrafter(HeadDrafter):
         tokens, end = batch.last(1).to(self.device), max(self.held)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
-        entries = self.entries(tokens * 0 + end, tokens * 0 + end, end + 1)
-        self.body.begin(entries, tokens, states, tokens * 0, 1)
+        places = tokens * 0 + end, tokens * 0 + end, end + 1, 0, None
+        self.decoder("begin", places, tokens, states, tokens * 0, 1)
         synchronize(self.device)
