@@ -1,5 +1,6 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -74,22 +75,18 @@ class Rotary:
     """Cosines and sines by position, for the leading channels that turn."""
 
     def __init__(self, config: HeadConfig, device: torch.device):
-        parameters: dict[str, Any] = config.rope_parameters or {}
-        kind, self.scaling = parameters.get("rope_type", "default"), 1.0
-        if kind == "default":
-            size = int(config.head_dim * config.partial_rotary_factor)
-            powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-            frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
-        else:
-            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+        alone, given = copy(config), dict[str, Any](config.rope_parameters or {})
+        if given["rope_type"] == "default":  # which transformers leaves to models; it is the linear one, scaled by 1
+            given |= {"rope_type": "linear", "factor": 1.0}
+        alone.rope_parameters = given
+        frequencies, self.scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](alone, device)
         self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the signs that the halves take, [r, m, 1, D'] of positions [r, m]."""
         angles = (positions[..., None] * self.frequencies)[:, :, None]
-        if self.scaling == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        both = angles.cos(), angles.sin()
+        return both if self.scaling == 1.0 else (both[0] * self.scaling, both[1] * self.scaling)
 
 
 def turned(states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

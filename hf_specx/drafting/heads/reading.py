@@ -191,12 +191,11 @@ class Reader:
         except Exception as error:  # of a type that only the Hub's library has
             raise ValueError(f"{self.name} has a config of its layers that transformers refuses: {error}") from error
         rope = dict(known.rope_parameters or {})
-        factor = rope.pop("partial_rotary_factor", 1.0)
         rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
         if rope.get("rope_type") == "mrope":
             rope["rope_type"] = "default"
         found = {name: getattr(known, name, None) for name in OF_LAYERS}
-        return found | {"rope_parameters": rope, "partial_rotary_factor": factor}
+        return found | {"rope_parameters": rope}
 
     def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields that follow from shapes of tensors; `fields` are those of the config."""
