@@ -6,6 +6,7 @@ import pytest
 import torch
 from alignment import assert_own_texts
 from mtp_models import RECURRENT, TYPES, VOCAB_SIZE, mtp_target
+from plain import assert_plain
 from tiny import tiny
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
@@ -129,13 +130,8 @@ def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
 def test_sampled_texts_and_queues(tmp_path: Path, monkeypatch, name):
     """The very tokens of plain sampling, and a queue whose rows are filled again, in which each row is its own."""
     target = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None)
-    inputs = left_padded()
-    torch.manual_seed(5)
-    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0)
-    torch.manual_seed(5)
     strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), verification="coupled")
-    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0, custom_generate=strategy)
-    assert torch.equal(out, wanted)
+    assert_plain(target, strategy, left_padded(), max_new_tokens=NEW, do_sample=True, top_k=0)
     assert strategy.report.accepted > 0
     requests = [prompt[0].tolist() for prompt in PROMPTS * 2]
     done = strategy.generate_many(target, requests, batch_size=3, max_new_tokens=9, do_sample=False)
