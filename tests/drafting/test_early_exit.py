@@ -8,7 +8,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from enumerated import ENOUGH, VOCAB_SIZE, exact_distribution, first_tokens, p_values
-from exit_cases import Fed, run
+from exit_cases import Fed, made, run
 from exit_cases import target as fresh
 from tiny import prompts, tiny
 from transformers import PreTrainedModel
@@ -30,13 +30,9 @@ NUM_TESTS = 2 * 2 * 2
 target = cache(fresh)
 
 
-def made(exit_layer: int = EXIT, **options: Any) -> SpeculativeDecoding:
-    return SpeculativeDecoding(EarlyExitDraft(exit_layer), **{"num_draft_tokens": CANDIDATES} | options)
-
-
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
 def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, settings: dict):
-    model, inputs, strategy = target(model_type), prompts(rows), made(verification="coupled")
+    model, inputs, strategy = target(model_type), prompts(rows), made()
     with Fed(model) as fed:
         output = run(model, inputs, strategy, **settings)
     assert torch.equal(output, run(model, inputs, **settings))
@@ -114,6 +110,6 @@ def test_of_the_text_where_the_eye_has_as_many_layers():
     assert path == ["model", "language_model", "layers"]
     assert layers is model.model.language_model.layers
     with Fed(model) as fed:
-        output = run(model, prompts(2), made(1), do_sample=False)
+        output = run(model, prompts(2), made(EarlyExitDraft(1)), do_sample=False)
     assert torch.equal(output, run(model, prompts(2), do_sample=False))
     assert len(fed.first) > len(fed.last)

@@ -19,8 +19,8 @@ from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import Place
 
 from .body import Body
-from .layers import read_by
-from .running import Layers, Places
+from .layers import Places, read_by
+from .running import Layers
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case

@@ -6,14 +6,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specx.common.devices import moved
 from hf_specx.models.attention import tiled
+from hf_specx.models.slots import Columns
 
 from .config import HeadConfig
+
+
+Places = tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]
 
 
 class Entries:
@@ -22,25 +25,16 @@ class Entries:
     Args:
         config: the head's.
         rotary: of its positions.
-        cache: of keys and values in slots of each row, aimed at those of the entries.
-        slots, positions: [r, q], and in the text.
-        extent: no slot from this one on is seen.
-        block: how many of the last entries see each other, in layers without a window, or in all if the config says
-            so.
+        buffers: of keys and values, in slots of each row.
+        places: slots and positions [r, q] of the entries; from which slot on none is seen; how many of the last ones
+            see each other, in layers without a window, or in all if the config says so; and the rows [r], None if
+            these are all.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        rotary: "Rotary",
-        cache: Cache,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        extent: int,
-        block: int = 0,
-    ):
-        self.config, self.cache, self.slots = config, cache, slots
-        self.extent, self.block = extent, block
+    def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: Columns, places: Places):
+        self.config, self.buffers = config, buffers
+        self.slots, positions, self.extent, self.block, rows = places
+        self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         self.masks: dict[str, torch.Tensor] = {}
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.turns = rotary(positions)
@@ -59,7 +53,11 @@ class Entries:
 
     def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [r, m, H, D] of all entries; those that the rows have, [r, H, S, D]."""
-        return self.cache.update(key.transpose(1, 2), value.transpose(1, 2), layer)
+        held = self.buffers[layer]
+        for buffer, new in zip(held, (key, value), strict=True):
+            buffer[self.rows[:, None], :, self.slots] = new
+        some = slice(None) if len(self.rows) == len(held[0]) else self.rows
+        return held[0][some, :, : self.extent], held[1][some, :, : self.extent]
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""

@@ -19,7 +19,7 @@ from hf_specx.models.slots import SlotCache
 from .body import Body
 from .config import HeadConfig
 from .driver import HeadDrafter
-from .running import Places
+from .layers import Places
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")

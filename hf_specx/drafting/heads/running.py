@@ -4,17 +4,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from hf_specx.models.layers import Slots, StaticLayer
 from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of, row_bucket
 from hf_specx.models.slots import MARGIN, Columns, Pool, move
 
 from .body import Body
-from .layers import Entries, Rotary
-
-
-Places = tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]  # what `Entries` asks for, and their rows
+from .layers import Entries, Places, Rotary
 
 
 class Layers:
@@ -108,11 +103,5 @@ def head_forward(
     model: Body, part: str, rotary: Rotary, buffers: Columns, places: Places | None, *inputs: Any
 ) -> tuple[Any, ...]:
     """A method of the layers over buffers of fixed size; no value in it has to be known before it runs."""
-    if places is None:
-        return getattr(model, part)(*inputs)
-    slots, positions, extent, block, rows = places
-    written = Slots()
-    written.aim(slots, 0, extent, rows)
-    cache = Cache(layers=[StaticLayer(written, keys, values) for keys, values in buffers])
-    entries = Entries(model.config, rotary, cache, slots, positions, extent, block)
-    return getattr(model, part)(entries, *inputs)
+    entries = () if places is None else (Entries(model.config, rotary, buffers, places),)
+    return getattr(model, part)(*entries, *inputs)
