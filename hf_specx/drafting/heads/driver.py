@@ -83,6 +83,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
+        self.every = torch.arange(rows, device=self.device)
         self.admit(reading.batch, reading.batch.rows)
 
     def _decoder(self, reading: Reading) -> Any:
@@ -210,7 +211,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def _at(self, slots: torch.Tensor, extent: int, block: int = 0) -> Places:
         """The places of entries of the decoding rows."""
-        return slots, slots + self.offset[self.rows], extent, block, None
+        return slots, slots + self.offset[self.rows], extent, block, self.every[: len(slots)]
 
     def tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
         """[r, width] of the text, from columns [r] on: what stands behind the states of entries."""

@@ -84,8 +84,8 @@ def masks_of_rows(
     """What layer `number` sees; the model itself knows batches of one alone."""
     kinds = getattr(config, "layer_types", None)
     own = config.per_layer_config[number] if config.is_heterogeneous else config
-    windowed = kinds is not None and kinds[number] in WINDOWS
-    return {"attention_mask": entries.mask(own.sliding_window if windowed else None, embedded.dtype)}
+    window = own.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
+    return {"attention_mask": entries.mask(window, embedded.dtype)}
 
 
 @contextmanager
@@ -145,8 +145,7 @@ class Mtp(Body):
         positions, found = entries.positions + number + 1, []
         # without rotary positions a layer counts them for all rows alike
         for part in entries.parts(self.model.rotary_emb is None):
-            given = number, states[part], positions[part], entries, tokens[part]
-            found.append(self.model.forward_layer(*given))
+            found.append(self.model.forward_layer(number, states[part], positions[part], entries, tokens[part]))
         return torch.cat(found) if len(found) > 1 else found[0]
 
 
@@ -256,6 +255,6 @@ class MtpDrafter(HeadDrafter):
         tokens, end = batch.last(1).to(self.device), max(self.held)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
-        places = tokens * 0 + end, tokens * 0 + end, end + 1, 0, None
+        places = tokens * 0 + end, tokens * 0 + end, end + 1, 0, self.every[: len(tokens)]
         self.decoder("begin", places, tokens, states, tokens * 0, 1)
         synchronize(self.device)

@@ -28,7 +28,7 @@ class Layers:
     def __init__(self, body: Body, rows: int, room: int, model: PreTrainedModel | None = None):
         weight, config = next(body.parameters()), body.config
         self.body, self.rows, self.room, self.usual = body, rows, room + MARGIN, 0
-        self.rotary, self.every = Rotary(config, weight.device), torch.arange(rows, device=weight.device)
+        self.rotary = Rotary(config, weight.device)
         self.regions: Regions | None = None if model is None else regions_of(model, weight.device)
         self.compiled_before = 0 if self.regions is None else self.regions.compilations
         sizes, layers = (config.num_key_value_heads, 0, config.head_dim), config.num_hidden_layers
@@ -68,12 +68,9 @@ class Layers:
         move(before, self.buffers, index)
 
     def __call__(self, part: str, places: Places | None, *inputs: Any) -> Any:
-        """What this method of the body gives, for entries at these places, of all rows if they have none."""
-        if places is not None:
-            slots, positions, extent, block, rows = places
-            if self.buffers and self.capacity < extent:
-                self._move(capacity_bucket(max(extent, self.room)))
-            places = slots, positions, extent, block, self.every[: len(slots)] if rows is None else rows
+        """What this method of the body gives, for entries at these places if it asks for them."""
+        if places is not None and self.buffers and self.capacity < places[2]:
+            self._move(capacity_bucket(max(places[2], self.room)))
         if self.regions is not None and part != "read":
             return self._compiled(self.regions, part, places, *inputs)
         return head_forward(self.body, part, self.rotary, self.buffers, places, *inputs)
