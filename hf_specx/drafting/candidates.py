@@ -182,8 +182,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
             self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
-        self.batch.rewind([0])
-        new = input_ids[:, self.batch.width :]
+        new = input_ids[:, self.batch.width + self.batch.counts[0] :]  # what was kept of the last ones, and one more
         self.batch.emit(new, [new.shape[1]])
         draft = self.propose(self.batch, [self.num_draft_tokens])
         logits = None if draft.probs is None else draft.probs.log()

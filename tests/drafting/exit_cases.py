@@ -24,8 +24,10 @@ def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return model
 
 
-def made(draft: EarlyExitDraft, **options: Any) -> SpeculativeDecoding:
-    return SpeculativeDecoding(draft, **{"num_draft_tokens": 3, "verification": "coupled"} | options)
+def made(draft: EarlyExitDraft | None = None, **options: Any) -> SpeculativeDecoding:
+    """By default two layers draft."""
+    options = {"num_draft_tokens": 3, "verification": "coupled"} | options
+    return SpeculativeDecoding(draft or EarlyExitDraft(2), **options)
 
 
 def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:

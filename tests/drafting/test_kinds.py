@@ -1,19 +1,56 @@
-"""What holds for every kind of draft: rows under seeds do not depend on their mates, and threads may share it."""
+"""For every kind of draft: the text is plain's, rows with seeds do not depend on mates, and threads may share it."""
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import once
-from repeating import few_tokens, run
+import zoo
+from all_pairs import all_pairs, once
+from plain import assert_plain
+from repeating import GREEDY, LAYOUTS, few_tokens, repetitive, run
 from tiny import near, tiny
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx import Drafter, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
 
 
 SAMPLED = {"do_sample": True, "top_k": 4, "temperature": 0.5, "eos_token_id": 3}
+CALLS = (GREEDY, {"do_sample": True, "top_k": 6, "temperature": 0.5})
+MODEL_TYPES = ("llama", "gpt2", "mistral", "qwen3", "gpt_neox")
+
+
+class Bigrams(Drafter):
+    """A drafter of a user's own: what followed the last token when it was in the row before, and so on."""
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        found = [following(batch.row(row).tolist(), most) for row, most in zip(batch.rows, lengths, strict=True)]
+        tokens = [torch.tensor(candidates, dtype=torch.int64) for candidates in found]
+        return Draft(pad_sequence(tokens, batch_first=True), list(map(len, found)))
+
+
+def following(text: list[int], most: int) -> list[int]:
+    follower, candidates = dict(itertools.pairwise(text)), text[-1:]
+    while len(candidates) <= most and candidates[-1] in follower:
+        candidates.append(follower[candidates[-1]])
+    return candidates[1:]
+
+
+DRAFTS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "suffix": lambda _: SuffixDraft(pool=SuffixPool()),
+    "early exit": lambda _: EarlyExitDraft(1),
+    "several": lambda target: [SuffixDraft(), near(target, 0.2)],
+    "generator": lambda _: PromptLookupCandidateGenerator(
+        num_output_tokens=4, max_matching_ngram_size=3, max_length=200
+    ),
+    "own": lambda _: Bigrams(),
+}
 KINDS: dict[str, tuple[Callable, dict[str, Any]]] = {  # draft made of a draft model; settings
     "suffix": (lambda draft: SuffixDraft(pool=SuffixPool()), {}),
     "early exit": (lambda draft: EarlyExitDraft(1), {"num_assistant_tokens": 3}),
@@ -21,6 +58,31 @@ KINDS: dict[str, tuple[Callable, dict[str, Any]]] = {  # draft made of a draft m
     "model": (lambda draft: draft, {"num_assistant_tokens_schedule": "heuristic"}),
     "unsure": (lambda draft: draft, {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.3}),
 }
+
+
+def assert_drafted(target: PreTrainedModel, kind: str, layout: str, rows: int, settings: dict) -> None:
+    """The text is plain's in fewer forwards, also with what an earlier call has left in a pool."""
+    draft = DRAFTS[kind](target)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=5, layout=layout, verification="coupled")
+    for _ in range(2):
+        found = assert_plain(target, strategy, few_tokens(rows), **settings, max_new_tokens=40, pad_token_id=0)
+    assert strategy.report.accepted > 0
+    # an early exit is counted by layers, in its own file
+    assert layout == "lockstep" or kind == "early exit" or found.forwards < found.plain
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize(
+    ("kind", "layout", "model_type", "rows", "settings"), all_pairs(DRAFTS, LAYOUTS, MODEL_TYPES, [1, 4, 8], CALLS)
+)
+def test_equals_plain(kind: str, layout: str, model_type: str, rows: int, settings: dict):
+    assert_drafted(repetitive(model_type), kind, layout, rows, settings)
+
+
+@pytest.mark.parametrize("settings", CALLS, ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("kind", "model_type"), [("suffix", "t5"), ("several", "bart")])
+def test_equals_plain_with_an_encoder(kind: str, model_type: str, settings: dict):
+    assert_drafted(zoo.build("seq2seq", model_type), kind, "padded", 4, settings)
 
 
 @pytest.mark.parametrize(("kind", "verification"), once(KINDS, ["coupled", "token", "block"]))

@@ -4,41 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-import zoo
-from all_pairs import all_pairs
-from repeating import GREEDY, LAYOUTS, NEW_TOKENS, cyclic, few_tokens, repetitive, run
+from repeating import NEW_TOKENS, cyclic, few_tokens, repetitive, run
 from tiny import Forwards, prompts, tiny
 
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
-
-
-MODEL_TYPES = ("llama", "gpt2", "mistral")
-SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
-pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "rows", "layout", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], LAYOUTS, [GREEDY, SAMPLED])
-)
-def test_equals_plain(model_type: str, rows: int, layout: str, settings: dict):
-    """With what an earlier call has left in the pool as well."""
-    inputs, draft = few_tokens(rows), SuffixDraft(pool=SuffixPool())
-    strategy = SpeculativeDecoding(draft, layout=layout, num_draft_tokens=8)
-    expected = run(repetitive(model_type), inputs, **settings)
-    for _ in range(2):
-        assert torch.equal(run(repetitive(model_type), inputs, strategy, **settings), expected)
-        assert strategy.report.verification == ("coupled" if settings["do_sample"] else "greedy")
-    assert strategy.report.accepted > NEW_TOKENS / 2  # the second time the whole text is in the pool
-
-
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_equals_plain_with_an_encoder(rows: int, settings: dict):
-    model, inputs = zoo.build("seq2seq", "t5"), prompts(rows)
-    strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool()), layout="padded", num_draft_tokens=8)
-    for _ in range(2):
-        assert torch.equal(run(model, inputs, strategy, **settings), run(model, inputs, **settings))
-    assert strategy.report.accepted > NEW_TOKENS / 2
 
 
 def test_rows_end_inside_accepted_runs():

@@ -46,7 +46,6 @@ class HeadConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     rope_parameters: dict[str, Any] | None = None
-    partial_rotary_factor: float = 1.0
     qk_norm: bool = False  # as the biases whether there are such weights
     attention_bias: bool = False
     output_bias: bool = False
@@ -101,10 +100,11 @@ class HeadConfig(PreTrainedConfig):
         found = {name: getattr(self, name) for name in OF_LAYERS}
         scaling = dict(self.rope_parameters or {})
         found |= {"model_type": "qwen3" if self.qk_norm else "llama", "rope_theta": scaling.pop("rope_theta", 10000.0)}
+        factor = scaling.pop("partial_rotary_factor", 1)
+        if factor != 1:
+            found["partial_rotary_factor"] = factor
         if scaling.get("rope_type", "default") != "default":
             found["rope_scaling"] = scaling
-        if self.partial_rotary_factor != 1:
-            found["partial_rotary_factor"] = self.partial_rotary_factor
         return found | {"use_sliding_window": self.sliding_window is not None}
 
     def _proposal(self) -> dict[str, Any]:

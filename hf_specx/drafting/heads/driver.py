@@ -1,6 +1,7 @@
 """The drafter of one call: a head is fed the target's states of accepted tokens, and candidates are drawn from it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from hf_specx.drafting.drafter import Reading, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import Place
-from hf_specx.models.slots import SlotCache
 
 from .body import Body
-from .compiled import CompiledBody
-from .layers import Entries, Rotary, read_by
+from .layers import Places, read_by
+from .running import Layers
 
 
 MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
@@ -44,7 +44,6 @@ class HeadDrafter(SampledCandidateGenerator):
         held, prompted: [B], entries of each row, and those of its prompt; `offset` [B, 1], their positions less slots.
         prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
         unread: states [R, m, W] of the decoding rows, of which each has its own number.
-        behind: ids, rows [r] and columns [r] where the tokens behind the entries begin that come now.
         states, scores: [R, H] and [R, V_d] of each place that a candidate is drawn for; `number`, how many at most.
         state: [R, 1, H], what the next entry begins with; `ends` [R, 1], the slot behind each row's last true entry.
         sure: [R, 1], what the head itself says of each place; `least`, below which a row ends there.
@@ -72,9 +71,7 @@ class HeadDrafter(SampledCandidateGenerator):
     def read(self, reading: Reading) -> None:
         """Take up the states of all prompts; they are read when candidates are wanted first, if ever."""
         rows = len(reading.batch.counts)
-        self.target, self.cache, self.number = reading.target, self.new_cache(), 1
-        self.cache.slots.rows = len(reading.batch.rows)
-        self.rotary = Rotary(self.body.config, self.device)
+        self.target, self.number = reading.target, 1
         super().read(reading)
         self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
         self.least = 0.0
@@ -89,16 +86,9 @@ class HeadDrafter(SampledCandidateGenerator):
         self.every = torch.arange(rows, device=self.device)
         self.admit(reading.batch, reading.batch.rows)
 
-    def new_cache(self) -> Any:
-        """For keys and values of the head."""
-        return SlotCache()
-
-    def _decoder(self, reading: Reading) -> CompiledBody | None:
-        """Its layers, if they are compiled."""
-        if not reading.compiled or self.owner is None:
-            return None
+    def _decoder(self, reading: Reading) -> Any:
         room = self.target.width + min(self.target.prompt.longest, ROOM)
-        return CompiledBody(self.owner, self.body, self.cache, self.rotary, room)
+        return Layers(self.body, len(reading.batch.rows), room, self.owner if reading.compiled else None)
 
     def _ready(self, batch: Batch) -> Any:
         return self
@@ -108,9 +98,7 @@ class HeadDrafter(SampledCandidateGenerator):
         most, fresh = self.body.most or max(lengths), self.fresh(batch)
         limits = [min(length, most) if new else 0 for length, new in zip(lengths, fresh, strict=True)]
         if any(limits):
-            self.number, self.sure = max(limits), []
-            if self.decoder is not None:
-                self.number = self.decoder.number(self.number)
+            self.number, self.sure = self.decoder.number(max(limits)), []
             return self._sure_part(super().propose(batch, limits))
         if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(fresh):
             self.begin(batch)
@@ -160,7 +148,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
-            (self.decoder or self.cache).select(done.stay)
+            self.decoder.select(done.stay)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
@@ -178,7 +166,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self._read_prompts(batch)
         assert self.unread is not None
         fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
-        width = max(fresh) if self.decoder is None else self.decoder.width(max(fresh))
+        width = self.decoder.width(max(fresh))
         held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
         step = torch.arange(width + extra, device=device)
         self.rows, self.ends = moved(batch.index, device), held + new
@@ -186,7 +174,6 @@ class HeadDrafter(SampledCandidateGenerator):
         states = moved(self.unread[:, :width], device, self.dtype)
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
-        self.behind = batch.ids, batch.index, batch.ends - sent(fresh, batch.ids.device)
         self.last = batch.last(1)
         extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
         slots = held + step
@@ -196,7 +183,10 @@ class HeadDrafter(SampledCandidateGenerator):
         for row, count in zip(batch.rows, fresh, strict=True):
             self.held[row] += count
         self.unread, self.states, self.scores = None, [], []
-        self._note(self._run("begin", slots, extent, extra, self._embedded(width, extra), states, newest, self.number))
+        starts = batch.ends - sent(fresh, batch.ids.device)
+        embedded = self._embedded(batch.ids, batch.index, starts, width, extra)
+        block = extra if self.body.sees_ahead else 0
+        self._note(self.decoder("begin", self._at(slots, extent, block), embedded, states, newest, self.number))
 
     def _read_prompts(self, batch: Batch) -> None:
         """Take up prompts that wait."""
@@ -210,42 +200,32 @@ class HeadDrafter(SampledCandidateGenerator):
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
         for first in range(0, width, AT_ONCE):
             last = min(first + AT_ONCE, width)
-            self.behind = batch.ids, rows, starts + first
-            entries = self.entries(slots[:, first:last], positions[:, first:last], last, rows=index)
+            embedded = self._embedded(batch.ids, rows, starts + first, last - first)
             part = moved(states[:, first:last], self.device, self.dtype)
-            self.body.read(entries, self._embedded(last - first), part)
+            self.decoder("read", (slots[:, first:last], positions[:, first:last], last, 0, index), embedded, part)
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""
         slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
-        self._note(self._run("next", slots, extent, 0, self.embed(tokens), self.state))
+        self._note(self.decoder("next", self._at(slots, extent), self.embed(tokens), self.state))
 
-    def _run(self, part: str, slots: torch.Tensor, extent: int, extra: int, *inputs: Any) -> tuple[torch.Tensor, Any]:
-        """What a method of the layers gives for entries of the decoding rows."""
-        positions, block = slots + self.offset[self.rows], extra if self.body.sees_ahead else 0
-        if self.decoder is None:
-            return getattr(self.body, part)(self.entries(slots, positions, extent, block), *inputs)
-        return self.decoder(part, (slots, positions, extent, block), *inputs)
+    def _at(self, slots: torch.Tensor, extent: int, block: int = 0) -> Places:
+        """The places of entries of the decoding rows."""
+        return slots, slots + self.offset[self.rows], extent, block, self.every[: len(slots)]
 
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
-        """Those of one forward, of all rows or some; see `Entries`."""
-        if self.decoder is not None:
-            self.decoder.reserve(extent)
-        self.cache.slots.aim(slots, 0, extent, self.every[: len(slots)] if rows is None else rows)
-        return Entries(self.body.config, self.rotary, self.cache, slots, positions, extent, block)
-
-    def tokens(self, width: int) -> torch.Tensor:
-        """[r, m], what stands behind the states of the entries that come now."""
-        ids, rows, starts = self.behind
+    def tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
+        """[r, width] of the text, from columns [r] on: what stands behind the states of entries."""
         columns = starts[:, None] + torch.arange(width, device=ids.device)
         return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)]
 
-    def _embedded(self, width: int, extra: int = 0) -> torch.Tensor | None:
+    def _embedded(
+        self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int, extra: int = 0
+    ) -> Any:
         """Of entries: the tokens behind their states and masks; of a block the last token and masks alone."""
         block = self.body.sees_ahead
         if not self.body.has_keys or (block and not extra):
             return None
-        tokens, masks = (self.last, extra - 1) if block else (self.tokens(width), extra)
+        tokens, masks = (self.last, extra - 1) if block else (self.tokens(ids, rows, starts, width), extra)
         mask = self.body.config.mask_token_id
         return self.embed(nn.functional.pad(tokens, (0, masks), value=mask) if masks else tokens)
 
@@ -268,10 +248,8 @@ class HeadDrafter(SampledCandidateGenerator):
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
         given = self.scores[place], self.states[place], moved(tokens, self.device), self.state, self.least > 0
-        if self.decoder is None or not self.body.config.markov_rank:
-            scores, self.state, sure = self.body.scored(*given)
-        else:
-            scores, self.state, sure = self.decoder("scored", None, *given)
+        score = partial(self.decoder, "scored", None) if self.body.config.markov_rank else self.body.scored
+        scores, self.state, sure = score(*given)
         self.sure += [] if sure is None else [sure]
         return scores
 

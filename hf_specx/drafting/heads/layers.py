@@ -1,18 +1,22 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
+from copy import copy
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specx.common.devices import moved
 from hf_specx.models.attention import tiled
+from hf_specx.models.slots import Columns
 
 from .config import HeadConfig
+
+
+Places = tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]
 
 
 class Entries:
@@ -21,25 +25,16 @@ class Entries:
     Args:
         config: the head's.
         rotary: of its positions.
-        cache: of keys and values in slots of each row, aimed at those of the entries.
-        slots, positions: [r, q], and in the text.
-        extent: no slot from this one on is seen.
-        block: how many of the last entries see each other, in layers without a window, or in all if the config says
-            so.
+        buffers: of keys and values, in slots of each row.
+        places: slots and positions [r, q] of the entries; from which slot on none is seen; how many of the last ones
+            see each other, in layers without a window, or in all if the config says so; and the rows [r], None if
+            these are all.
     """
 
-    def __init__(
-        self,
-        config: HeadConfig,
-        rotary: "Rotary",
-        cache: Cache,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        extent: int,
-        block: int = 0,
-    ):
-        self.config, self.cache, self.slots = config, cache, slots
-        self.extent, self.block = extent, block
+    def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: Columns, places: Places):
+        self.config, self.buffers = config, buffers
+        self.slots, positions, self.extent, self.block, rows = places
+        self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         self.masks: dict[str, torch.Tensor] = {}
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.turns = rotary(positions)
@@ -58,7 +53,11 @@ class Entries:
 
     def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [r, m, H, D] of all entries; those that the rows have, [r, H, S, D]."""
-        return self.cache.update(key.transpose(1, 2), value.transpose(1, 2), layer)
+        held = self.buffers[layer]
+        for buffer, new in zip(held, (key, value), strict=True):
+            buffer[self.rows[:, None], :, self.slots] = new
+        some = slice(None) if len(self.rows) == len(held[0]) else self.rows
+        return held[0][some, :, : self.extent], held[1][some, :, : self.extent]
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""
@@ -74,22 +73,18 @@ class Rotary:
     """Cosines and sines by position, for the leading channels that turn."""
 
     def __init__(self, config: HeadConfig, device: torch.device):
-        parameters: dict[str, Any] = config.rope_parameters or {}
-        kind, self.scaling = parameters.get("rope_type", "default"), 1.0
-        if kind == "default":
-            size = int(config.head_dim * config.partial_rotary_factor)
-            powers = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-            frequencies = 1.0 / parameters.get("rope_theta", 10000.0) ** powers
-        else:
-            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[kind](config, device)
+        alone, given = copy(config), dict[str, Any](config.rope_parameters or {})
+        if given["rope_type"] == "default":  # which transformers leaves to models; it is the linear one, scaled by 1
+            given |= {"rope_type": "linear", "factor": 1.0}
+        alone.rope_parameters = given
+        frequencies, self.scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](alone, device)
         self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines with the signs that the halves take, [r, m, 1, D'] of positions [r, m]."""
         angles = (positions[..., None] * self.frequencies)[:, :, None]
-        if self.scaling == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        both = angles.cos(), angles.sin()
+        return both if self.scaling == 1.0 else (both[0] * self.scaling, both[1] * self.scaling)
 
 
 def turned(states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,13 +13,13 @@ from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
-from hf_specx.common.round import Draft
-from hf_specx.drafting.drafter import Drafter
-from hf_specx.models.slots import CACHE, SlotCache
+from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.models.slots import SlotCache
 
 from .body import Body
 from .config import HeadConfig
 from .driver import HeadDrafter
+from .layers import Places
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -52,9 +53,6 @@ class MtpDraft(Drafter):
             self.models[target] = read_layers(target)
         return MtpDrafter(Mtp(self.models[target]), None)
 
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
-
 
 def read_layers(target: PreTrainedModel) -> Any:
     """The `MtpModel` of a target, from the files that this was loaded from."""
@@ -65,7 +63,8 @@ def read_layers(target: PreTrainedModel) -> Any:
         try:
             from transformers.modeling_layers import MtpModel
 
-            found = MtpModel.from_pretrained(target, device_map={"": last_device(target)})
+            found: Any = MtpModel.from_pretrained(target, device_map={"": last_device(target)})
+            require(hasattr(found, "forward_layer"), "transformers is older than 5.20")
         except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             told = f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
             told += "target from a checkpoint with them, or give a draft model or a head instead."
@@ -77,6 +76,16 @@ def read_layers(target: PreTrainedModel) -> Any:
     require(set(kinds) <= set(LAYER_TYPES), f"{told}supported: give a draft model or a head instead.")
     found.layers.requires_grad_(False).eval()
     return found
+
+
+def masks_of_rows(
+    config: Any, number: int, embedded: torch.Tensor, entries: "MtpCache", positions: Any
+) -> dict[str, torch.Tensor]:
+    """What layer `number` sees; the model itself knows batches of one alone."""
+    kinds = getattr(config, "layer_types", None)
+    own = config.per_layer_config[number] if config.is_heterogeneous else config
+    window = own.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
+    return {"attention_mask": entries.mask(window, embedded.dtype)}
 
 
 @contextmanager
@@ -106,6 +115,7 @@ class Mtp(Body):
     def __init__(self, model: Any):
         super().__init__()
         self.model, self.most, self.config = model, len(model.layers), HeadConfig(kind="mtp")
+        model.create_masks_for_mtp_layer = partial(masks_of_rows, model.config)
 
     def parameters(self, recurse: bool = True) -> Any:
         return self.model.layers.parameters()
@@ -132,27 +142,15 @@ class Mtp(Body):
 
     def _layer(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of a layer, for entries with these tokens [r, m] and states."""
-        model, turns = self.model, None
-        embedded, positions = model.embed_tokens(tokens).to(states), entries.positions + number + 1
-        kinds: Any = getattr(model.config, "layer_types", None)
-        if model.rotary_emb is not None:
-            kind = {"layer_type": kinds[number]} if model.has_per_layer_rope else {}
-            turns = model.rotary_emb(embedded, position_ids=positions, **kind)
-        mask, found = entries.mask(self._window(number, kinds), states.dtype), []
-        for part in entries.parts(turns is None):  # without rotary positions a layer counts them for all rows alike
-            inputs = {"position_embeddings": turns, "position_ids": positions[part], "attention_mask": mask[part]}
-            found.append(model.layers[number](embedded[part], states[part], **inputs, **{CACHE: entries}))
-        both = torch.cat(found) if len(found) > 1 else found[0]
-        return model.shared_post_norm(both) if model.use_shared_post_norm else both
-
-    def _window(self, number: int, kinds: list[str] | None) -> int | None:
-        config = self.model.config
-        config = config.per_layer_config[number] if config.is_heterogeneous else config
-        return config.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
+        positions, found = entries.positions + number + 1, []
+        # without rotary positions a layer counts them for all rows alike
+        for part in entries.parts(self.model.rotary_emb is None):
+            found.append(self.model.forward_layer(number, states[part], positions[part], entries, tokens[part]))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 class MtpCache(SlotCache):
-    """The cache of the layers, which also keeps states and tokens: those of the last entries are computed anew.
+    """Runs the layers for one call, as `Layers` does; keeps states and tokens: the last entries are computed anew.
 
     Attributes:
         again: how many.
@@ -164,9 +162,21 @@ class MtpCache(SlotCache):
     positions: torch.Tensor
     earlier: torch.Tensor
 
-    def __init__(self, again: int):
+    def __init__(self, body: Mtp, rows: int):
         super().__init__()
-        self.again, self.numbers = again, dict[Any, int]()
+        self.body, self.again, self.slots.rows = body, body.most - 1, rows
+        self.numbers = dict[Any, int]()
+
+    def __call__(self, part: str, places: Places, *inputs: Any) -> Any:
+        """What this method of the body gives."""
+        slots, self.positions, extent, _, rows = places
+        self.slots.aim(slots, 0, extent + 1, rows)
+        return getattr(self.body, part)(self, *inputs)
+
+    def number(self, number: int) -> int:
+        return number
+
+    width = number
 
     def kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
         """Write values [r, q, N] of entries; all that these rows have by the name, [r, extent, N]."""
@@ -230,16 +240,11 @@ class MtpDrafter(HeadDrafter):
     source = "mtp"
     body: Mtp
 
-    def new_cache(self) -> "MtpCache":
-        return MtpCache(self.body.most - 1)
-
-    def entries(self, slots: torch.Tensor, positions: Any, extent: int, block: int = 0, rows: Any = None) -> Any:
-        self.cache.slots.aim(slots, 0, extent + 1, self.every[: len(slots)] if rows is None else rows)
-        self.cache.positions = positions
-        return self.cache
+    def _decoder(self, reading: Reading) -> MtpCache:
+        return MtpCache(self.body, len(reading.batch.rows))
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
-        self._note(self.body.next(self.cache, tokens, self.state))
+        self._note(self.body.next(self.decoder, tokens, self.state))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
@@ -250,6 +255,6 @@ class MtpDrafter(HeadDrafter):
         tokens, end = batch.last(1).to(self.device), max(self.held)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
-        entries = self.entries(tokens * 0 + end, tokens * 0 + end, end + 1)
-        self.body.begin(entries, tokens, states, tokens * 0, 1)
+        places = tokens * 0 + end, tokens * 0 + end, end + 1, 0, self.every[: len(tokens)]
+        self.decoder("begin", places, tokens, states, tokens * 0, 1)
         synchronize(self.device)

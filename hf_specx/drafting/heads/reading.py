@@ -39,6 +39,7 @@ ONLY = {  # options that have to have this value where they are given
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
+    "hidden_act": "silu",
     "rope_is_neox_style": True,
     "logit_scale": 1,
     "projector_type": "dflash",
@@ -136,12 +137,10 @@ class Reader:
         for parts, what in ((GEMMA, "blocks of Gemma"), (CONVOLUTIONS, "the convolutions of DFlash2")):
             part = next((weight for weight in sorted(self.weights) if any(part in weight for part in parts)), None)
             self.need(part is None, f"has {what} ({part}), which {plain}")
-        model_type, kind = self.raw.get("model_type", ""), self.raw.get("speculators_model_type", "eagle3")
+        model_type = self.raw.get("model_type", "")
         self.need(not str(model_type).startswith("gemma"), f"is for {model_type}, whose blocks {plain}")
-        kinds = f"choose one of {', '.join((*OF_EAGLE, *OF_BLOCKS))}."
-        remedy = "use MtpDraft() for layers of the target." if kind == "mtp" else kinds
-        told = f"has speculators_model_type={brief(kind)}, which is not supported; {remedy}"
-        self.need(kind in (*OF_EAGLE, *OF_BLOCKS), told)
+        told = "has speculators_model_type='mtp', which is not supported; use MtpDraft() for layers of the target."
+        self.need(self.raw.get("speculators_model_type") != "mtp", told)
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         for option, value in sorted(self.said.items()):
             known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
@@ -175,14 +174,12 @@ class Reader:
         found = "dspark" if spark or stated == "dspark" else "dflash"
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
-        told = f"has speculators_model_type={stated!r} in its config.json and tensors of {found}; get it again."
-        self.need(stated in (None, found), told)
+        told = f"has speculators_model_type={brief(stated)} in its config.json and tensors of {found}; get it again, "
+        self.need(stated in (None, found), f"{told}or choose one of {', '.join((*OF_EAGLE, *OF_BLOCKS))}.")
         return found
 
     def _layer(self, qk_norm: bool) -> dict[str, Any]:
         """The fields that the config of a layer has; what is absent there is the default of its architecture."""
-        act = self.said.get("hidden_act", "silu")
-        self.need(act == "silu", f"has layers with hidden_act={brief(act)}; only silu is supported.")
         names = {*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
         given = {name: self.said[name] for name in names - {"layer_types"} if self.said.get(name) is not None}
         architecture: Any = Qwen3Config if qk_norm else LlamaConfig
@@ -191,12 +188,11 @@ class Reader:
         except Exception as error:  # of a type that only the Hub's library has
             raise ValueError(f"{self.name} has a config of its layers that transformers refuses: {error}") from error
         rope = dict(known.rope_parameters or {})
-        factor = rope.pop("partial_rotary_factor", 1.0)
         rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
         if rope.get("rope_type") == "mrope":
             rope["rope_type"] = "default"
         found = {name: getattr(known, name, None) for name in OF_LAYERS}
-        return found | {"rope_parameters": rope, "partial_rotary_factor": factor}
+        return found | {"rope_parameters": rope}
 
     def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields that follow from shapes of tensors; `fields` are those of the config."""

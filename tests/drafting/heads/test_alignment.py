@@ -129,10 +129,8 @@ def renormed(draft: DraftHead) -> None:
     draft.config.norm_output = not draft.config.norm_output
 
 
-def unshifted(feed: Feed, width: int) -> torch.Tensor:
-    ids, rows, starts = feed.behind
-    columns = starts[:, None] - 1 + torch.arange(width)
-    return ids[rows[:, None], columns.clamp(min=0)]
+def unshifted(feed: Feed, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
+    return TOKENS(feed, ids, rows, starts - 1, width)
 
 
 def own_states_kept(feed: Feed, done: Round) -> None:
@@ -149,7 +147,7 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
     OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
-OBSERVE = Feed.observe
+OBSERVE, TOKENS = Feed.observe, Feed.tokens
 CONTROLS: dict[str, dict[str, Any]] = {
     "ids one off": {"layer_ids": [3, 5, 6]},
     "halves swapped": {"change": swapped},

@@ -8,6 +8,7 @@ import torch
 from alignment import Aligned, loaded
 from head_files import random_head
 from head_reference import target_states
+from plain import assert_plain
 from vision import IMAGE, inputs, seeing
 
 from hf_specx import SpeculativeDecoding
@@ -51,8 +52,5 @@ def test_heads_see_pictures_by_states_and_positions(kind: str, tmp_path: Path, m
     for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
         strategy.listeners = () if settings["do_sample"] else (watch,)
-        torch.manual_seed(4)
-        plain = target.generate(**given, **CALL, **settings)
-        torch.manual_seed(4)
-        assert torch.equal(target.generate(**given, **CALL, **settings, custom_generate=strategy), plain)
+        assert_plain(target, strategy, given, **CALL, **settings)
     watch.check(50)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from alignment import assert_own_texts
 from mtp_models import RECURRENT, TYPES, VOCAB_SIZE, mtp_target
+from plain import assert_plain
+from rounds import Heard
 from tiny import tiny
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
@@ -28,24 +30,15 @@ def target(request, tmp_path_factory):
         yield mtp_target(request.param, tmp_path_factory.mktemp("target"), patch if named else None)
 
 
-class Noted:
-    """What each row was proposed, by the number of tokens that it had."""
-
-    def __init__(self, rows: int):
-        self.found: list[dict[int, list[int]]] = [{} for _ in range(rows)]
-
-    def observe(self, done) -> None:
-        for index, (row, before, length) in enumerate(zip(done.rows, done.before, done.draft.lengths, strict=True)):
-            if length:
-                self.found[row][before] = done.draft.tokens[index, :length].tolist()
-
-
-def ours(target, inputs, rows: int, **options):
-    noted = Noted(rows)
-    strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), **options)
-    strategy.listeners = (noted,)
+def ours(target, inputs, rows: int):
+    """The text; what each row was proposed, by the number of tokens that it had; and the report."""
+    strategy, found = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target)), [{} for _ in range(rows)]
+    strategy.listeners = (rounds := Heard(lambda done: (done.rows, done.before, done.draft)),)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, custom_generate=strategy)
-    return out, noted.found, strategy.report
+    for numbers, counts, draft in rounds:
+        for row, before, length, tokens in zip(numbers, counts, draft.lengths, draft.tokens.tolist(), strict=True):
+            found[row] |= {before: tokens[:length]} if length else {}
+    return out, found, strategy.report
 
 
 def layers_of(target) -> int:
@@ -129,13 +122,8 @@ def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
 def test_sampled_texts_and_queues(tmp_path: Path, monkeypatch, name):
     """The very tokens of plain sampling, and a queue whose rows are filled again, in which each row is its own."""
     target = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None)
-    inputs = left_padded()
-    torch.manual_seed(5)
-    wanted = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0)
-    torch.manual_seed(5)
     strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), verification="coupled")
-    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=True, top_k=0, custom_generate=strategy)
-    assert torch.equal(out, wanted)
+    assert_plain(target, strategy, left_padded(), max_new_tokens=NEW, do_sample=True, top_k=0)
     assert strategy.report.accepted > 0
     requests = [prompt[0].tolist() for prompt in PROMPTS * 2]
     done = strategy.generate_many(target, requests, batch_size=3, max_new_tokens=9, do_sample=False)

@@ -88,14 +88,13 @@ def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memo
     return scores, (tokens, inner), sure
 
 
-def unshifted(feed: HeadDrafter, width: int) -> torch.Tensor:
+def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
     """Tokens of the states themselves, in place of those behind them."""
-    ids, rows, starts = feed.behind
-    columns = starts[:, None] - 1 + torch.arange(width)
-    return ids[rows[:, None], columns.clamp(min=0)]
+    return TOKENS(feed, ids, rows, starts - 1, width)
 
 
-LAST, BEGIN, SCORED, FORWARD = Batch.last, HeadDrafter.begin, Block.scored, Eagle.forward
+LAST, BEGIN, TOKENS = Batch.last, HeadDrafter.begin, HeadDrafter.tokens
+SCORED, FORWARD = Block.scored, Eagle.forward
 OF_BOTH: dict[str, tuple[Any, str, Any]] = {  # what is changed of what; "head" is the head's config
     "states of the layers before": ("head", "layer_ids", [0, 1]),
     "states of the layers behind": ("head", "layer_ids", [2, 3]),
