@@ -12,6 +12,7 @@ TEXT_MODEL = "clip_text_model"  # of which transformers knows the config, and no
 OWN = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
 INSIDE_ANOTHER = {"model_type": TEXT_MODEL, "auto_map": {"AutoModel": "own.Model"}}
 NOT_WHOLE = "model.safetensors is not whole, or no safetensors"
+TEMPLATE = "additional_chat_templates/x.jinja"
 HIDING = "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -60,22 +61,13 @@ CASES = [
     ("draft is a link out of", after(link("draft", "d"))),
     ("up/draft is a link out of", after(elsewhere, use=lambda folder: load(folder, target=r.pair().target))),
     ("tokenizer.json is a link out of", after(link("tokenizer.json", "t"))),
-    (
-        "x.jinja is a link",
-        after(write("additional_chat_templates/x.jinja", ""), link("additional_chat_templates/x.jinja", "j")),
-    ),
+    ("x.jinja is a link", after(write(TEMPLATE, ""), link(TEMPLATE, "j"))),
     ("own defaults; get", after(cut("generation_config.json", -9))),
-    (
-        "generation_config.json has num_beams=3, which .*; take it out",
-        after(edit("generation_config.json", num_beams=3)),
-    ),
+    ("generation_config.json has num_beams=3, which .*; take", after(edit("generation_config.json", num_beams=3))),
     ("brings code of its own, which is not run; read it, and", after(own_code("config.json", **OWN))),
     ("brings code of its own", after(own_code("config.json", text_config=INSIDE_ANOTHER))),
     ("draft brings code of its own, which is not", after(own_code("draft/config.json", **OWN), use=load_draft)),
-    (
-        "the tokenizer in .* brings code",
-        after(own_code("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]})),
-    ),
+    ("tokenizer in .* brings", after(own_code("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]}))),
     ("attn_implementation='org/k', code from elsewhere", model(attn_implementation="org/k")),
     ("'org/k', code", model(text_config={"experts_implementation": "org/k"})),
     ("has transformers_weights='x.safetensors', which was not", model(transformers_weights="x.safetensors")),
