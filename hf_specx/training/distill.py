@@ -33,7 +33,7 @@ from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
 from .head import HeadDraft
 from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
-from .reading import REMEMBERED_BYTES, Remembered, Text
+from .reading import REMEMBERED_BYTES, Remembered
 from .recipe import TrainingRecipe
 from .result import COMMAND, Distilled, card_notes
 from .texts import Phases, Writer, fingerprint_of
@@ -167,9 +167,7 @@ def _train(
     phases = Phases(writer, split.training, remembered.add)
     phases.begin(0, partial(tell, "phase 1, writing"))
     learner.begin(split.training, phases.texts)
-
-    def measured(module: Any, texts: list[Text]) -> torch.Tensor:
-        return measure(remembered, learner.predict, module, texts, recipe)
+    measured = partial(measure, remembered, learner)
 
     def judge(module: Any) -> float:
         return alpha(measured(module, validation)[:, 0])

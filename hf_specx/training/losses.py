@@ -6,7 +6,7 @@ is finite. Gradients flow into log q alone.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from hf_specx.sampling.processors import in_runs, warp
 
-from .reading import Remembered, Said, Text
+from .reading import Remembered, Text
 from .recipe import TrainingRecipe
 
 
@@ -100,23 +100,18 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-Predict = Callable[[Any, Sequence[Text], Said], Predicted]  # of a draft, texts, and what the target says of them
-
-
 @torch.no_grad()
-def measure(
-    said: Remembered, predict: Predict, draft: Any, texts: Sequence[Text], recipe: TrainingRecipe
-) -> torch.Tensor:
+def measure(said: Remembered, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
     """How much of a draft the target accepts on each of its texts: [T, 2, 2] float64, sums and what to divide them by.
 
     First Σₓ min(p, q) over all predictions, and their number; then the tokens of rounds that begin at each new token
     of the text, and the number of these. Tokens of a round are 1 + Σᵢ Πⱼ Σₓ min(p, q) over the candidates up to each.
     """
-    found = []
+    recipe, found = learner.recipe, []
     for start in range(0, len(texts), recipe.batch_size):
         part = texts[start : start + recipe.batch_size]
         of_target = said.said(part)
-        predicted = predict(draft, part, of_target)
+        predicted = learner.predict(draft, part, of_target)
         shares = overlap(recipe, of_target.logits.to(predicted.logits.device), predicted).double()
         every = torch.arange(recipe.num_draft_tokens, device=shares.device)[:, None]
         steps = every if predicted.steps is None else predicted.steps

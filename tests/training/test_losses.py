@@ -102,7 +102,7 @@ def test_alpha_is_the_mean_overlap_where_the_target_wrote():
     texts = [Text(prompt, list(range(1, 3 + number))) for number, prompt in enumerate(some_prompts(5))]
     recipe = TrainingRecipe(batch_size=2, num_draft_tokens=2)
     learner = ModelDraft(target, draft, recipe)
-    found = measure(Remembered(target, [], 2, 0), learner.predict, draft, texts, recipe)
+    found = measure(Remembered(target, [], 2, 0), learner, draft, texts)
     for ((total, count), (tokens, rounds)), text in zip(found.tolist(), texts, strict=True):
         with torch.no_grad():
             ids = torch.tensor([text.prompt + text.new])
