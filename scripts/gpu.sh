@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests marked gpu and the speeds of synthetic pairs on this CUDA machine, within nine minutes, with the python that
 # is found here and nothing installed: torch, transformers, accelerate, pytest. Results: build/gpu, or the folder named.
+# On any machine the same tests run on the CPU by: SPECX_TEST_DEVICE=cpu python -m pytest -m gpu
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

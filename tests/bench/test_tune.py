@@ -173,30 +173,16 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
     assert texts == [[TEXTS[0]], [TEXTS[1]], [TEXTS[0], TEXTS[1]], [TEXTS[2], TEXTS[0]]]
 
 
-def test_revisions_reach_the_hub(folders, monkeypatch):
-    seen, plain = [], tune.get_files
-
-    def get_files(name, revision, patterns):
-        seen.append((name, revision))
-        return plain(name, None, patterns)
-
-    monkeypatch.setattr(tune, "get_files", get_files)
-    monkeypatch.setattr(tune, "check_place", lambda name, revision: None)  # these are folders
-    names = [folders[name] for name in ("target", "near", "bare")]
-    tune.tune(f"{names[0]}@v1", ["suffix", names[1], f"{names[2]}@v2"], Study())
-    assert seen == list(zip(names, ["v1", None, "v2"], strict=True))
-
-
 def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path, monkeypatch):
-    """By a cache as huggingface_hub lays it out, which it reads without a network."""
-    for name, commit in (("target", "a" * 40), ("near", "b" * 40)):
+    """By a cache as huggingface_hub lays it out, which it reads without a network; of these revisions alone."""
+    for name, revision, commit in (("target", "v1", "a" * 40), ("near", "v2", "b" * 40)):
         repository = tmp_path / f"models--org--{name}"
         shutil.copytree(folders[name], repository / "snapshots" / commit)
         (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(commit)
+        (repository / "refs" / revision).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     study = replace(QUICK, batches=(1,))
-    (trial,) = tune.tune("org/target", ["org/near"], study)
+    (trial,) = tune.tune("org/target@v1", ["org/near@v2"], study)
     assert trial.error is None
     sources = [(source.name, source.revision, source.dtype) for source in (trial.config.target, trial.config.draft)]
     assert sources == [("org/target", "a" * 40, "float32"), ("org/near", "b" * 40, "float32")]
@@ -204,7 +190,7 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path,
     saved = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
     assert (saved.target.name, saved.draft.revision) == ("org/target", "b" * 40)
     assert saved.draft.fingerprint == trial.config.draft.fingerprint
-    (trial,) = tune.tune("org/target", ["org/near"], replace(study, prompts=[], dtype="bfloat16"))
+    (trial,) = tune.tune("org/target@v1", ["org/near@v2"], replace(study, prompts=[], dtype="bfloat16"))
     assert trial.config.target.dtype is trial.config.draft.dtype is None  # of the files, which nobody looked at
 
 

@@ -80,24 +80,6 @@ def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTarge
     assert re.search("was made with logits_processor=.*obje.*now with .*arra", result.stderr)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("no JSON", "prompts.jsonl, prompt 2: the line is not JSON"),
-        ('{"other": "a"}', "prompts.jsonl, prompt 2: give a text in quotes, or an object with"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "add --chat"),
-    ],
-)
-def test_lines_without_a_prompt(pair: DraftTargetPair, tmp_path: Path, line: str, message: str):
-    """Said before anything is loaded or written."""
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
-    file.write_text(f'{{"prompt": "the cat"}}\n{line}\n')
-    result = specx("--prompts", file, "--out", out, "--batch-size", "1")
-    assert result.exit_code == 2
-    assert re.search(message, " ".join(result.stderr.split()))
-    assert not out.exists()
-
-
 def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path: Path):
     pair.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"

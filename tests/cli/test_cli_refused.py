@@ -23,7 +23,9 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "make one with specx tune openai-community/gpt2-xl": "generate a --pair gpt2-xl-with-gpt2",
     "--out shows and times nothing": "generate a --out x --repeats 1",
     "is there already, and there is no notes.txt.arguments": "generate a --out NOTES",
-    "a prompt is a list of messages; add --chat": "generate --pair no/pair --prompts MESSAGES",
+    "a prompt is a list of messages; add --chat": "generate --pair no/pair --prompts MESSAGES --out x",
+    "notes.jsonl, prompt 2: the line is not JSON": "generate --pair no/pair --prompts NO_JSON --out x",
+    "other.jsonl, prompt 2: give a text in quotes, or an object with": "generate --pair no/pair --prompts OTHER",
     "there is no folder": "bench --out no/such/folder.json",
     "has no results of this version": "bench --out NOTES",
     "--max-new-tokens 1 and samples=None leave nothing to compare": "check --max-new-tokens 1",
@@ -68,6 +70,8 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
         "notes.txt": "notes",
         "messages.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
         "empty.jsonl": '"a"\n""',
+        "notes.jsonl": '"a"\nnotes',
+        "other.jsonl": '{"prompt": "a"}\n{"other": "a"}',
         "full/thesis.txt": "years of it",
         "begun.json.unfinished": "notes",
     }
@@ -78,6 +82,7 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
     target.save_pretrained(root / "model")
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
     places |= {"UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
+    places |= {"NO_JSON": "notes.jsonl", "OTHER": "other.jsonl"}
     found = {"PAIR": folder, "PAIR@v1": f"{folder}@v1", "head:MODEL": f"head:{root / 'model'}"}
     return found | {word: str(root / name) for word, name in places.items()}
 
