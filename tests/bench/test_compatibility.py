@@ -3,13 +3,10 @@
 import pytest
 import torch
 from tiny import near, tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import SIZES, tiny_tokenizer
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.bench.compatibility import find_fit
-
-
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 
 
 def draft(**changes):

@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from repositories import edit, pickled, ran, with_code
-from tiny import Forwards, near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny import Forwards
+from tiny_tokenizer import TEXTS, saved, saved_models, tiny_tokenizer
 from transformers import BartConfig, LlamaConfig
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculationReport, SpeculativeDecoding, SuffixDraft
@@ -25,33 +25,15 @@ from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
 QUICK = Study(list(TEXTS), (1, 2), {"max_new_tokens": 6, "do_sample": True, "top_k": 0}, repeats=1, command="typed")
 FREE = {1: 1.0, 9: 1.0}, 0.01  # a larger forward costs nothing more, a draft step next to nothing
 DEAR = {1: 1.0, 9: 9.0}, 0.9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
-def saved(folder, model, tokenizer=None):
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, and drafts of all kinds."""
-    root = tmp_path_factory.mktemp("models")
-    target = tiny(**SIZES)
-    models = {
-        "target": (target, tiny_tokenizer()),
-        "same": (target, tiny_tokenizer()),
-        "near": (near(target, 0.1), tiny_tokenizer()),
-        "bare": (near(target, 0.1), None),
-        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
-    }
-    return {name: saved(root / name, *parts) for name, parts in models.items()}
+    return saved_models(tmp_path_factory.mktemp("models"), 0.1, eos_token_id=None)
 
 
 @pytest.fixture
@@ -70,7 +52,7 @@ def costs(monkeypatch):
 
 
 def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
-    (trial,) = tune.tune(folders["target"], [folders["near"]], QUICK)
+    (trial,) = tune.tune(folders["target"], [folders["draft"]], QUICK)
     assert trial.error is None
     config = trial.config
     assert PairConfig.from_text(config.to_text().encode(), "it") == config
@@ -167,7 +149,7 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
     seeds, texts, seed, encode = [], [], torch.manual_seed, tune.encode
     monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.append(number) or seed(number))
     monkeypatch.setattr(tune, "encode", lambda *args: texts.append(args[2]) or encode(*args))
-    tune.tune(folders["target"], [folders["near"]], replace(QUICK, batches=(1, 2), repeats=2, seed=5))
+    tune.tune(folders["target"], [folders["draft"]], replace(QUICK, batches=(1, 2), repeats=2, seed=5))
     timed = [5, 5, 5, 5, 6, 6]  # plain and ours: the warm-up, then two runs
     assert seeds == [5, 6, *timed, *timed]  # the first two learn the acceptance
     assert texts == [[TEXTS[0]], [TEXTS[1]], [TEXTS[0], TEXTS[1]], [TEXTS[2], TEXTS[0]]]
@@ -175,22 +157,22 @@ def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch
 
 def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path, monkeypatch):
     """By a cache as huggingface_hub lays it out, which it reads without a network; of these revisions alone."""
-    for name, revision, commit in (("target", "v1", "a" * 40), ("near", "v2", "b" * 40)):
+    for name, revision, commit in (("target", "v1", "a" * 40), ("draft", "v2", "b" * 40)):
         repository = tmp_path / f"models--org--{name}"
         shutil.copytree(folders[name], repository / "snapshots" / commit)
         (repository / "refs").mkdir()
         (repository / "refs" / revision).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     study = replace(QUICK, batches=(1,))
-    (trial,) = tune.tune("org/target@v1", ["org/near@v2"], study)
+    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], study)
     assert trial.error is None
     sources = [(source.name, source.revision, source.dtype) for source in (trial.config.target, trial.config.draft)]
-    assert sources == [("org/target", "a" * 40, "float32"), ("org/near", "b" * 40, "float32")]
+    assert sources == [("org/target", "a" * 40, "float32"), ("org/draft", "b" * 40, "float32")]
     trial.pair.save_pretrained(tmp_path / "pair", target="reference", draft="reference")
     saved = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
     assert (saved.target.name, saved.draft.revision) == ("org/target", "b" * 40)
     assert saved.draft.fingerprint == trial.config.draft.fingerprint
-    (trial,) = tune.tune("org/target@v1", ["org/near@v2"], replace(study, prompts=[], dtype="bfloat16"))
+    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], replace(study, prompts=[], dtype="bfloat16"))
     assert trial.config.target.dtype is trial.config.draft.dtype is None  # of the files, which nobody looked at
 
 
@@ -224,8 +206,8 @@ def test_what_exits_stand_for(monkeypatch):
 
 def test_all_kinds_are_ranked(folders, costs):
     costs |= {1: (FREE[0], 0.3), 2: (FREE[0], 0.3)}
-    names = tune.drafts_to_try(folders["target"], [folders["near"], "suffix", "exits"], QUICK)
-    assert names == [folders["near"], "suffix", "exit:1"]
+    names = tune.drafts_to_try(folders["target"], [folders["draft"], "suffix", "exits"], QUICK)
+    assert names == [folders["draft"], "suffix", "exit:1"]
     found = tune.tune(folders["target"], names, QUICK)
     assert {trial.name: trial.error for trial in found} == dict.fromkeys(names)
     assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
@@ -236,7 +218,7 @@ def test_all_kinds_are_ranked(folders, costs):
 
 
 def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
-    speeds = {folders["near"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
+    speeds = {folders["draft"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
 
     def measure(pair, batches, study, advance):
         for speed in speeds[pair.draft.name_or_path]:
@@ -245,7 +227,7 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
     monkeypatch.setattr(tune, "measure_draft", measure)
     for drafts in (list(speeds), list(speeds)[::-1]):
         found = tune.tune(folders["target"], drafts, QUICK)
-        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]
+        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["draft"]]
         assert found[0].speedup == pytest.approx(2**0.5)
         assert [trial.pair is not None for trial in found] == [True, False, False]
 
@@ -268,12 +250,12 @@ HOSTILE = {
 def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
     message, changes = HOSTILE[kind]
     folder = tmp_path / "hostile"
-    shutil.copytree(folders["near"], folder)
+    shutil.copytree(folders["draft"], folder)
     for change in changes:
         change(folder)
     if role == "target":
         with pytest.raises(ValueError, match=message):
-            tune.tune(str(folder), [folders["near"]], QUICK)
+            tune.tune(str(folder), [folders["draft"]], QUICK)
     else:
         (trial,) = tune.tune(folders["target"], [str(folder)], QUICK)
         assert re.search(message, trial.error)
@@ -314,5 +296,5 @@ def test_rounds_of_a_text_go_on_until_the_slowest_row_is_done(alpha, number, tok
 def test_texts_that_end_at_once_are_said_to_tell_nothing(folders, costs):
     options = QUICK.options | {"eos_token_id": list(range(280))}
     with pytest.warns(UserWarning, match="ended before anything was drafted"):
-        (trial,) = tune.tune(folders["target"], [folders["near"]], replace(QUICK, options=options))
+        (trial,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, options=options))
     assert all(m.predicted_speedup is None for m in trial.measurements)

@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.pair_config import ModelSource, PairConfig
-
-
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 
 
 @pytest.fixture(scope="session")

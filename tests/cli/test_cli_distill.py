@@ -4,23 +4,23 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from command import command, saved_models
+from command import command
 from head_files import random_head, write
 from safetensors.torch import load_file
-from tiny_tokenizer import TEXTS
+from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftHead, DraftTargetPair
 from hf_specx.cli import distill as cli_distill
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1, "initializer_range": 0.2, "num_hidden_layers": 3}
+CHANGES = {"eos_token_id": None, "initializer_range": 0.2, "num_hidden_layers": 3}
 QUICK = ["--phases", 2, "--texts-per-phase", 8, "--max-new-tokens", 8, "--do-sample", "--top-k", 0]
 QUICK += ["--set", "passes=2", "--set", "learning_rate=5e-3"]
 PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10))
 
 
 def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
-    folders = saved_models(tmp_path, SIZES, 0.8)
+    folders = saved_models(tmp_path, 0.8, **CHANGES)
     monkeypatch.setattr(sys, "argv", ["specx", "distill", "these", "words"])
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     out = tmp_path / "pair"
@@ -40,7 +40,7 @@ def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
 
 def test_a_head_is_trained_further(tmp_path):
     """It is named by its folder."""
-    target, out = saved_models(tmp_path, SIZES, 0.8)["target"], tmp_path / "pair"
+    target, out = saved_models(tmp_path, 0.8, **CHANGES)["target"], tmp_path / "pair"
     folder = write(random_head(vocab=280, layer_ids=(0, 1, 2), own_head=True), tmp_path / "head")
     result = command("distill", target, folder, *QUICK, "--out", out, input=PROMPTS)
     assert result.exit_code == 0, result.stderr

@@ -8,7 +8,7 @@ import torch
 from command import command
 from head_files import random_head, write
 from tiny import tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import SIZES, TEXTS, saved, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.loading import load_given_pair
@@ -56,11 +56,8 @@ def test_where_the_target_is_from_is_known_with_another_draft(pair: DraftTargetP
 @pytest.mark.parametrize("form", ["medusa safetensors", "medusa"])
 def test_heads(tmp_path: Path, form: str):
     """A head by its folder, whatever its file is called; in a pickle it is refused with what to do."""
-    target, head = tmp_path / "target", tmp_path / "head"
-    tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), num_hidden_layers=8).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    write(random_head("medusa", vocab=len(tokenizer)), head, form)
+    target, head = saved(tmp_path / "target", tiny(**SIZES, num_hidden_layers=8), tiny_tokenizer()), tmp_path / "head"
+    write(random_head("medusa", vocab=280), head, form)
     (tmp_path / "prompts").write_text("\n".join(TEXTS))
     few = ["--max-new-tokens", 6, "--repeats", 1, "--batch-size", 1]
     named = ["--target", target, "--draft", f"head:{head}", "--max-new-tokens", 6]

@@ -6,8 +6,8 @@ import sys
 from dataclasses import fields
 
 import pytest
-from command import command, saved_models
-from tiny_tokenizer import TEXTS
+from command import command
+from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
@@ -18,14 +18,12 @@ from hf_specx.cli.console import Output
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
 QUICK = ["--batch-size", "1", "--batch-size", "2", "--max-new-tokens", "4", "--repeats", "1"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, a draft for it and one with other tokens."""
-    return saved_models(tmp_path_factory.mktemp("models"), SIZES, 0.1)
+    return saved_models(tmp_path_factory.mktemp("models"), 0.1, eos_token_id=None)
 
 
 def specx(*arguments: str, input: str = "\n".join(TEXTS)):

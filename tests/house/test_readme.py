@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from head_files import random_head, write
 from tiny import near, tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import saved, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.flatten import PACKAGE
@@ -69,10 +69,8 @@ def home(tmp_path: Path) -> Path:
         "Qwen/Qwen3-0.6B": (near(target, 0.1), tokenizer),
         "HuggingFaceTB/SmolLM2-360M": (tiny(seed=1, vocab_size=280), tiny_tokenizer(["some other words"])),
     }
-    for name, (model, own) in parts.items():
-        folder = in_the_cache(tmp_path, name)
-        model.save_pretrained(folder)
-        own.save_pretrained(folder)
+    for name, both in parts.items():
+        saved(in_the_cache(tmp_path, name), *both)
     write(random_head(vocab=280, layer_ids=(0, 1, 2)), in_the_cache(tmp_path, "RedHatAI/Qwen3-4B-speculator.eagle3"))
     pair = in_the_cache(tmp_path, "org/pair")
     DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(pair)

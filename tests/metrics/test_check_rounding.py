@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from check_cases import PROMPTS, SIZES, quick, tiny_pair
+from check_cases import PROMPTS, quick, tiny_pair
 from tiny import near, tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import SIZES, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.metrics.check import judge_equality

@@ -8,10 +8,9 @@ import torch
 from metric_modules import load, script
 from scipy import stats
 from tiny import tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import SIZES, tiny_tokenizer
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 LEFT, RIGHT = ["the cat sat", "a a a b", ""], ["on the mat", "a b", "one"]
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
 from hf_specx import CheckResult, DraftTargetPair, check
 from hf_specx.common.round import Judgement
@@ -19,7 +19,6 @@ from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
 from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
 
-SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 QUICK = {"batch_sizes": (32,), "max_new_tokens": 16, "samples": 64, "num_draft_tokens": 3}
 QUICK |= {"temperature": 0.7, "top_k": 0}
 PROMPTS = [*TEXTS, "the dog on the mat"]

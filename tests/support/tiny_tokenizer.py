@@ -1,14 +1,17 @@
-"""A tiny byte-level tokenizer, learned from a few words."""
+"""A tiny byte-level tokenizer, learned from a few words, and models that read it in folders."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from tiny import near, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 END, PAD = "<end>", "<pad>"
 TEXTS = ("the cat", "a dog [bold]sat[/bold] on", "on the mat")
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}  # of a model that reads it
 
 
 def tiny_tokenizer(
@@ -39,3 +42,21 @@ def tiny_tokenizer(
         bpe = Tokenizer.from_str(json.dumps(values))
     special = {"eos_token": END, "pad_token": PAD, "padding_side": "left"} | special
     return PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=[*more], **special)
+
+
+def saved(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """The folder, with both in it."""
+    for part in (model, tokenizer):
+        if part is not None:
+            part.save_pretrained(folder)
+    return str(folder)
+
+
+def saved_models(root: Path, noise: float, **changes) -> dict[str, str]:
+    """Folders of a "target", and of drafts for it: the "same", a "draft" that is moved by that noise, the same one
+    "bare", without a tokenizer, and a "stranger" with one of its own."""
+    target, own = tiny(**SIZES | changes), tiny_tokenizer()
+    draft, other = near(target, noise), tiny_tokenizer(["some other words"])
+    models = {"target": (target, own), "same": (target, own), "draft": (draft, own), "bare": (draft, None)}
+    models["stranger"] = tiny(**SIZES | changes), other
+    return {name: saved(root / name, *parts) for name, parts in models.items()}
