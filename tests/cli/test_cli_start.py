@@ -39,7 +39,7 @@ for line in json.loads(sys.argv[1]):
             app(line.split())
         except SystemExit as end:
             code = end.code
-    slow = [name for name in ("torch", "transformers", "matplotlib", "numpy") if name in sys.modules]
+    slow = [name for name in ("torch", "transformers", "evaluate", "datasets", "numpy") if name in sys.modules]
     found.append((code, bool(out.getvalue()), err.getvalue(), slow))
 print(json.dumps(found))
 """

@@ -18,48 +18,33 @@ KINDS = {
 VOCAB_SIZE = 96
 FIRST_WORD, LAST_WORD = 4, 80  # ids of prompts; special ids lie outside
 
-NAMES = {
-    96: "vocab_size pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab src_vocab_size "
-    "tgt_vocab_size decoder_vocab_size vocab_size_per_layer_input",
-    64: "intermediate_size d_ff decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size dff dim_ff d_inner "
-    "feed_forward_size n_inner intermediate_size_mlp dense_intermediate_size mlp_dim "
-    "speech_encoder_intermediate_size t2u_decoder_ffn_dim t2u_encoder_ffn_dim attention_hidden_size lru_width "
-    "projector_hidden_size",
-    32: "hidden_size encoder_hidden_size hidden_dim pronunciation_embed_dim shape_embed_dim d_model n_embd "
-    "embedding_dim emb_dim embedding_size word_embed_proj_dim input_embedding_size output_embedding_size "
-    "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
-    "shared_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank "
-    "cross_hidden_size audio_hidden_size upsample_groups hidden_size_global backbone_hidden_size output_dim "
-    "out_hidden_size",
-    16: "downsample_hidden_size ext_pw_out_channel nemo_conv_channels subsampling_conv_channels conv_channels "
-    "depthwise_separable_out_channel output_channels hc_lowrank num_mel_bins feature_projection_input_dim "
-    "input_feat_per_channel index_head_dim index_n_heads linear_key_head_dim linear_value_head_dim "
-    "hidden_size_per_layer_input laurel_rank router_hidden_size linear_head_dim adapter_rank "
-    "relative_attention_num_buckets num_buckets chunk_size mamba_chunk_size block_size",
-    8: "head_dim d_kv dim_head cross_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim kv_channels "
-    "sliding_window sliding_window_size attention_window_size attention_chunk_size window_size local_attention "
-    "attention_head_size swa_head_dim state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank "
-    "mamba_head_dim mamba_d_head mamba_n_heads mamba_num_heads attention_window d_head image_size o_lora_rank "
-    "d_rel rel_extent",
-    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
-    "decoder_num_attention_heads encoder_num_attention_heads num_decoder_attention_heads "
-    "num_encoder_attention_heads attention_heads cross_num_attention_heads speech_encoder_attention_heads "
-    "t2u_decoder_attention_heads t2u_encoder_attention_heads num_experts n_routed_experts num_local_experts "
-    "moe_num_experts swa_num_attention_heads linear_num_value_heads linear_num_heads patch_size crop_size "
-    "spatial_patch_size index_topk",
-    2: "num_key_value_heads decoder_num_key_value_heads encoder_num_key_value_heads cross_num_key_value_heads "
-    "swa_num_key_value_heads linear_num_key_heads kv_n_heads num_kv_heads num_experts_per_tok "
-    "num_experts_per_token moe_top_k moe_topk moe_k num_hidden_layers n_layer n_layers num_layers decoder_layers "
-    "encoder_layers decoder_num_hidden_layers encoder_num_hidden_layers num_decoder_layers num_encoder_layers "
-    "num_blocks depth speech_encoder_layers t2u_decoder_layers t2u_encoder_layers num_layers_per_stack",
-    1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts n_groups "
-    "mamba_n_groups mamba_ngroups first_k_dense_replace num_dense_layers",
-    128: "max_position_embeddings n_positions max_seq_len n_ctx max_source_positions max_target_positions "
-    "max_encoder_position_embeddings max_decoder_position_embeddings max_speech_positions max_text_positions "
-    "context_length num_position_embeddings",
-    0: "num_kv_shared_layers num_nextn_predict_layers num_mtp_layers layerdrop decoder_layerdrop encoder_layerdrop",
+ENDINGS: dict[int | None, str] = {  # of names of sizes; the longest one that fits says the size, None leaves it
+    128: "context_length max_seq_len n_ctx position_embeddings positions",
+    96: "encoder_hash_byte_group_vocab vocab_size vocab_size_per_layer_input",
+    64: "attention_hidden_size d_inner dff feed_forward_size ff ffn_dim ffn_hidden_size intermediate_size "
+    "intermediate_size_mlp lru_width mlp_dim projector_hidden_size",
+    32: "d_model emb_dim embedding_dim embedding_size expert_ffn_hidden_size hidden_dim hidden_size "
+    "hidden_size_global lora_rank moe_intermediate_size n_embd output_dim pronunciation_embed_dim "
+    "shape_embed_dim shared_expert_intermediate_size shared_experts_intermediate_size "
+    "shared_intermediate_size upsample_groups word_embed_proj_dim",
+    16: "adapter_rank block_size chunk_size conv_channels downsample_hidden_size feature_projection_input_dim "
+    "hc_lowrank hidden_size_per_layer_input index_head_dim index_n_heads input_feat_per_channel "
+    "laurel_rank linear_head_dim linear_key_head_dim linear_value_head_dim num_buckets num_mel_bins "
+    "out_channel output_channels router_hidden_size",
+    8: "attention_chunk_size attention_head_size attention_window d_kv d_rel head head_dim image_size "
+    "kv_channels local_attention mamba_d_state mamba_dt_rank mamba_n_heads mamba_num_heads o_lora_rank "
+    "rel_extent rotary_dim sliding_window state_size time_step_rank window_size",
+    4: "crop_size experts heads index_topk n_head patch_size",
+    2: "decoder_layers decoder_num_hidden_layers depth encoder_layers encoder_num_hidden_layers "
+    "linear_num_key_heads moe_k moe_topk num_blocks num_experts_per_tok num_key_value_heads num_kv_heads "
+    "num_layers_per_stack",
+    1: "first_k_dense_replace n_group n_groups num_dense_layers shared_experts topk_group",
+    0: "num_kv_shared_layers num_nextn_predict_layers",
+    None: "acoustic_tokenizer_chunk_size attention_head_dim conf_attention_chunk_size conf_num_attention_heads "
+    "keep_window_size n_mamba_heads num_sparse_decoder_layers num_sparse_encoder_layers "
+    "original_max_position_embeddings position_bias_num_buckets qk_head_dim unpadded_vocab_size",
 }
-SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
+SIZES = {ending: size for size, endings in ENDINGS.items() for ending in endings.split()}
 SHARPNESS = 2.5  # standard deviation of the logits
 RECURRENCES = ("A_log", "dt_", "time_")
 CROSSINGS, CROSS_GAIN = ("encoder_attn", "cross", "EncDec"), 1.5  # so that a decoder heeds its encoder
@@ -115,14 +100,21 @@ def _shrunk(config: PreTrainedConfig) -> dict:
             small[name] = layers
         elif name.endswith(("_token_id", "_token_index")) and (value is not None or name == "pad_token_id"):
             small[name] = _token(name)
-        elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
-            small[name] = min(value, SIZES[name])
+        elif isinstance(value, int) and not isinstance(value, bool) and (size := _size(name)) is not None:
+            small[name] = min(value, size)
     if values.get("kv_lora_rank") and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "head_dim" in values:
         small.setdefault("head_dim", SIZES["head_dim"])
     small |= {name: False for name in ("tie_word_embeddings", "tie_encoder_decoder") if name in values}
     return _merged(small, CONFIGS.get(config.model_type, {}))
+
+
+def _size(name: str) -> int | None:
+    """How large what has this name may be, by the longest of its endings that is known."""
+    words = name.split("_")
+    endings = ("_".join(words[first:]) for first in range(len(words)))
+    return next((SIZES[ending] for ending in endings if ending in SIZES), None)
 
 
 def _merged(old: dict, new: dict) -> dict:
