@@ -84,19 +84,16 @@ def _tokens(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None
 ) -> Finding:
     """How the draft's tokens become the target's."""
-    sizes = _size(tokenizer), _size(draft_tokenizer)
+    both = tokenizer, draft_tokenizer
+    size, own = ("no tokenizer" if each is None else str(len(each.get_vocab())) for each in both)
     if tokenizer is None or draft_tokenizer is None:
         vocabularies_of_other_sizes(target, draft)
         told = "not checked: the models only score equally many; be sure that ids agree"
-        return Finding("tokens", *sizes, NOTE, told)
+        return Finding("tokens", size, own, NOTE, told)
     if same_tokens(tokenizer, draft_tokenizer):
-        return Finding("tokens", *sizes, OK, "every token has the same id in both")
+        return Finding("tokens", size, own, OK, "every token has the same id in both")
     found = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
-    return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
-
-
-def _size(tokenizer: Tokenizer | None) -> str:
-    return "no tokenizer" if tokenizer is None else str(len(tokenizer.get_vocab()))
+    return Finding("tokens", size, own, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
 
 
 def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:
