@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,29 +152,24 @@ def test_compiled():
     assert compilations[1] == 0
 
 
-@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("where", ["call", "string", "config", "model"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
-def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str):
+def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str, tmp_path: Path):
     """At a batch size that it refuses itself, and for types where it ignores the number."""
     model, inputs, asked = target(model_type), prompts(3), {"assistant_early_exit": 2}
     expected, settings = run(model, inputs, do_sample=False), GREEDY
-    if where == "call":
+    call = partial(hf_specx.generate, model=model)
+    if where == "string":
+        write_code(tmp_path, str(tmp_path))
+        call = partial(model.generate, custom_generate=str(tmp_path), trust_remote_code=True)
+    if where in ("call", "string"):
         settings = settings | asked
     elif where == "config":
         settings = {"generation_config": GenerationConfig(**settings, **asked)}
     else:
         model.generation_config.assistant_early_exit = 2
     with Fed(model) as layers:
-        output = hf_specx.generate(**inputs, **settings, num_draft_tokens=3, model=model)
+        output = call(**inputs, **settings, num_draft_tokens=3)
     assert torch.equal(output, expected)
     layers.assert_drafted()
     assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
-
-
-def test_the_setting_by_string(tmp_path: Path):
-    model, asked = target(), {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
-    write_code(tmp_path, str(tmp_path))
-    expected = model.generate(**prompts(2), **GREEDY)
-    with Fed(model) as layers:
-        assert torch.equal(model.generate(**prompts(2), **GREEDY, **asked, num_draft_tokens=3), expected)
-    layers.assert_drafted()

@@ -120,15 +120,14 @@ def assert_same(form: Form, names: list[str] | None = None, plain: bool = False,
     return expected, len(plain_forwards)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("call", [short(), short(**SAMPLED), long()], ids=["greedy", "sampled", "long"])
-def test_layouts(layout: str, call: dict):
-    assert_same(partial(strategy, folder="", layout=layout), **call)
+FORMS = [*(partial(strategy, layout=layout) for layout in LAYOUTS), function, string]
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_one_window_and_several(form: Form, settings: dict):
+@pytest.mark.parametrize("way", FORMS, ids=[*LAYOUTS, "function", "string"])
+def test_one_window_and_several(way: Form, settings: dict, folder: str):
     """Several of our loops in one call of the user's, over a batch that gets smaller."""
+    form = partial(way, folder=folder)
     expected, forwards = assert_same(form, **short(**settings))
     assert forwards == 20
     assert len({tuple(row) for row in expected.tolist()}) == 4

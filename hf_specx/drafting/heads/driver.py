@@ -202,7 +202,8 @@ class HeadDrafter(SampledCandidateGenerator):
             last = min(first + AT_ONCE, width)
             embedded = self._embedded(batch.ids, rows, starts + first, last - first)
             part = moved(states[:, first:last], self.device, self.dtype)
-            self.decoder("read", (slots[:, first:last], positions[:, first:last], last, 0, index), embedded, part)
+            places = Places(slots[:, first:last], positions[:, first:last], last, rows=index)
+            self.decoder("read", places, embedded, part)
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""
@@ -211,7 +212,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def _at(self, slots: torch.Tensor, extent: int, block: int = 0) -> Places:
         """The places of entries of the decoding rows."""
-        return slots, slots + self.offset[self.rows], extent, block, self.every[: len(slots)]
+        return Places(slots, slots + self.offset[self.rows], extent, block, self.every[: len(slots)])
 
     def tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
         """[r, width] of the text, from columns [r] on: what stands behind the states of entries."""

@@ -1,7 +1,7 @@
 """What the layers of heads are made of: attention over keys in slots of each row, norms and rotary positions."""
 
 from copy import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,19 +16,23 @@ from hf_specx.models.slots import Columns
 from .config import HeadConfig
 
 
-Places = tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]
+class Places(NamedTuple):
+    """Where the entries of one forward are."""
+
+    slots: torch.Tensor  # [r, q]
+    positions: torch.Tensor  # [r, q], in the text
+    extent: int  # no slot from this one on is seen
+    block: int = 0  # how many of the last see each other, in layers without a window, or in all if the config says so
+    rows: torch.Tensor | None = None  # [r], of which the entries are; None if these are all
 
 
 class Entries:
-    """The entries of some rows that come in one forward; each attends to the keys in its own slot and before.
+    """The entries that come in one forward; each attends to the keys of its row in its own slot and before.
 
     Args:
         config: the head's.
         rotary: of its positions.
         buffers: of keys and values, in slots of each row.
-        places: slots and positions [r, q] of the entries; from which slot on none is seen; how many of the last ones
-            see each other, in layers without a window, or in all if the config says so; and the rows [r], None if
-            these are all.
     """
 
     def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: Columns, places: Places):

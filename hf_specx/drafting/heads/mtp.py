@@ -169,8 +169,8 @@ class MtpCache(SlotCache):
 
     def __call__(self, part: str, places: Places, *inputs: Any) -> Any:
         """What this method of the body gives."""
-        slots, self.positions, extent, _, rows = places
-        self.slots.aim(slots, 0, extent + 1, rows)
+        self.positions = places.positions
+        self.slots.aim(places.slots, 0, places.extent + 1, places.rows)
         return getattr(self.body, part)(self, *inputs)
 
     def number(self, number: int) -> int:
@@ -255,6 +255,6 @@ class MtpDrafter(HeadDrafter):
         tokens, end = batch.last(1).to(self.device), max(self.held)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
-        places = tokens * 0 + end, tokens * 0 + end, end + 1, 0, self.every[: len(tokens)]
-        self.decoder("begin", places, tokens, states, tokens * 0, 1)
+        slots = tokens * 0 + end
+        self.decoder("begin", Places(slots, slots, end + 1), tokens, states, tokens * 0, 1)
         synchronize(self.device)

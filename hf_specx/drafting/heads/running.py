@@ -69,20 +69,19 @@ class Layers:
 
     def __call__(self, part: str, places: Places | None, *inputs: Any) -> Any:
         """What this method of the body gives, for entries at these places if it asks for them."""
-        if places is not None and self.buffers and self.capacity < places[2]:
-            self._move(capacity_bucket(max(places[2], self.room)))
+        if places is not None and self.buffers and self.capacity < places.extent:
+            self._move(capacity_bucket(max(places.extent, self.room)))
         if self.regions is not None and part != "read":
             return self._compiled(self.regions, part, places, *inputs)
         return head_forward(self.body, part, self.rotary, self.buffers, places, *inputs)
 
     def _compiled(self, regions: Regions, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
-        first = inputs[0] if places is None else places[0]
+        first = inputs[0] if places is None else places.slots
         count, rows = len(first), row_bucket(len(first))
         sizes: tuple[Any, ...] = ()
         if places is not None:
-            slots, positions, extent, block, _ = places
-            sizes = self.capacity or capacity_bucket(extent), block
-            places = placed(slots, rows), placed(positions, rows), *sizes, None
+            sizes = self.capacity or capacity_bucket(places.extent), places.block
+            places = Places(placed(places.slots, rows), placed(places.positions, rows), *sizes)
         given = [placed(x, rows) if isinstance(x, torch.Tensor) else x for x in inputs]
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in given)
         size = (part, rows, *sizes, *shapes)

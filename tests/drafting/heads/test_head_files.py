@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from head_files import TinyHead, random_head, write
+from head_files import THETA, TinyHead, random_head, write
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
 from hf_specx import DraftHead
+from hf_specx.drafting.heads.layers import Rotary
 from hf_specx.drafting.heads.reading import read_head
 
 
@@ -39,6 +40,15 @@ def test_embeddings_without_numbers_are_the_targets(target, tmp_path: Path):
     config, weights = read_head(write(head, tmp_path), target)
     assert not config.own_embeddings
     assert "embed_tokens.weight" not in weights
+
+
+def test_a_part_of_the_channels_turns_also_where_positions_are_scaled(target, tmp_path: Path):
+    path = write(random_head(rotary_factor=0.5), tmp_path) / "config.json"
+    content = json.loads(path.read_text())
+    content["transformer_layer_config"]["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(content))
+    found = Rotary(read_head(tmp_path, target)[0], target.device).frequencies
+    assert found.tolist() == pytest.approx([-0.5, -0.5 * THETA**-0.5, 0.5, 0.5 * THETA**-0.5])
 
 
 def test_a_head_in_several_files(target, tmp_path: Path):
