@@ -74,11 +74,29 @@ def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of C++ that are compiled."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    found: list[str] = []
+    load = CppPythonBindingsCodeCache.load_async
+
+    def note(source, *args, **kwargs):
+        found.append(source)
+        return load(source, *args, **kwargs)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", note)
+    return found
+
+
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.FixtureRequest):
-    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
-    if compiler == "traced":
-        request.getfixturevalue("traced")
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`.
+
+    The kernels of each are compiled in one file.
+    """
+    files = request.getfixturevalue("traced" if compiler == "traced" else "files")
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
     compilations = []
@@ -89,6 +107,7 @@ def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.Fixture
         compilations.append(report.compilations)
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
+    assert compiler == "traced" or [source.count("PyInit_kernel(") > 1 for source in files] == 6 * [True]
     assert before == torch._dynamo.config.get_config_copy()
     assert SWITCH.active.get() is None
     assert taken[:4] == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft: places stay until half are idle
