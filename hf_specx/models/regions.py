@@ -6,25 +6,29 @@ are rounded up, and idle rows stay until there are as many as others.
 On a CPU layers that are alike are compiled once, see `by_layers`. On CUDA the whole forward is one graph.
 """
 
-import importlib.util
 import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import lookup_backend
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import tracing
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_specx.common.kernels import in_one_file
+from hf_specx.common.recording import conditions, record
 
 from .attention import TILED, Masks
 from .decoder import HiddenStates
@@ -78,17 +82,27 @@ class Regions:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
-        key = (function, *size, captures)
+        key = (function, *size, captures, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()]))
         with self.lock:
             if key not in self.functions:
+                made = None if self.captures else self._recorded(function, given, named)
                 name = f"{function.__name__}_{len(self.functions)}"
-                self.functions[key] = self._compiled(function, name, captures)
+                self.functions[key] = made or self._compiled(function, name, captures)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self.prepacked.in_use():
             outputs = self.functions[key](*given, **named)
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
+
+    def _recorded(self, function: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any] | None:
+        """A function compiled from what it does in this call; None where that does not tell."""
+        try:
+            graph, inputs, whole = record(function, given, named, given[0], GradientCheckpointingLayer)
+        except Exception:  # of any kind, where a forward asks for values
+            return None
+        with compile_lock:
+            return whole(self._compile(graph, inputs, False))
 
     def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
         """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
@@ -101,18 +115,21 @@ class Regions:
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             regions = own()
             assert regions is not None
-            regions.compilations += 1
-            use_prepacked(graph, inputs)
-            on_cpu = all(x.device.type == "cpu" for x in inputs)
-            # the first is what mode="reduce-overhead" stands for; parts give each other what they were compiled for
-            patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
-            inductor: Any = lookup_backend("inductor")
-            inductor = partial(inductor, config_patches=patches)
-            whole = not on_cpu or switches_modes(graph)
-            with in_one_file() if on_cpu else nullcontext():
-                return inductor(graph, inputs) if whole else by_layers(graph, inductor)
+            return regions._compile(graph, inputs, captures)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Callable[..., Any]:
+        self.compilations += 1
+        use_prepacked(graph, inputs)
+        on_cpu = all(x.device.type == "cpu" for x in inputs)
+        # the first is what mode="reduce-overhead" stands for; parts give each other what they were compiled for
+        patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
+        inductor: Any = lookup_backend("inductor")
+        inductor = partial(inductor, config_patches=patches)
+        whole = not on_cpu or switches_modes(graph)
+        with in_one_file() if on_cpu else nullcontext():
+            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
 
 
 def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,77 +201,6 @@ def compile_part(part: Any, given: list[Any], compiler: Callable[..., Any]) -> C
     with tracing(None):  # what torch knows of the whole trace does not hold for a part
         made = compiler(part, given)
     return made if several else lambda *inputs: made(*inputs)[0]
-
-
-@contextmanager
-def in_one_file() -> Iterator[None]:
-    """A context at whose end the C++ kernels are compiled that torch has written in it, all in one file.
-
-    Torch compiles each alone, which takes as long as reading its headers: 21 take 1.4 s in one file, in place of 11.
-    """
-    from torch._inductor import async_compile, config
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture, PyCodeCache
-
-    torchs: Any = async_compile.AsyncCompile
-    thread, bind, wait = threading.get_ident(), torchs.cpp_pybinding, torchs.wait
-    sources: list[str] = []
-    libraries: list[ModuleType] = []
-    waiting: list[tuple[Any, dict[str, Any]]] = []
-
-    class Later(CppPythonBindingsCodeCache):
-        @classmethod
-        def load_async(cls, main_code: str, *args: Any, **kwargs: Any) -> Callable[[], ModuleType]:
-            number = len(sources)
-            sources.append(main_code)
-            return lambda: libraries[number]
-
-    def bind_later(compiler: Any, argtypes: list[str], source: str) -> Any:
-        if threading.get_ident() != thread:
-            return bind(compiler, argtypes, source)
-        return LambdaFuture(Later.load_pybinding_async(argtypes, source))
-
-    def wait_later(compiler: Any, scope: dict[str, Any]) -> None:
-        if threading.get_ident() != thread:
-            return wait(compiler, scope)
-        waiting.append((compiler, scope))
-
-    # whatever torch itself has kernels for need not be tried, by a file for each kind of vectors
-    known = {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
-    torchs.cpp_pybinding, torchs.wait = bind_later, wait_later
-    try:
-        with config.patch(known):
-            yield
-            if sources:
-                first = CppPythonBindingsCodeCache.load(one_file(sources))
-                libraries += [first, *(sibling(first, number) for number in range(1, len(sources)))]
-        for compiler, scope in waiting:
-            scope |= {name: x.result() for name, x in scope.items() if isinstance(x, LambdaFuture)}
-            wait(compiler, scope)
-    except BaseException:
-        PyCodeCache.cache_clear()  # modules may be in it that lack their kernels
-        raise
-    finally:
-        torchs.cpp_pybinding, torchs.wait = bind, wait
-
-
-def one_file(sources: list[str]) -> str:
-    """The C++ of several extension modules, each of one function `kernel`; the n-th becomes `kernel<n>` from 1 on."""
-    lines = [line for source in sources for line in source.splitlines()]
-    parts = ["#define PY_SSIZE_T_CLEAN", *dict.fromkeys(line for line in lines if line.startswith("#include"))]
-    for number, source in enumerate(sources):
-        names = {name: f"{name}{number or ''}" for name in ("kernel", "PyInit_kernel")}
-        parts += [f"#define {name} {new}" for name, new in names.items()]
-        parts += [f"namespace part{number} {{", re.sub("(?m)^#include.*", "", source), "}"]
-        parts += [f"#undef {name}" for name in names]
-    return "\n".join(parts)
-
-
-def sibling(first: ModuleType, number: int) -> ModuleType:
-    """Another extension module of the file that the first one is in."""
-    spec: Any = importlib.util.spec_from_file_location(f"{first.__name__}{number}", first.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()

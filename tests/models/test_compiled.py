@@ -177,6 +177,17 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
+def test_forwards_are_recorded_where_that_will_do(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """Without Dynamo, which takes ten times as long; the hidden states of a layer among their outputs."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", fail)
+    for model_type in ("llama", "gemma2"):
+        same(*pair(model_type, num_hidden_layers=2), rows=3, max_new_tokens=8, do_sample=False)
+
+
 def test_layers_that_are_alike_are_compiled_once(captured: list):
     """Each forward has three parts: a layer, what is before the first, and what is behind the last."""
     report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), rows=2, max_new_tokens=8, do_sample=False)
