@@ -6,7 +6,9 @@ record it refuses, and Dynamo traces it.
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -138,6 +140,17 @@ class Recorder(TorchFunctionMode):
         return found
 
 
+@contextmanager
+def seems_compiled() -> Iterator[None]:
+    """A context in which code in this thread learns that it is compiled, as from Dynamo. One at a time."""
+    thread, before = threading.get_ident(), torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: threading.get_ident() == thread or before()
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = before
+
+
 def unchanged(now: dict[str, Any], then: dict[str, Any]) -> bool:
     """Whether these are the same; tensors without values do not stay."""
     same = now.keys() == then.keys() and all(now[name] is x for name, x in then.items())
@@ -172,7 +185,7 @@ def record(
         static_shapes=True,
     )
     try:
-        with fake, Recorder(places, fake, kind) as recorder:
+        with seems_compiled(), fake, Recorder(places, fake, kind) as recorder:
             found = function(*given, **named)
     finally:
         same = [unchanged(now, then) for now, then in zip(states, before, strict=True)]

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -54,8 +53,7 @@ def grouped_attention(
         or (not kwargs.keys() <= IGNORED and any(kwargs[name] is not None for name in kwargs.keys() - IGNORED))
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    if torch.compiler.is_dynamo_compiling() or isinstance(attention_mask, FakeTensor):
-        # the compiler finds that all layers need the same
+    if torch.compiler.is_compiling():  # the compiler finds that all layers need the same
         mask = TILED(attention_mask, group, query.dtype)
     else:  # the mask of one forward serves all its layers
         tiles = vars(attention_mask).setdefault("specx_tiles", {})

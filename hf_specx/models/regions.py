@@ -82,12 +82,11 @@ class Regions:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
-        key = (function, *size, captures, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()]))
-        with self.lock:
-            if key not in self.functions:
-                made = None if self.captures else self._recorded(function, given, named)
-                name = f"{function.__name__}_{len(self.functions)}"
-                self.functions[key] = made or self._compiled(function, name, captures)
+        guards = () if self.captures else (*ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()]))
+        key = (function, *size, captures, *guards)
+        if key not in self.functions:
+            with self.lock:
+                self.functions[key] = self.functions.get(key) or self._made(function, captures, given, named)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self.prepacked.in_use():
@@ -95,14 +94,20 @@ class Regions:
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
 
-    def _recorded(self, function: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any] | None:
-        """A function compiled from what it does in this call; None where that does not tell."""
-        try:
-            graph, inputs, whole = record(function, given, named, given[0], GradientCheckpointingLayer)
-        except Exception:  # of any kind, where a forward asks for values
-            return None
+    def _made(
+        self, function: Any, captures: bool, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """A function compiled from what it does in this call, on a CPU, or else by Dynamo."""
+        name, kind = f"{function.__name__}_{len(self.functions)}", GradientCheckpointingLayer
         with compile_lock:
-            return whole(self._compile(graph, inputs, False))
+            try:
+                recorded = None if self.captures else record(function, given, named, given[0], kind)
+            except Exception:  # of any kind, where a forward asks for values
+                recorded = None
+            if recorded is None:
+                return self._compiled(function, name, captures)
+            graph, inputs, whole = recorded
+            return whole(self._compile(graph, inputs, captures))
 
     def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
         """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
