@@ -7,7 +7,7 @@ record it refuses, and Dynamo traces it.
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 KINDS = torch.dtype, torch.device, torch.memory_format, torch.layout
 CONSTANTS = (bool, int, float, str, type(None), type(...), *KINDS)
+METHODS: dict[Any, str] = {}  # of tensors, by what they are called with
+for methods in (vars(torch._C.TensorBase), vars(torch.Tensor)):
+    METHODS |= {method: name for name, method in methods.items() if isinstance(method, Hashable)}
 Place = tuple[dict[str, Any] | None, Any]  # the name in a dictionary of a module, or the number among what is given
 
 
@@ -94,16 +97,14 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _node_of_call(self, func: Any, args: Any, kwargs: Any) -> Node:
-        name = getattr(func, "__name__", "")
-        if name == "__set__":
-            raise Unrecorded("an attribute of a tensor is set")
-        if name == "__get__":
+        if getattr(func, "__name__", "") == "__get__":
             return self.graph.call_function(getattr, (*args, func.__self__.__name__))
-        if getattr(torch.Tensor, name, None) is not func:
-            return self.graph.call_function(func, args, kwargs)
-        if hasattr(operator, name):
+        if getattr(func, "__name__", "") == "__set__":
+            raise Unrecorded("an attribute of a tensor is set")
+        name = METHODS.get(func, "")
+        if name.startswith("__") and hasattr(operator, name):
             return self.graph.call_function(getattr(operator, name), args, kwargs)
-        return self.graph.call_method(name, args, kwargs)
+        return self.graph.call_method(name, args, kwargs) if name else self.graph.call_function(func, args, kwargs)
 
     def _known(self, values: Any) -> Any:
         """Arguments, or what a forward gives, with nodes in place of tensors."""

@@ -23,7 +23,7 @@ class Model(nn.Module):
         first, second = self.linear(x).chunk(2, -1)
         stored[:, 1:3] = first.T[:, :2]
         states = torch.cat([second, first.mul_(self.scale)], -1) @ self.table.T
-        return self.act(self, stored.cumsum(1)), None, 1 - states.max(-1)[0] * number
+        return self.act(self, stored.cumsum(1)), None, 1 - states.max(-1)[0].add(2 ** states[0, 0], alpha=number) ** 2
 
 
 def recorded(model, *given):
