@@ -10,16 +10,18 @@ from functools import cache, partial
 
 import pytest
 import torch
+import zoo
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, regions
 from hf_specx.models.attention import SWITCH
-from hf_specx.models.choose import make_decoder
-from hf_specx.models.compiled import has_compiler
+from hf_specx.models.choose import layouts_of, make_decoder
+from hf_specx.models.compiled import check_compile, has_compiler
 from hf_specx.models.prompts import prepare
 from hf_specx.models.slots import Pool
 
@@ -177,15 +179,38 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
-def test_forwards_are_recorded_where_that_will_do(traced: None, monkeypatch: pytest.MonkeyPatch):
-    """Without Dynamo, which takes ten times as long; the hidden states of a layer among their outputs."""
-
+@pytest.fixture
+def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args, **kwargs):
         raise AssertionError
 
     monkeypatch.setattr(torch, "compile", fail)
-    for model_type in ("llama", "gemma2"):
-        same(*pair(model_type, num_hidden_layers=2), rows=3, max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_forwards_are_recorded_where_that_will_do(traced: None, no_dynamo: None, model_type: str):
+    """Without Dynamo, which takes ten times as long."""
+    same(*pair(model_type, num_hidden_layers=2), rows=3, max_new_tokens=8, do_sample=False)
+
+
+RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged" in LAYOUTS_OF.get(each[1], ())]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "model_type"), RAGGED)
+def test_each_type_is_recorded(traced: None, no_dynamo: None, kind: str, model_type: str):
+    """And the model is as it was, for a plain call."""
+    target = zoo.build(kind, model_type)
+    try:
+        check_compile(target, layouts_of(target)[0], "", False)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=2, verification="coupled", compile=True)
+    call = zoo.inputs(target) | {"do_sample": False, "max_new_tokens": 10}
+    first, ours, again = (target.generate(**call, custom_generate=custom) for custom in (None, strategy, None))
+    assert torch.equal(first, ours)
+    assert torch.equal(first, again)
 
 
 def test_layers_that_are_alike_are_compiled_once(captured: list):
