@@ -1,5 +1,6 @@
 """Offline, quiet and on one thread, here and in processes that tests start; versions in the header."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -65,5 +66,6 @@ def pytest_unconfigure(config):
 def traced(monkeypatch: pytest.MonkeyPatch):
     """`compile=True` without a compiler: what torch has traced runs as it is."""
     monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
+    monkeypatch.setattr(regions, "in_one_file", contextlib.nullcontext)
     monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
     monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())

@@ -53,7 +53,7 @@ def grouped_attention(
         or (not kwargs.keys() <= IGNORED and any(kwargs[name] is not None for name in kwargs.keys() - IGNORED))
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    if torch.compiler.is_dynamo_compiling():  # the compiler finds that all layers need the same
+    if torch.compiler.is_compiling():  # the compiler finds that all layers need the same
         mask = TILED(attention_mask, group, query.dtype)
     else:  # the mask of one forward serves all its layers
         tiles = vars(attention_mask).setdefault("specx_tiles", {})

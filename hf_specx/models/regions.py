@@ -11,18 +11,24 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import lookup_backend
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import tracing
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_specx.common.kernels import in_one_file
+from hf_specx.common.recording import conditions, record
 
 from .attention import TILED, Masks
 from .decoder import HiddenStates
@@ -31,6 +37,7 @@ from .prepacked import Prepacked, switches_modes, use_prepacked
 from .slots import CACHE, Columns, Pool
 
 
+TRIED = torch.__version__ >= (2, 13)  # with which forwards are recorded; Dynamo traces those of an earlier torch
 EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
@@ -76,17 +83,31 @@ class Regions:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
-        key = (function, *size, captures)
-        with self.lock:
-            if key not in self.functions:
-                name = f"{function.__name__}_{len(self.functions)}"
-                self.functions[key] = self._compiled(function, name, captures)
+        guards = () if self.captures else (*ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()]))
+        key = (function, *size, captures, *guards)
+        if key not in self.functions:
+            with self.lock:
+                self.functions[key] = self.functions.get(key) or self._made(function, captures, given, named)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self.prepacked.in_use():
             outputs = self.functions[key](*given, **named)
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
+
+    def _made(
+        self, function: Any, captures: bool, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """A function compiled from what it does in this call, on a CPU, or else by Dynamo."""
+        name, kind = f"{function.__name__}_{len(self.functions)}", GradientCheckpointingLayer
+        with compile_lock:
+            if self.captures or not TRIED:
+                return self._compiled(function, name, captures)
+            try:
+                graph, inputs, whole = record(function, given, named, given[0], kind)
+            except Exception:  # of any kind, where a forward asks for values
+                return self._compiled(function, name, captures)
+            return whole(self._compile(graph, inputs, captures))
 
     def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
         """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
@@ -99,17 +120,21 @@ class Regions:
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             regions = own()
             assert regions is not None
-            regions.compilations += 1
-            use_prepacked(graph, inputs)
-            on_cpu = all(x.device.type == "cpu" for x in inputs)
-            # the first is what mode="reduce-overhead" stands for; parts give each other what they were compiled for
-            patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
-            inductor: Any = lookup_backend("inductor")
-            inductor = partial(inductor, config_patches=patches)
-            whole = not on_cpu or switches_modes(graph)
-            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
+            return regions._compile(graph, inputs, captures)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Callable[..., Any]:
+        self.compilations += 1
+        use_prepacked(graph, inputs)
+        on_cpu = all(x.device.type == "cpu" for x in inputs)
+        # the first is what mode="reduce-overhead" stands for; parts give each other what they were compiled for
+        patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
+        inductor: Any = lookup_backend("inductor")
+        inductor = partial(inductor, config_patches=patches)
+        whole = not on_cpu or switches_modes(graph)
+        with in_one_file() if on_cpu and TRIED else nullcontext():
+            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
 
 
 def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:

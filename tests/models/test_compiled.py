@@ -10,16 +10,18 @@ from functools import cache, partial
 
 import pytest
 import torch
+import zoo
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, regions
 from hf_specx.models.attention import SWITCH
-from hf_specx.models.choose import make_decoder
-from hf_specx.models.compiled import has_compiler
+from hf_specx.models.choose import layouts_of, make_decoder
+from hf_specx.models.compiled import check_compile, has_compiler
 from hf_specx.models.prompts import prepare
 from hf_specx.models.slots import Pool
 
@@ -74,11 +76,29 @@ def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of C++ that are compiled."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    found: list[str] = []
+    load = CppPythonBindingsCodeCache.load_async
+
+    def note(source, *args, **kwargs):
+        found.append(source)
+        return load(source, *args, **kwargs)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", note)
+    return found
+
+
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.FixtureRequest):
-    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
-    if compiler == "traced":
-        request.getfixturevalue("traced")
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`.
+
+    The kernels of each are compiled in one file.
+    """
+    files = request.getfixturevalue("traced" if compiler == "traced" else "files")
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
     compilations = []
@@ -89,6 +109,7 @@ def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.Fixture
         compilations.append(report.compilations)
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
+    assert compiler == "traced" or [source.count("PyInit_kernel(") > 1 for source in files] == 6 * [True]
     assert before == torch._dynamo.config.get_config_copy()
     assert SWITCH.active.get() is None
     assert taken[:4] == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft: places stay until half are idle
@@ -156,6 +177,40 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
         assert torch.allclose(decoder.step(batch, 0), expected, atol=1e-4)
         batch.emit(torch.full((2, 1), token), [1, 1])
+
+
+@pytest.fixture
+def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", fail)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_forwards_are_recorded_where_that_will_do(traced: None, no_dynamo: None, model_type: str):
+    """Without Dynamo, which takes ten times as long."""
+    same(*pair(model_type, num_hidden_layers=2), rows=3, max_new_tokens=8, do_sample=False)
+
+
+RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged" in LAYOUTS_OF.get(each[1], ())]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "model_type"), RAGGED)
+def test_each_type_is_recorded(traced: None, no_dynamo: None, kind: str, model_type: str):
+    """And the model is as it was, for a plain call."""
+    target = zoo.build(kind, model_type)
+    try:
+        check_compile(target, layouts_of(target)[0], "", False)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=2, verification="coupled", compile=True)
+    call = zoo.inputs(target) | {"do_sample": False, "max_new_tokens": 10}
+    first, ours, again = (target.generate(**call, custom_generate=custom) for custom in (None, strategy, None))
+    assert torch.equal(first, ours)
+    assert torch.equal(first, again)
 
 
 def test_layers_that_are_alike_are_compiled_once(captured: list):
