@@ -160,20 +160,24 @@ def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> t
     if not grouped or max(map(max, processor.sequence_bias)) >= vocab_size:
         return None
 
-    def make() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    def make() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
         own = copy.copy(processor)  # which is left unused
         own._prepare_bias_variables(scores[:, 0])
-        return own.length_1_bias, own.multi_token_biases
+        tables = own.multi_token_biases  # of G sequences their starts [G, n], ends and biases [G]
+        ends = torch.tensor([]) if not tables else torch.cat([last for _, last, _ in tables]).unique()
+        columns = [(starts, torch.searchsorted(ends, last), amounts) for starts, last, amounts in tables]
+        return own.length_1_bias.to(scores.dtype), ends, columns
 
-    single, tables = prefixes.kept((processor, vocab_size, device), make)
+    single, ends, tables = prefixes.kept((processor, vocab_size, scores.dtype, device), make)
+    biased = scores + single
     if not tables:
-        return scores + single.to(scores.dtype)
-    biases = single.to(scores.dtype).repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, V]
-    for starts, ends, amounts in tables:  # of G sequences [G, n], and [G]
+        return biased
+    added = single[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
+    for starts, columns, amounts in tables:
         size = starts.shape[1]
         ending = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
-        biases.index_add_(1, ends, torch.where(ending.flatten(0, 1), amounts, 0.0).to(scores.dtype))
-    return biases.add_(scores.flatten(0, 1)).view_as(scores)
+        added.index_add_(1, columns, torch.where(ending.flatten(0, 1), amounts, 0.0).to(scores.dtype))
+    return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
 
 
 def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
