@@ -138,10 +138,11 @@ def test_targets_without_such_layers_are_refused():
 
 def test_layers_that_the_files_lack_or_an_older_transformers_cannot_run_are_named(tmp_path: Path, monkeypatch):
     target = mtp_target("mellum", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delattr(MtpModel, "forward_layer")
+        with pytest.raises(ValueError, match=r"cannot be read from .*: transformers is older than 5\.20"):
+            target.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
     target.save_pretrained(tmp_path / "without")
     again = type(target).from_pretrained(tmp_path / "without").eval()
     with pytest.raises(ValueError, match=r"cannot be read from .*without.*missing"):
         again.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
-    monkeypatch.delattr(MtpModel, "forward_layer")
-    with pytest.raises(ValueError, match=r"cannot be read from .*: transformers is older than 5\.20"):
-        target.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
