@@ -330,6 +330,10 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     tensor.inner[each(index, inner)] = inner(value)
 
 
+def new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device)
+
+
 def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """One kernel, which torch chooses by the device."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -351,11 +355,17 @@ def rms_norm(given: torch.Tensor, shape: Any, weight: torch.Tensor | None = None
 BINDINGS: dict[Any, Callable] = {
     torch.Tensor.tolist: waiting("tolist"),
     torch.Tensor.nonzero: waiting("nonzero"),
+    torch.nonzero: waiting("nonzero"),
     torch.Tensor.__int__: waiting("__int__"),
+    torch.Tensor.__index__: waiting("__index__"),
+    torch.Tensor.__float__: waiting("__float__"),
     torch.Tensor.__invert__: torch.bitwise_not,
     torch.Tensor.contiguous: lambda tensor: tensor if tensor.is_contiguous() else tensor.clone(memory_format=DENSE),
     torch.Tensor.__getitem__: get_item,
     torch.Tensor.__setitem__: set_item,
+    torch.Tensor.__deepcopy__: lambda tensor, memo: tensor.clone(),
+    torch.Tensor.copy_: aten.copy_,
+    torch.Tensor.new_tensor: new_tensor,
     nn.functional.scaled_dot_product_attention: attention,
     nn.functional.rms_norm: rms_norm,
 }

@@ -170,7 +170,7 @@ def outcomes(report: SpeculationReport) -> set[str]:
 
 
 def discover(kind: str, model_type: str) -> str | None:
-    """All layouts in which a type is exact, whatever its entry in `architectures` is; None where there is no model."""
+    """All layouts in which a type is exact, whatever common/architectures.py says; None where there is no model."""
     try:
         model = zoo.build(kind, model_type)
         inputs = zoo.inputs(model)
