@@ -1,9 +1,11 @@
 """Whether a target and a draft can be served, and whether the draft's tokens mean what the target's mean."""
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -153,19 +155,25 @@ def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTok
     added, size = tokenizer.added_tokens_decoder, vocabulary(model)
     ids = tokenizer.get_vocab() if vocabulary_of(tokenizer).largest >= size else {}
     beyond = {number: token for token, number in ids.items() if number >= size and number not in added}
-    number = min(beyond, default=0)
-    told = f"the {role}'s tokenizer is not that of {type(model).__name__}: {beyond.get(number)!r} has id {number}, "
-    require(not beyond, f"{told}and the model scores {size} tokens; pass its own.")
+    told, number = f"the {role}'s tokenizer is not that of {type(model).__name__}:", min(beyond, default=0)
+    shown = f"{beyond.get(number)!r} has id {number}"
+    require(not beyond, f"{told} {shown}, and the model scores {size} tokens; pass its own.")
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    for number in [] if ends is None else ends if isinstance(ends, list) else [ends]:
+        special = number >= size or number in added or number in tokenizer.all_special_ids
+        text = None if special else tokenizer.convert_ids_to_tokens(number)
+        shown = f"the model's texts end at id {number}, which means {text!r} there"
+        require(text is None, f"{told} {shown}; pass its own.")
 
 
 def compare_vocabularies(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> None:
-    """Compare two tokenizers of equally many tokens; raise if most ids differ.
+    """Compare two tokenizers of equally many tokens; raise if most ids differ, and warn where too little is known.
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
-    Hub. A few other ids do no harm, as candidates are judged, nor do all of them where one is not known: then the
-    report shows that hardly any candidate is accepted. One object given twice is said to be of both.
+    Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
+    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of both.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)
@@ -173,6 +181,11 @@ def compare_vocabularies(
         return
     tokens, draft_tokens = _tokens(tokenizer, file), _tokens(None if shared else draft_tokenizer, draft_file)
     if not (tokens and draft_tokens):
+        why = "" if shared else _differ((target, draft), (tokenizer, draft_tokenizer))
+        if why:
+            told = "target and draft score equally many tokens, and whether these are the same tokens is not known, "
+            told += f"since {why}. If not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
+            warnings.warn(told, UserWarning, stacklevel=2)
         return
     both = tokens.keys() & draft_tokens.keys()
     differ = [number for number in both if tokens[number] != draft_tokens[number]]
@@ -199,3 +212,26 @@ def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | N
         except Exception:  # the tokenizers library raises plain Exceptions for a file that it cannot read
             return None
     return None if tokenizer is None else {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def _differ(
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizers: tuple[TokenizerOrNone, TokenizerOrNone]
+) -> str:
+    """What speaks against one tokenizer of target and draft; empty if nothing does."""
+    kind, draft_kind = (model.config.get_text_config(decoder=True).model_type for model in models)
+    if kind != draft_kind:
+        return f"the target is of type {kind} and the draft of type {draft_kind}"
+    for name, what in (("bos_token_id", "begin with"), ("eos_token_id", "end at")):
+        ids, draft_ids = (_special(name, *known) for known in zip(models, tokenizers, strict=True))
+        if ids and draft_ids and not ids & draft_ids:
+            return f"the target's texts {what} id {min(ids)}, and the draft's {what} id {min(draft_ids)}"
+    return ""
+
+
+def _special(name: str, model: PreTrainedModel, tokenizer: TokenizerOrNone) -> set[int]:
+    """The ids of a special token, by both configs of a model and by its tokenizer."""
+    found: set[int] = set()
+    for told in (model.config.get_text_config(decoder=True), model.generation_config, tokenizer):
+        ids: Any = getattr(told, name, None)
+        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return found

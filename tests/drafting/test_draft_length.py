@@ -1,8 +1,20 @@
-"""What is made of the rounds so far, and the best number by it; the theory itself is in `test_costs`."""
+"""How many to draft: the theory against published numbers, and what is made of the rounds so far."""
 
 import pytest
 
 from hf_specx.drafting.draft_length import PRIOR_ALPHA, Survival, best_number, expected_tokens
+
+
+# Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
+LEVIATHAN = [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 5, 3.69), (0.9, 10, 6.86)]
+
+
+def test_table_of_leviathan_and_extreme_acceptance():
+    """α is a mean of float sums, so it may come out a little over 1."""
+    for alpha, gamma, speed in LEVIATHAN:
+        assert expected_tokens(alpha, gamma) == pytest.approx(speed, abs=0.005)
+    for alpha in (0, 1 - 1e-9, 1, 1 + 1e-7):
+        assert expected_tokens(alpha, 5) == pytest.approx(6 if alpha else 1)
 
 
 def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:

@@ -1,5 +1,7 @@
 """Whether the tokens of a draft mean what the target's mean, where not both tokenizers were given."""
 
+import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from hf_specx import SpeculativeDecoding
 
 
 WORDS = [f"w{number}" for number in range(VOCAB_SIZE)]
-OTHERS = WORDS[::-1]
+OTHERS, RENAMED = WORDS[::-1], [*WORDS[:-2], "user", "system"]
+APART = "and whether these are the same tokens is not known, since"
 
 
 def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -27,18 +30,44 @@ def loaded(folder: Path, words: Sequence[str] | None = None, seed: int = 0) -> P
     return type(tiny()).from_pretrained(folder).eval()
 
 
-def call(target: PreTrainedModel, draft: PreTrainedModel, **options) -> None:
+def warned(target: PreTrainedModel, draft: PreTrainedModel, **options) -> list[str]:
+    """What a call warns of."""
     strategy = SpeculativeDecoding(draft, num_draft_tokens=2, **options)
-    target.generate(**prompts(2, width=6), max_new_tokens=3, do_sample=False, custom_generate=strategy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        target.generate(**prompts(2, width=6), max_new_tokens=3, do_sample=False, custom_generate=strategy)
+    return [str(each.message) for each in caught if APART in str(each.message)]
+
+
+def test_files_of_one_tokenizer(tmp_path: Path):
+    """Then types and special ids, which would be warned of, do not count."""
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", WORDS, seed=1)
+    draft.generation_config.eos_token_id, target.generation_config.eos_token_id = 5, 7
+    assert warned(target, draft) == []
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    assert len(warned(target, copy.deepcopy(draft))) == 1
 
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer_of(WORDS)}, {"draft_tokenizer": tokenizer_of(OTHERS)}])
 def test_files_of_other_tokenizers(given: dict, tmp_path: Path):
-    """One tokenizer may be given, the other is the one beside the model; without one nothing can be compared."""
+    """One tokenizer may be given, the other is the one beside the model."""
     target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", OTHERS, seed=1)
     told = "different tokenizers: 48 of 48 ids stand for other tokens, for instance 47 for 'w47' and 'w0'; pass token"
     for _ in range(2):  # not once, as a warning
         with pytest.raises(ValueError, match=told):
-            call(target, draft, **given)
-    call(target, loaded(tmp_path / "same", WORDS, seed=1), tokenizer=given.get("tokenizer"))
-    call(target, tiny(seed=2), tokenizer=given.get("tokenizer"))
+            warned(target, draft, **given)
+
+
+def test_nothing_to_compare():
+    """Once for each two models; not where types and special ids agree, nor where a tokenizer is said to be of both."""
+    target, of_other_type, of_other_end = tiny(eos_token_id=5), tiny("gpt2"), tiny(seed=1, eos_token_id=7)
+    (told,) = warned(target, of_other_type)
+    assert f"{APART} the target is of type llama and the draft of type gpt2" in told
+    assert "pass tokenizer= and draft_tokenizer=" in told
+    assert warned(target, of_other_type) == []
+    (told,) = warned(target, of_other_end, tokenizer=tokenizer_of(WORDS))
+    assert "since the target's texts end at id 5, and the draft's end at id 7" in told
+    assert warned(target, tiny(seed=2, eos_token_id=5)) == []
+    assert warned(target, tiny(seed=3, eos_token_id=[7, 5])) == []
+    both = tokenizer_of(WORDS)
+    assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []

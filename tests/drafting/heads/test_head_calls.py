@@ -14,7 +14,7 @@ from plain import assert_plain
 from tiny import prompts
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specx import DraftHead, Request, SpeculativeDecoding
+from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
@@ -67,6 +67,17 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
         found.append({one.index: one.tokens for one in done})
     assert found[0] == found[1]
     watch.check(50 if cut else 100)
+
+
+def test_a_long_queue(tmp_path: Path):
+    """Beside one without a head."""
+    _, draft, target = made("eagle3", tmp_path)
+    asked, options = requests(300), {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
+    texts = []
+    for each in (draft, SuffixDraft()):
+        done = SpeculativeDecoding(each, num_draft_tokens=2).generate_many(target, asked, **options)
+        texts.append({one.index: one.tokens for one in done})
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
