@@ -9,9 +9,9 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 10_880,
-    "heads": 1_782,
-    "package": 21_840,
+    "call": 11_170,
+    "heads": 1_780,
+    "package": 21_900,
     "tests": 23_700,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
