@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import zoo
 from misuse import MODELS, PLAIN, WRONG_TEXT, full_window, get, two_tokens
 from tiny import near, prompts, tiny
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -78,6 +79,16 @@ def continued(target: PreTrainedModel, inputs: dict) -> dict:
     with torch.no_grad():
         target(**{name: value[:, :-1] for name, value in text.items()}, **{CACHE: cache})
     return {"input_ids": inputs["input_ids"][:, -1:], CACHE: cache}
+
+
+def test_keys_that_are_left_out_by_rounding():
+    target, call = zoo.build("causal", "doge"), prompts(1) | {"do_sample": False, "pad_token_id": 0}
+    target.config.keep_window_size = 24
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
+    expected = target.generate(**call, max_new_tokens=13)
+    assert torch.equal(target.generate(**call, max_new_tokens=13, custom_generate=strategy), expected)
+    with pytest.raises(ValueError, match=r"within keep_window_size=24 \(they may be 25\)"):
+        target.generate(**call, max_new_tokens=14, custom_generate=strategy)
 
 
 @pytest.mark.parametrize(
