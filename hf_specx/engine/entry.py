@@ -217,6 +217,10 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
             require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
         told = "the strategy and the call have a streamer each; leave one of them out."
         require(len(streamers) < 2, told)
+        named = kwargs | {"generation_config": given["generation_config"]}
+        strings = setting("stop_strings", given["self"], named)
+        told = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
+        require(strings is None or outer.get("tokenizer") is not None, told)
     except ValueError:
         for streamer in streamers:
             streamer.end()

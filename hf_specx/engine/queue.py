@@ -17,6 +17,7 @@ from .ranks import synced_by_default
 from .requests import Completion, Entry, Preparing, Request, as_ids
 
 
+KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
 
 
@@ -128,6 +129,7 @@ class RequestQueue:
 
     def take_up(self, output: Any) -> None:
         """What the call of one request alone has returned."""
+        output.speculation_report.keeps = KEPT_ROUNDS
         new = output.sequences[:, len(self.entries[0].input_ids) :]
         if self.logprobs:
             kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]

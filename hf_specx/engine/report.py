@@ -10,17 +10,17 @@ from typing import Any
 from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
+from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
     verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations copied
-    num_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
 """.split()  # noqa: SIM905
-KEPT_ROUNDS = 2**12  # of each row, since a queue may have no end
 LARGEST = ("rows", "num_draft_tokens")  # of several calls the larger one, where other numbers are added
 
 
@@ -38,13 +38,13 @@ class SpeculationReport:
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
             that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
-        num_draft_tokens: the most candidates of a round.
+        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
-        history: for each row its rounds in order, or the last `KEPT_ROUNDS`. With drafted == 0 one is a plain step.
+        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
     """
 
     verification: str
@@ -73,8 +73,9 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    tokenizer_match: dict[str, Any] | None = None  # of a `TokenizerMatch`
+    matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
+    keeps: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
@@ -102,7 +103,8 @@ class SpeculationReport:
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
-            del history[:-KEPT_ROUNDS]
+            if self.keeps is not None and len(history) > 2 * self.keeps:
+                del history[: self.keeps]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
@@ -123,11 +125,20 @@ class SpeculationReport:
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""
         self.seconds["total"] = seconds
-        self.emitted_per_row = [min(emitted, columns) for emitted in self.emitted_per_row]
+        for row, records in enumerate(self.history):
+            beyond = max(0, self.emitted_per_row[row] - columns)
+            self.emitted_per_row[row] -= beyond
+            last = len(records)
+            while beyond:
+                last -= 1
+                cut = min(beyond, records[last].emitted)
+                records[last] = records[last]._replace(emitted=records[last].emitted - cut)
+                beyond -= cut
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         both = copy.copy(other if self.layout == PLAINLY else self)
+        both.keeps = other.keeps if self.keeps is None else self.keeps
         for name in (each.name for each in fields(self)):
             one, more = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
@@ -136,14 +147,14 @@ class SpeculationReport:
                 setattr(both, name, max(one, more))
             elif name.endswith(("_per_row", "_per_position")):
                 setattr(both, name, [a + b for a, b in zip_longest(one, more, fillvalue=0)])
-            elif isinstance(one, int | float | Counter):
+            elif isinstance(one, int | float | Counter) and name != "keeps":
                 setattr(both, name, one + more)
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
         both.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         both.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        both.history = [(a + b)[-KEPT_ROUNDS:] for a, b in pairs]
+        both.history = [(a + b)[None if both.keeps is None else -2 * both.keeps :] for a, b in pairs]
         return both
 
     @property
@@ -165,6 +176,12 @@ class SpeculationReport:
     def emitted(self) -> int:
         """Tokens that entered the text, over all rows."""
         return sum(self.emitted_per_row)
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Candidates of a row in a round, over the rounds that had any."""
+        rounds = sum(self.rounds_per_row)
+        return self.drafted / rounds if rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -192,6 +209,11 @@ class SpeculationReport:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
         rounds = sum(self.rounds_per_row)
         return self.gained / rounds if rounds else 1.0
+
+    @property
+    def tokenizer_match(self) -> dict[str, Any] | None:
+        """`matching` as plain values."""
+        return None if self.matching is None else self.matching._asdict()
 
     @property
     def cost_coefficient(self) -> float | None:
@@ -251,8 +273,8 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [self.limit_reason] if self.limit_reason else []
-        if known := self.tokenizer_match:
-            lines.append(f"another tokenizer, matched by {known['match']} ({known['reason']})")
+        if self.matching is not None:
+            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

@@ -25,9 +25,12 @@ from hf_specx.sampling.rules import make_rule
 
 from .call import Call
 from .outputs import Outputs, Stream
-from .queue import RequestQueue
+from .queue import KEPT_ROUNDS, RequestQueue
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
+
+
+NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
 class Run:
@@ -49,7 +52,7 @@ class Run:
         self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
         self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        self.rule = make_rule(call.verification, prompt.input_ids, call.seeds)
+        self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
         # a draft that goes by times would differ from rank to rank
         self.pace = Pace(None if call.shared else costs, call.verification in ("greedy", "coupled"))
         model = None if call.drafter.own_text else call.drafter.model
@@ -64,8 +67,8 @@ class Run:
             name = self.processors.limited_by
             told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
         described = call.verification, call.layout.target, call.layout.reason, rows, told
-        match = None if call.drafter.matching is None else call.drafter.matching._asdict()
-        self.report = SpeculationReport(*described, costs=costs, tokenizer_match=match)
+        keeps = None if call.queue is None else KEPT_ROUNDS
+        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
         config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.named import read_names
 from hf_specx.engine.entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
@@ -60,7 +61,7 @@ class DraftTargetPair(NoModel):
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
-        self._draft: PairDraft = unwrapped_draft(draft)
+        self._draft: PairDraft = unwrapped_draft(read_names(draft))
         check_entry(self.target, None)
         self.tokenizer = tokenizer
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer

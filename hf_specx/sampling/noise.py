@@ -1,5 +1,7 @@
 """The noise that plain `generate` samples with, at any position of any row, for coupled verification."""
 
+import sys
+
 import torch
 
 
@@ -21,18 +23,19 @@ class StockNoise:
 
     They are drawn from a copy that is made of the default generator here, or under a seed, in the order of columns.
     Its states between draws are kept, of early ones only some, so that any draw can be repeated, and the default
-    generator left as `generate` leaves it. A draw is kept until the last row is past it, up to `MOST_HELD` of them.
+    generator left as `generate` leaves it. A draw is kept for rows that need it within `window` columns, or fewer if
+    that is more than `MOST_HELD`.
     """
 
-    def __init__(self, rows: int, device: torch.device, seed: int | None = None):
-        self.rows, self.device = rows, device
+    def __init__(self, rows: int, device: torch.device, window: int, seed: int | None = None):
+        self.rows, self.device, self.window = rows, device, window
         self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
         # states of `generator`, by the emitted column that it draws next
         self.states: dict[int, torch.Tensor] = {0: source.get_state()}
         self.coming = -1  # the column that it would draw now; -1 if it is in no such state
-        self.held: dict[int, torch.Tensor] = {}  # [B, V], by emitted column
+        self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
     def at(
         self, rows: list[int], counts: list[int], probs: torch.Tensor, ahead: int, dtype: torch.dtype | None = None
@@ -43,16 +46,21 @@ class StockNoise:
         that of these.
         """
         self.like = probs.new_empty(0, probs.shape[-1], dtype=dtype)
-        if self.rows == 1 and ahead + probs.shape[1] == 1 and not self.held:
+        if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.held):
             return self._draw(counts[0])[:, None]  # no row needs it again
         end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
+        window = max(min(self.window, MOST_HELD // column_bytes), end)
         wanted = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
-        for column in sorted({column for _, column in wanted} - self.held.keys()):
-            self.held[column] = self._draw(column)
-        noise = torch.stack([self.held[column][row] for row, column in wanted]).view_as(probs)
-        first = min(counts[row] for row in rows)
-        last = first + max(MOST_HELD // column_bytes, end)
-        self.held = {column: drawn for column, drawn in self.held.items() if first <= column < last}
+        for column in sorted({column for row, column in wanted if column not in self.held[row]}):
+            drawn = self._draw(column)
+            for row in rows:
+                if 0 <= column - counts[row] < window:
+                    self.held[row][column] = drawn[row].clone()  # a view would keep the noise of all rows
+        noise = torch.stack([self.held[row][column] for row, column in wanted]).view_as(probs)
+        for row, held in enumerate(self.held):
+            first = counts[row] if row in rows else sys.maxsize  # a row that has left needs none
+            for column in [column for column in held if column < first]:
+                del held[column]
         return noise
 
     def _draw(self, column: int) -> torch.Tensor:

@@ -124,16 +124,16 @@ class CoupledRule(Rule):
     """Draft and target draw by `race` with the same noise, which is that of plain `generate` from its default
     generator.
 
-    It draws for all `rows` of the batch, finished ones too. With `seeds` each row gets the noise of `generate` for it
-    alone under its seed.
+    It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `StockNoise`.
+    With `seeds` each row gets the noise of `generate` for it alone under its seed.
     """
 
-    def __init__(self, rows: int, device: torch.device, seeds: list[int] | None = None):
-        self.rows, self.device, self.seeds = rows, device, seeds
+    def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
+        self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
         self.dtype: torch.dtype | None = None  # of the target's probabilities
 
     def stream(self, seed: int | None) -> StockNoise:
-        return StockNoise(self.rows if seed is None else 1, self.device, seed)
+        return StockNoise(self.rows if seed is None else 1, self.device, self.window, seed)
 
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
@@ -160,12 +160,12 @@ class CoupledRule(Rule):
             self.streams[0].finish(columns)
 
 
-def make_rule(verification: str, input_ids: torch.Tensor, seeds: list[int] | None = None) -> Rule:
+def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
     """The rule of a call with prompts [B, L]; `verification` is "greedy", "token", "block" or "coupled"."""
     if verification == "greedy":
         return GreedyRule()
     if verification == "coupled":
-        return CoupledRule(len(input_ids), input_ids.device, seeds)
+        return CoupledRule(len(input_ids), input_ids.device, window, seeds)
     return RejectionRule(verification == "block", input_ids.device, seeds)
 
 

@@ -54,6 +54,7 @@ def test_tokens_behind_the_last_column_are_not_emitted():
     made = report(made_round([4, 4], [4, 0]), made_round([4, 4], [4, 1]))
     made.finish(1.0, columns=4)
     assert made.emitted_per_row == [4, 4]
+    assert [record.emitted for record in made.history[0]] == [1, 3, 0]
     assert (made.accepted, made.acceptance_rate) == (9, 9 / 16)
 
 
@@ -75,7 +76,7 @@ def test_plain_steps_count_in_predictions_and_nowhere_else():
         plain.observe(made_round([0, 0], [0, 0]))
     for name in ("alpha", "acceptance_rate", "mean_acceptance_length", "tokens_per_round", "drafted_per_position"):
         assert getattr(plain, name) == getattr(made, name)
-    assert plain.rounds_per_row == made.rounds_per_row
+    assert (plain.rounds_per_row, plain.mean_draft_tokens) == (made.rounds_per_row, 13 / 5)
     assert plain.forward_limited_speedup == pytest.approx((12 + 4) / (11.5 + 4))
     assert plain.expected_speedup == pytest.approx((made.expected_speedup * 8.25 + 4) / (8.25 + 4))
 
@@ -91,6 +92,7 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
     assert made.judged_per_position == [3, 2, 0]
     assert made.accepted_per_position == [3, 1, 0]
     assert list(map(len, made.history)) == [3, 2, 3]
+    assert made.mean_draft_tokens == 6 / 3
 
 
 def test_survival_rate_goes_by_all_drafted_positions():

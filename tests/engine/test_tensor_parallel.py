@@ -8,10 +8,12 @@ from forking import run_on_ranks
 from head_files import random_head, write
 from rounds import numbers
 from tiny import near, prompts, tiny
+from torch import multiprocessing
 from transformers import LlamaForCausalLM
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.drafting.costs import Costs
+from hf_specx.engine import run
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": [5]}
@@ -46,7 +48,9 @@ def plain(target, name: str) -> list[list[int]]:
     return target.generate(**prompts(3), **CASES[name][0]).tolist()
 
 
-def play(rank: int, found: dict, folder: str) -> None:
+def play(rank: int, found: dict, folder: str, agreed: bool) -> None:
+    if not agreed:
+        run.of_first_rank = lambda number, device: number
     target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
     assert target.tp_size == 2
     for name in CASES:
@@ -68,12 +72,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     tiny().save_pretrained(folder / "target")
     write(random_head("eagle3", layer_ids=(0, 1), draft_vocab=24), folder / "head")
+    for agreed in (True, False):
+        (folder / str(agreed)).mkdir()
     return folder
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[dict]:
-    found = run_on_ranks(play, folder, str(folder), seconds=20)
+    found = run_on_ranks(play, folder / "True", str(folder), True, seconds=20)
     assert not any("error" in seen for seen in found), found
     return found
 
@@ -101,3 +107,15 @@ def test_both_ranks_have_the_text_of_one_process(outcomes: list[dict], name: str
     assert max(numbers_0) > 0
     if name != "block":  # whose text follows the numbers, which follow the clock that fills the cost table
         assert text_0 == plain(tiny(), name)
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_numbers_of_each_rank_fail(folder: Path):
+    """Forwards of other sizes meet, and gloo aborts a process or raises; ranks that agree get through."""
+    signal, errors = None, []
+    try:
+        found = run_on_ranks(play, folder / "False", str(folder), False, seconds=20)
+        errors = [seen.get("error", "") for seen in found]
+    except multiprocessing.ProcessExitedException as error:
+        signal = error.signal_name
+    assert signal == "SIGABRT" or any("gloo" in error for error in errors), errors

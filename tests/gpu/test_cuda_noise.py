@@ -6,7 +6,6 @@ from device import DEVICE, on_device
 from plain import generator_state
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling import noise as module
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.rules import CoupledRule, RejectionRule
 from hf_specx.sampling.verify import race
@@ -36,17 +35,14 @@ def test_the_race_is_how_torch_draws(shape: tuple[int, int], dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_noise_in_any_order_and_the_generator_after_it(
-    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], dtype: torch.dtype):
     rows, vocab_size = shape
     torch.manual_seed(0)
     expected = [torch.empty(shape, device=DEVICE, dtype=dtype).exponential_() for _ in range(6)]
     like = torch.empty(rows, 1, vocab_size, device=DEVICE, dtype=dtype)
-    for most in (0, 2**30):
-        monkeypatch.setattr(module, "MOST_HELD", most)
+    for window in (0, 2, 100):
         torch.manual_seed(0)
-        noise = StockNoise(rows, DEVICE)
+        noise = StockNoise(rows, DEVICE, window)
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position])
         noise.finish(4)
@@ -58,7 +54,7 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
     for seed in seeds:
         torch.manual_seed(seed)
         expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
-    rule = CoupledRule(3, DEVICE, seeds)
+    rule = CoupledRule(3, DEVICE, 4, seeds)
     rule.begin()
     drawn = rule.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
     assert torch.equal(drawn, torch.stack(expected))

@@ -56,7 +56,7 @@ def loaded(draft: Any, target: PreTrainedModel) -> Any:
         return draft
     known = LOADED.setdefault(target, {})
     if str(draft) not in known:
-        name = draft if Path(draft).is_dir() else read_draft(str(draft)).model
+        name = draft if Path(draft).is_dir() else read_draft(str(draft)).model or draft
         found = load_draft(str(name), target)
         check_head(str(draft), found)
         known[str(draft)] = found
