@@ -54,7 +54,7 @@ def test_saved_and_loaded(tmp_path: Path, kind: str):
     assert type(pair.draft) is type(draft)
     assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
     assert pair.report.sources.keys() <= {kind.replace("_", " ")}  # a text that never repeats has no suffix
-    DraftTargetPair(target, "exit:1" if kind == "early_exit" else draft).save_pretrained(tmp_path / "again")
+    pair.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / CONFIG_NAME).read_text() == (folder / CONFIG_NAME).read_text()
     pair = DraftTargetPair.from_pretrained(folder, draft=tiny(seed=1))  # a model may take its place
     assert isinstance(pair.draft, PreTrainedModel)
@@ -90,6 +90,11 @@ def test_a_head_is_saved_with_its_exit(tmp_path: Path):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
     half = DraftTargetPair.from_pretrained(folder, dtype=torch.bfloat16)
     assert half.draft.head.weight.dtype == torch.bfloat16
+
+
+def test_a_draft_by_the_name_of_commands():
+    assert DraftTargetPair(tiny(), "exit:1").draft.exit_layer == 1
+    assert isinstance(DraftTargetPair(tiny(), "suffix").draft, SuffixDraft)
 
 
 def test_by_string(tmp_path: Path):
