@@ -44,9 +44,10 @@ def in_one_file() -> Iterator[None]:
         waiting.append((compiler, scope))
 
     # whatever torch itself has kernels for need not be tried, by a file for each kind of vectors
-    known = {"cpp.vec_isa_ok": True} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
-    torchs.cpp_pybinding, torchs.wait = bind_later, wait_later
+    is_sure = config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    known = {"cpp.vec_isa_ok": True} if is_sure else {}
     try:
+        torchs.cpp_pybinding, torchs.wait = bind_later, wait_later
         with config.patch(known):
             yield
             if sources:

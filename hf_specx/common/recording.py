@@ -25,6 +25,7 @@ CONSTANTS = (bool, int, float, str, type(None), type(...), *KINDS)
 METHODS: dict[Any, str] = {}  # of tensors, by what they are called with
 for methods in (vars(torch._C.TensorBase), vars(torch.Tensor)):
     METHODS |= {method: name for name, method in methods.items() if isinstance(method, Hashable)}
+VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 Place = tuple[dict[str, Any] | None, Any]  # the name in a dictionary of a module, or the number among what is given
 
 
@@ -82,6 +83,8 @@ class Recorder(TorchFunctionMode):
         self.last: Node | None = None  # of the inputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VALUES:  # what is given has some, and any other call would ask for them
+            raise Unrecorded(f"{func} gives values")
         if settings() != self.settings:
             raise Unrecorded(f"{func} is called under other settings of torch")
         found = func(*args, **(kwargs or {}))
@@ -145,8 +148,8 @@ class Recorder(TorchFunctionMode):
 def seems_compiled() -> Iterator[None]:
     """A context in which code in this thread learns that it is compiled, as from Dynamo. One at a time."""
     thread, before = threading.get_ident(), torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: threading.get_ident() == thread or before()
     try:
+        torch.compiler.is_compiling = lambda: threading.get_ident() == thread or before()
         yield
     finally:
         torch.compiler.is_compiling = before

@@ -38,10 +38,11 @@ class FoundModel(NamedTuple):
     made: Any = None
     head: Path | None = None  # of an early exit
 
-    @property
-    def config(self) -> PreTrainedConfig | None:
-        """None where nothing is loaded; also of a head, which takes little room."""
-        return None if self.files is None or holds_head(self.files) else load_config(self.files, self.trusted)
+    def config(self, role: str) -> PreTrainedConfig | None:
+        """None where nothing is loaded; also of a draft that is a head, which takes little room."""
+        if self.files is None or (role == "draft" and holds_head(self.files)):
+            return None
+        return load_config(self.files, self.trusted)
 
     def load(self, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""

@@ -75,6 +75,7 @@ class Regions:
     def __init__(self, model: PreTrainedModel, captures: bool, traits: int):
         self.captures, self.traits = captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
+        self.modules = list(model.modules())[1:]  # so that no other module gets the id of one of these
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -83,7 +84,10 @@ class Regions:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
-        guards = () if self.captures else (*ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()]))
+        guards: tuple[Any, ...] = ()
+        if not self.captures:
+            modes = torch.overrides._len_torch_function_stack()
+            guards = modes, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()])
         key = (function, *size, captures, *guards)
         if key not in self.functions:
             with self.lock:
@@ -222,20 +226,26 @@ def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
 
 
 def traits(model: PreTrainedModel) -> int:
-    """A hash of what a compiled forward relies on: modules, their settings and hooks, and shapes of tensors."""
+    """A hash of what a compiled forward relies on: modules, their settings and hooks, and kinds of tensors."""
     configs = {id(config): vars(config) for config in (model.config, model.config.get_text_config(decoder=True))}
     found: list[Any] = [repr({k: v for k, v in config.items() if isinstance(v, PLAIN)}) for config in configs.values()]
+    known: dict[int, int] = {}  # which tensors are tied
     for module in model.modules():
         found.append((id(module), type(module)))
         for name, value in vars(module).items():
-            if name in HELD:
-                found += [(key, x.shape, x.dtype, x.device) for key, x in value.items() if x is not None]
+            if name in HELD or isinstance(value, torch.Tensor):
+                held = value.items() if name in HELD else [(name, value)]
+                found += [(key, *kind_of(x), known.setdefault(id(x), len(known))) for key, x in held if x is not None]
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
                     found += [id(hook) for hook in value.values() if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))
+
+
+def kind_of(x: torch.Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride() if x.layout == torch.strided else (), x.dtype, x.device
 
 
 def reads_states(hook: Any) -> bool:

@@ -13,7 +13,7 @@ from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import HUB_OPTIONS, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
-from hf_specx.hub.load_model import FoundModel, find_model, load_config
+from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.schema import check_place
 
@@ -69,9 +69,7 @@ def load_pair(
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
     tokenizers = _tokenizers(files, found, config, trust_remote_code)
     how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
-    given_files, trusted = found["target"].files, found["target"].trusted
-    of_target = None if given_files is None else load_config(given_files, trusted)
-    place = plan(of_target, found["draft"].config, *how, trusted)
+    place = plan(found["target"].config("target"), found["draft"].config("draft"), *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
     if draft_device_map in (None, "auto"):

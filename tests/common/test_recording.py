@@ -85,7 +85,24 @@ def reads_from_elsewhere(model, x):
     return x * ONES
 
 
-REFUSED = [branches, switches, leaves_a_tensor, leaves_a_tensor_and_fails, counts, reads_from_elsewhere]
+def reads_values(model, x):
+    return x * model.scale.tolist()
+
+
+def reads_an_array(model, x):
+    return x * torch.from_numpy(model.scale.numpy())
+
+
+REFUSED = [
+    reads_values,
+    reads_an_array,
+    branches,
+    switches,
+    leaves_a_tensor,
+    leaves_a_tensor_and_fails,
+    counts,
+    reads_from_elsewhere,
+]
 
 
 @torch.no_grad()

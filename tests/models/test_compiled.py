@@ -259,10 +259,25 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     def hook():
         target.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
 
-    for change in (lambda: None, weights, setting, hook, target.double):
+    def strides():
+        target.model.layers[0].mlp.up_proj.weight.data = target.model.layers[0].mlp.up_proj.weight.T.contiguous().T
+
+    def module():  # which may be where the one before was
+        target.model.layers[0].mlp.down_proj = None
+        target.model.layers[0].mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
+
+    for change in (lambda: None, weights, setting, hook, strides, *3 * [module], target.double):
         change()
         seen.append(same(target, draft, **call).compilations > 0)
-    assert seen == [True, False, True, True, True]
+    assert seen == [True, False, *7 * [True]]
+
+
+def test_weights_that_are_tied_no_longer(traced: None):
+    target, draft = tiny(num_hidden_layers=1, tie_word_embeddings=True), tiny(num_hidden_layers=1, seed=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    same(target, draft, **call)
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.roll(1, 0))
+    assert same(target, draft, **call).compilations > 0
 
 
 def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
