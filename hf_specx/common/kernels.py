@@ -1,4 +1,4 @@
-"""The C++ that torch's compiler writes for a CPU, compiled by few calls of the compiler."""
+"""Graphs compiled for a CPU with few calls of a compiler: equal parts once, and the C++ of several in one file."""
 
 import importlib.util
 import re
@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._guards import tracing
+from torch.fx.node import map_arg
 
 
 @contextmanager
@@ -81,3 +83,32 @@ def sibling(first: ModuleType, number: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def signature(part: Any) -> tuple[str, list[Any]]:
+    """What two parts have in common if one can stand for the other, and examples of what a part is given."""
+    numbers: dict[torch.fx.Node, str] = {}
+    storages: dict[int, int] = {}
+    lines: list[tuple[Any, ...]] = []
+    given = []
+    for node in part.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        if node.op == "placeholder":
+            x = node.meta["example_value"]
+            given.append(x)
+            same = storages.setdefault(x.untyped_storage()._cdata, len(storages))  # which inputs share memory
+            lines.append((type(x), x.dtype, x.shape, x.stride(), x.storage_offset(), x.requires_grad, same))
+        else:
+            lines.append((node.op, node.target, *map_arg((node.args, node.kwargs), numbers.__getitem__)))
+    return repr(lines), given
+
+
+def compile_part(part: Any, given: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+    (output,) = part.graph.find_nodes(op="output")
+    several = isinstance(output.args[0], tuple)
+    if not several:
+        output.args = (output.args,)
+        part.recompile()
+    with tracing(None):  # what torch knows of the whole trace does not hold for a part
+        made = compiler(part, given)
+    return made if several else lambda *inputs: made(*inputs)[0]

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.convert_frame import compile_lock
-from torch._guards import tracing
-from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specx.common.kernels import in_one_file
+from hf_specx.common.kernels import compile_part, in_one_file, signature
 from hf_specx.common.recording import conditions, record
 
 from .attention import TILED, Masks
@@ -181,35 +179,6 @@ def layer_of(node: torch.fx.Node) -> str:
     """The path of the decoder layer that an operation was traced in; empty outside of layers."""
     modules = node.meta.get("nn_module_stack", {}).values()
     return next((path for path, kind in modules if issubclass(kind, GradientCheckpointingLayer)), "")
-
-
-def signature(part: Any) -> tuple[str, list[Any]]:
-    """What two parts have in common if one can stand for the other, and examples of what a part is given."""
-    numbers: dict[torch.fx.Node, str] = {}
-    storages: dict[int, int] = {}
-    lines: list[tuple[Any, ...]] = []
-    given = []
-    for node in part.graph.nodes:
-        numbers[node] = f"%{len(numbers)}"
-        if node.op == "placeholder":
-            x = node.meta["example_value"]
-            given.append(x)
-            same = storages.setdefault(x.untyped_storage()._cdata, len(storages))  # which inputs share memory
-            lines.append((type(x), x.dtype, x.shape, x.stride(), x.storage_offset(), x.requires_grad, same))
-        else:
-            lines.append((node.op, node.target, *map_arg((node.args, node.kwargs), numbers.__getitem__)))
-    return repr(lines), given
-
-
-def compile_part(part: Any, given: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
-    (output,) = part.graph.find_nodes(op="output")
-    several = isinstance(output.args[0], tuple)
-    if not several:
-        output.args = (output.args,)
-        part.recompile()
-    with tracing(None):  # what torch knows of the whole trace does not hold for a part
-        made = compiler(part, given)
-    return made if several else lambda *inputs: made(*inputs)[0]
 
 
 REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()

@@ -9,10 +9,10 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_170,
+    "call": 11_230,
     "heads": 1_780,
-    "package": 21_900,
-    "tests": 23_700,
+    "package": 21_960,
+    "tests": 23_760,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 221, "calls": 280}  # of a call of `generate`
