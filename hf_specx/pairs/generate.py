@@ -190,8 +190,8 @@ def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, 
     paged = kwargs.get("cache_implementation") == "paged"
     require(not paged, f"{told}leave it out, or call generate_batch without a draft.")
     for name in sorted(kwargs.keys() - {*OWN, *LOADER_OPTIONS} - known_arguments(model)):
-        if similar(name, OWN):  # others may be what the model reads
-            check_names("generate", [name], OWN)
+        if similar(name, known := [*OWN, *vars(GenerationConfig())]):  # others may be what the model reads
+            check_names("generate", [name], known)
 
 
 def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -336,6 +336,7 @@ PLAIN = [
     ("transformers ignores; pass it as a str", partial(function, custom_generate=Path("here"))),
     ("generation_config is a dict; pass", partial(function, generation_config={})),
     ("'num_draft_token'; did you mean 'num_draft_tokens'", partial(function, num_draft_token=3)),
+    ("'max_new_token'; did you mean 'max_new_tokens'", partial(function, max_new_token=3)),
     ("needs the tokenizer; pass tok", partial(function, stop_strings=["x"])),
     ("token_healing=True needs.*pass", partial(function, token_healing=True)),
     # Results in files
