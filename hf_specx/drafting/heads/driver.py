@@ -244,7 +244,9 @@ class HeadDrafter(SampledCandidateGenerator):
         """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
         if self.output is None:
             return states
-        return moved(self.output(read_by(self.output, states.to(self.output.weight.dtype))), self.device)
+        dtype = self.output.weight.dtype
+        given = states.to(dtype) if dtype.is_floating_point else states  # quantised ones take those of any precision
+        return moved(self.output(read_by(self.output, given)), self.device)
 
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""

@@ -69,6 +69,34 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     watch.check(50 if cut else 100)
 
 
+class Int8(torch.nn.Linear):
+    """Weights as quantisers keep them, made whole in each forward."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
+        self.scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(states, self.weight.to(states.dtype) * self.scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_quantised_targets(kind: str, tmp_path: Path):
+    """Also where the head scores by the target's own output."""
+    target = target_of()
+    for module in list(target.modules()):
+        for name, part in module.named_children():
+            if isinstance(part, torch.nn.Linear):
+                setattr(module, name, Int8(part))
+    draft = loaded(random_head(kind), tmp_path / "head", target)
+    for settings in (GREEDY, SAMPLED):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        assert_plain(target, strategy, prompts(3), **settings)
+        assert strategy.report.drafted > 0
+
+
 def test_a_long_queue(tmp_path: Path):
     """Beside one without a head."""
     _, draft, target = made("eagle3", tmp_path)
