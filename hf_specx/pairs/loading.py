@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
+from hf_specx.drafting.heads.named import read_names
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import HUB_OPTIONS, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import warn_of_another_target
@@ -51,7 +52,7 @@ def load_pair(
         name_or_path: a local folder, else an id on the Hub or "embedded".
         device_map, draft_device_map, max_memory, cache_tokens: where the models go, see `plan`.
         dtype: of both models; "auto" is as they were saved.
-        target, draft: a model, or a folder or id of one, to use instead of the pair's own.
+        target, draft: a model, a folder or id of one, to use instead of the pair's own; a draft also as "exit:4".
         revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
         trust_remote_code: whether code of models may run; of a repository that the config names, at a full commit.
         use_safetensors: False also loads pickles, which may run code.
@@ -104,11 +105,14 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     if other is None:
         return find_model(pair, config, role, hub, *trust)
     if role == "draft":
-        config.set_draft(None)
+        other = read_names(other)
+        config.set_draft(other if isinstance(other, WeightlessDraft) else None)
     source: ModelSource = getattr(config, role)
     if isinstance(other, PreTrainedModel):
         facts, found = model_facts(other), FoundModel(None, made=other)
         is_same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
+    elif isinstance(other, WeightlessDraft):
+        found, is_same = FoundModel(None, made=other), False
     else:
         check_place(str(other), None)
         files = get_model(get_files(other, None, **hub), ModelSource(), *trust, **hub)

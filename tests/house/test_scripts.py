@@ -12,7 +12,7 @@ MOST = {
     "call": 11_230,
     "heads": 1_782,
     "package": 21_960,
-    "tests": 23_770,
+    "tests": 23_780,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 221, "calls": 280}  # of a call of `generate`

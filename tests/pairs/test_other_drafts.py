@@ -97,6 +97,16 @@ def test_a_draft_by_the_name_of_commands():
     assert isinstance(DraftTargetPair(tiny(), "suffix").draft, SuffixDraft)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("suffix", "suffix"), ("exit:1", "early_exit")])
+def test_a_draft_by_its_name_in_place_of_the_pairs_own(tmp_path: Path, name: str, kind: str):
+    target = predicting()
+    DraftTargetPair(target, tiny(seed=1)).save_pretrained(tmp_path / "pair")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name)
+    assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
+    pair.save_pretrained(tmp_path / "again")
+    assert getattr(PairConfig.from_file(tmp_path / "again" / CONFIG_NAME), kind) is not None
+
+
 def test_by_string(tmp_path: Path):
     """With a head that spoils the candidates all layers run more often, so that it is seen to draft."""
     target, seen = predicting(), {}
