@@ -49,16 +49,17 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 def conditions(values: Iterable[Any]) -> tuple[Any, ...]:
     """What a recorded forward relies on beside its model: constants and kinds of tensors in arguments, settings."""
     plain = [x for value in values for x in (value if isinstance(value, tuple) else [value])]
-    tensors = ((x.dtype, x.device, x.shape, *strides(x)) for x in tensors_in(values))
-    return (*(x for x in plain if isinstance(x, CONSTANTS)), *tensors, *settings())
+    return (*(x for x in plain if isinstance(x, CONSTANTS)), *map(kind_of, tensors_in(values)), *settings())
 
 
-def strides(x: torch.Tensor) -> list[int]:
-    """Of the dimensions where they matter."""
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+def kind_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that a compiled forward relies on in a tensor but its values."""
+    strides = x.stride() if x.layout == torch.strided else [0] * x.ndim
+    return type(x), x.dtype, x.device, x.shape, *(n for n, size in zip(strides, x.shape, strict=True) if size != 1)
 
 
 def settings() -> tuple[Any, ...]:
+    """What of torch's settings changes what its functions do."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -146,7 +147,7 @@ class Recorder(TorchFunctionMode):
 
 @contextmanager
 def seems_compiled() -> Iterator[None]:
-    """A context in which code in this thread learns that it is compiled, as from Dynamo. One at a time."""
+    """Within it `torch.compiler.is_compiling()` is true in this thread, as it is while Dynamo traces."""
     thread, before = threading.get_ident(), torch.compiler.is_compiling
     try:
         torch.compiler.is_compiling = lambda: threading.get_ident() == thread or before()
@@ -173,7 +174,7 @@ def record(
 ) -> tuple[GraphModule, list[torch.Tensor], Callable[..., Any]]:
     """The graph of a call, its inputs, and what makes of the compiled graph a function for such calls.
 
-    Raises whatever else than functions of torch cannot be done with tensors that have no values.
+    Raises `Unrecorded` for what a graph would not repeat, and whatever torch raises where a value is asked for.
     """
     modes = torch.overrides._len_torch_function_stack() or _get_current_dispatch_mode()
     if torch.is_grad_enabled() or modes:

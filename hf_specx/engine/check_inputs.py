@@ -159,11 +159,9 @@ def check_length(prompt: Prompt, new_tokens: int) -> None:
         told += f"keep prompt and new tokens within {limit} (they may be {width + new_tokens})."
         require(kind not in ("dynamic", "longrope") or limit is None or width + new_tokens <= limit, told)
     kept = getattr(config, "keep_window_size", None)
-    told = (
-        f"longer texts of {type(model).__name__} leave keys out by numbers that are equal for equal tokens, so that "
-    )
-    told += f"rounding decides; keep prompt and new tokens within keep_window_size={kept} (they may be "
-    require(kept is None or width + new_tokens <= kept, f"{told}{width + new_tokens}).")
+    told = f"{type(model).__name__} leaves tokens out of texts longer than keep_window_size={kept}, and of equal ones "
+    told += f"rounding decides, in plain generate too; keep within it (there may be {width + new_tokens} tokens)."
+    require(kept is None or width + new_tokens <= kept, told)
     table = position_table(model)
     if table is None:
         return

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx.common.kernels import compile_part, in_one_file, signature
-from hf_specx.common.recording import conditions, record
+from hf_specx.common.recording import conditions, kind_of, record
 
 from .attention import TILED, Masks
 from .decoder import HiddenStates
@@ -211,10 +211,6 @@ def traits(model: PreTrainedModel) -> int:
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))
-
-
-def kind_of(x: torch.Tensor) -> tuple[Any, ...]:
-    return type(x), x.shape, x.stride() if x.layout == torch.strided else (), x.dtype, x.device
 
 
 def reads_states(hook: Any) -> bool:

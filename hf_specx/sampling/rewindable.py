@@ -231,10 +231,13 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
             one.begin(len(batch.rows))
         yield
     finally:
-        for one in users:
-            one.finish(batch)
-            if not (one.moving or any(own.path for own in one.followed.values())):
-                TAKEN.pop(id(one.processor), None)
+        try:
+            for one in users:
+                one.finish(batch)
+        finally:
+            for one in users:
+                if not (one.moving or any(own.path for own in one.followed.values())):
+                    TAKEN.pop(id(one.processor), None)
 
 
 def _take(users: list[TokenMasks]) -> None:
