@@ -1,8 +1,9 @@
 """Measure the README's table of speed once more, add the run to those of earlier hours, and write the table.
 
 Each row of it compares three ways to generate in turns, on the pair in the package: plain `generate`, what a user of
-transformers would take instead, and this package with its defaults. The table shows for each row the least and the
-largest median over the runs of the file by the same machine and versions, so that it says how much hours differ.
+transformers would take instead, and this package with its defaults, or with compiled forwards. The table shows for
+each row the least and the largest median over the runs of the file by the same machine and versions, so that it says
+how much hours differ.
 """
 
 import inspect
@@ -41,10 +42,11 @@ COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the
 
 
 # of each text: what a user of transformers would take instead, ours at its defaults, and options of `generate`
-SAMPLED, JSON = "sampled code", "JSON of a schema, greedily"
+SAMPLED, COMPILED, JSON = "sampled code", "sampled code, `compile=True`", "JSON of a schema, greedily"
 COPY = "a file written once more, greedily, without a draft model"
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     SAMPLED: ("assisted", "block-auto", {"do_sample": True, "top_k": 0}),
+    COMPILED: ("assisted", "block-5-compiled", {"do_sample": True, "top_k": 0}),
     COPY: ("lookup-10", "suffix-auto", {}),
     JSON: ("assisted", "block-auto", {}),
 }
@@ -58,7 +60,7 @@ class Case(NamedTuple):
     batch: int
 
 
-CASES = [Case(SAMPLED, dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)]
+CASES = [Case(kind, t, rows) for kind in (SAMPLED, COMPILED) for t in ("float32", "bfloat16") for rows in (1, 8)]
 CASES += [Case(kind, "float32", batch) for kind in (COPY, JSON) for batch in (1, 8)]
 
 
