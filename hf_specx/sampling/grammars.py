@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
@@ -129,13 +130,16 @@ class OutlinesGuides(Matchers):
 class PrefixFunction:
     """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
 
-    `barred` has its errors, by row and by tokens emitted before: it allowed no token, or raised.
+    `barred` has its errors, by row and by tokens emitted before: it allowed no token, or raised. It `insists` where
+    other processors have excluded all that it allows: that has scores of 0 then, in transformers that do so.
     """
 
     def __init__(self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int):
         self.function, self.vocab_size, self.prompts = function, vocab_size, input_ids
         self.texts: list[list[int]] = [[] for _ in input_ids]
         self.barred: dict[tuple[int, int], Exception] = {}
+        alone = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros(1, 1), torch.full((1, 1), -torch.inf))
+        self.insists = bool(alone.isfinite())
 
     def accept(self, row: int, token: int) -> None:
         self.texts[row].append(token)

@@ -81,6 +81,7 @@ class TokenMasks(RoundProcessor):
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.barred = getattr(processor, "barred", self.barred)
+        self.insists = getattr(processor, "insists", False)
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
 
@@ -91,8 +92,12 @@ class TokenMasks(RoundProcessor):
         masks = self.after(batch, ahead, wanted)
         every = torch.ones(self.vocab_size, dtype=torch.bool)
         cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
-        allowed = moved(torch.stack(cells), scores.device)
-        return scores.masked_fill(allowed.logical_not_().view(scores.shape), -torch.inf)
+        excluded = moved(torch.stack(cells), scores.device).logical_not_().view(scores.shape)
+        found = scores.masked_fill(excluded, -torch.inf)
+        if self.insists:
+            nothing = found.amax(-1, keepdim=True).isneginf()
+            found = torch.where(nothing, torch.zeros_like(found).masked_fill_(excluded, -torch.inf), found)
+        return found
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         return [masks[0] if masks else None for masks in self.after(batch, ahead, [int(x) for x in wanted])]

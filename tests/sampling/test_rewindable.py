@@ -239,6 +239,15 @@ def test_where_everything_is_excluded(target, draft):
     compare(target, strategy, given=list, **options)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_where_all_that_a_function_allows_was_excluded_before(target, draft, sampled: bool, drafts: str):
+    """By a processor before it, so that the function's own tokens have scores again, where transformers does that."""
+    strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")
+    options = {"prefix_allowed_tokens_fn": lambda row, text: [(int(text[-1]) + 1) % 5], "no_repeat_ngram_size": 2}
+    compare(target, strategy, given=list, do_sample=sampled, **options)
+
+
 class OfRows(Automaton):
     """Its masks are of a fixed number of rows."""
 
