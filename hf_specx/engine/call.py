@@ -25,7 +25,7 @@ from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
-from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
+from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_plain
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default
 from .report import PLAINLY
@@ -186,7 +186,7 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             return processors, f"{name}=True wants what the model gives for each token alone"
-    return processors, why_uncached(prompt.model)
+    return processors, why_plain(prompt.model, config)
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_specx.common.architectures import ENCODERS, WHOLE
+from hf_specx.common.architectures import ENCODERS, READS_WHOLE, WHOLE
 from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
@@ -39,9 +39,12 @@ def check_target(model: PreTrainedModel) -> None:
     require(config.model_type not in ENCODERS or config.is_decoder, f"{told}them; set is_decoder=True in its config.")
 
 
-def why_uncached(model: PreTrainedModel) -> str:
-    """Why the cache of a model cannot be used, so that transformers' own sampler has to; empty if it can."""
-    return f"{type(model).__name__} is exact without a cache only" if model.config.model_type in WHOLE else ""
+def why_plain(model: PreTrainedModel, config: GenerationConfig) -> str:
+    """Why transformers' own sampler has to decode with this model; empty if ours can."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind in READS_WHOLE and config.prefill_chunk_size is not None:
+        return f"{name} reads prompts without its window, but not the parts of prefill_chunk_size="
+    return f"{name} is exact without a cache only" if kind in WHOLE else ""
 
 
 def check_adapter(inner: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_length, unknown_token
-from .check_models import check_adapter, why_uncached
+from .check_models import check_adapter, why_plain
 from .entry import bind_stop_strings, prepared
 
 
@@ -162,7 +162,7 @@ class Preparing:
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        if stateful or why_uncached(self.model):
+        if stateful or why_plain(self.model, given.generation_config):
             return given.processors, True
         for mask in masks:
             mask.begin(1)

@@ -91,11 +91,14 @@ def test_rows_of_a_queue_are_replaced(way: str, draft: str, model_type: str):
     assert_alone(strategy, target, [Request(text) for text in texts], batch_size=2, do_sample=False, **LONG)
 
 
-def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches():
-    """Moshi: its last token of a prompt, fed once more, would see the window alone."""
+@pytest.mark.parametrize("parts", [None, 4])
+@pytest.mark.filterwarnings("ignore:transformers' own sampler")
+def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches(parts: int | None):
+    """Moshi: its last token of a prompt, fed once more, would see the window alone, as parts of a prompt do."""
     target, text = zoo.build("causal", "moshi").eval(), prompts(1, width=3 * WINDOW)["input_ids"][0]
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    given = {"do_sample": False, "max_new_tokens": 9}
+    given = {"do_sample": False, "max_new_tokens": 9, "prefill_chunk_size": parts}
+    assert_plain(target, strategy, {"input_ids": text[None]}, **given)
     plain = target.generate(text[None], **given)[0, len(text) :].tolist()
     assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **given)] == [plain] * 3
 
