@@ -186,7 +186,7 @@ def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Seque
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             return processors, f"{name}=True wants what the model gives for each token alone"
-    return processors, why_plain(prompt.model, config)
+    return processors, why_plain(prompt)
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:

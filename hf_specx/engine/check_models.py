@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_specx.common.architectures import ENCODERS, READS_WHOLE, WHOLE
 from hf_specx.common.checkpoints import find_file
@@ -19,6 +19,8 @@ from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.choose import layouts_of
+from hf_specx.models.prompts import Prompt
+from hf_specx.models.slots import tokens_held
 
 
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
@@ -39,11 +41,12 @@ def check_target(model: PreTrainedModel) -> None:
     require(config.model_type not in ENCODERS or config.is_decoder, f"{told}them; set is_decoder=True in its config.")
 
 
-def why_plain(model: PreTrainedModel, config: GenerationConfig) -> str:
+def why_plain(prompt: Prompt) -> str:
     """Why transformers' own sampler has to decode with this model; empty if ours can."""
-    name, kind = type(model).__name__, model.config.model_type
-    if kind in READS_WHOLE and config.prefill_chunk_size is not None:
-        return f"{name} reads prompts without its window, but not the parts of prefill_chunk_size="
+    name, kind, past = type(prompt.model).__name__, prompt.model.config.model_type, prompt.past
+    in_parts = prompt.generation_config.prefill_chunk_size is not None or (past is not None and tokens_held(past))
+    if kind in READS_WHOLE and in_parts:
+        return f"{name} reads whole prompts without its window, and parts of prompts with it"
     return f"{name} is exact without a cache only" if kind in WHOLE else ""
 
 

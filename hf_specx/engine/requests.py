@@ -162,7 +162,7 @@ class Preparing:
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        if stateful or why_plain(self.model, given.generation_config):
+        if stateful or why_plain(given):
             return given.processors, True
         for mask in masks:
             mask.begin(1)
