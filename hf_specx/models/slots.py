@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,12 +25,10 @@ class SlotCache(Cache):
     """Its layers are made when the model first writes to them: of `kinds`, in order; one stands for all."""
 
     def __init__(self, limit: int = 0, ring: int = 0, kinds: Sequence[type[SlotLayer]] = (SlotLayer,)):
-        self.slots = Slots(limit, ring)
-
-        def new_layer() -> SlotLayer:
-            return kinds[len(self.layers) % len(kinds)](self.slots)
-
-        super().__init__(layer_class_to_replicate=new_layer)  # type: ignore[arg-type]
+        self.slots = slots = Slots(limit, ring)
+        coming = cycle(kinds)
+        # with a reference to `self` the buffers would stay until the garbage collector comes
+        super().__init__(layer_class_to_replicate=lambda: next(coming)(slots))  # type: ignore[arg-type]
 
     def select(self, stay: torch.Tensor) -> None:
         self.slots.rows = len(stay)

@@ -1,6 +1,8 @@
 """Slots: growth, memory that nobody wrote to, and the invariant of a round."""
 
+import gc
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -45,6 +47,29 @@ def test_uninitialised_memory_has_no_part_in_the_text(layout: str):
     strategy = coupled(target, 0.05, layout=layout)
     assert_plain(target, strategy, do_sample=False, max_new_tokens=31)
     assert strategy.report.rounds < 30
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
+def test_caches_are_free_as_soon_as_a_call_has_ended(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """As those of plain `generate`: they may be larger than the models, and nobody knows when garbage is collected."""
+    made, target, init = WeakSet(), tiny("llama"), SlotCache.__init__
+
+    def noting(cache, *args):
+        init(cache, *args)
+        made.add(cache)
+        assert made
+
+    monkeypatch.setattr(SlotCache, "__init__", noting)
+    target.generate(**prompts(3), max_new_tokens=9, custom_generate=coupled(target, 0.05, layout=layout))
+    assert not made
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
