@@ -61,9 +61,9 @@ class Stream:
 
     def __init__(self, call: Call):
         self.stopping, self.by, self.shown = call.stopping, call.options.stream_by, call.shown
-        self.streamer = call.options.streamer
-        self.tags_rows = hasattr(self.streamer, "put_row")
-        self.put = self.streamer.put_row if self.tags_rows else lambda row, tokens: self.streamer.put(tokens)
+        self.streamer = streamer = call.options.streamer
+        self.tags_rows = hasattr(streamer, "put_row")
+        self.put = streamer.put_row if self.tags_rows else lambda row, tokens: streamer.put(tokens)
         self.given = [0] * len(call.prompt.input_ids)  # how many emitted tokens of each row were handed over
         self.ended: set[int] = set()
 

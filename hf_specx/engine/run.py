@@ -218,8 +218,8 @@ class Run:
             report.compilations += getattr(draft, "compilations", 0)
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
 
-    def output(self, report: SpeculationReport | None) -> Any:
-        """What `generate` returns: the text [B, L + N], or an output with this report; a user's cache is filled."""
+    def output(self) -> Any:
+        """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.columns
         text = self.batch.output(columns)
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
@@ -227,7 +227,7 @@ class Run:
             past = fill(prompt.past, past)
         if self.outputs is None:
             return text
-        return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)
+        return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
 def make_batch(prompt: Prompt, lockstep: bool = False, queue: RequestQueue | None = None) -> Batch:

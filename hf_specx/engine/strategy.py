@@ -272,7 +272,7 @@ class SpeculativeDecoding(NoModel):
             run = Run(call, self.costs)
             for _ in self._rounds(run, earlier):
                 pass
-            return run.output(self.report)
+            return run.output()
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
         self.report = report if earlier is None else earlier + report
@@ -285,7 +285,7 @@ class SpeculativeDecoding(NoModel):
         warn_once(run.call, self.layout, self._said)
         self.report = run.report
         yield from decode(run)
-        self.report = run.report if earlier is None else earlier + run.report
+        self.report = run.report = run.report if earlier is None else earlier + run.report
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
