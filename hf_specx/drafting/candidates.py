@@ -113,6 +113,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         fed = -1  # the candidates before the last forward of this round
         while True:
             ahead = len(tokens)
+            # forced tokens do not count, but where rows with seeds must not depend on those of others
             draws = [(ahead if self.apart else steps) < limit for limit in limits]
             draws = draws if growth is None else growth.next(ahead, draws)
             if any(draws):

@@ -153,12 +153,8 @@ def has_forwards(part: object) -> bool:
 
 
 def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> Draft:
-    """For each row its candidates in the draft that it takes.
-
-    The last one of `drafts`, if there are more than `model`, is the model's; its number may be `taken` also where no
-    row asked for it, and it made none.
-    """
-    ran, taken = len(drafts) > model, [min(number, len(drafts) - 1) for number in taken]
+    """For each row its candidates in the draft that it takes; number `model` is the model's, if it made one."""
+    ran = len(drafts) > model
     lengths = [drafts[number].lengths[row] for row, number in enumerate(taken)]
     most, sources = max(lengths), [drafts[number].sources[row] for row, number in enumerate(taken)]
     if not most:

@@ -16,7 +16,7 @@ def decode(run: Run) -> Iterator[Round]:
     holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention. Users'
     own processors are left where plain `generate` leaves them.
     """
-    with in_use(run.processors.at_once, run.batch) if run.processors.mask_size else nullcontext():
+    with in_use(run.processors.applied, run.batch) if run.processors.mask_size else nullcontext():
         run.begin()  # read the prompts
         while run.active():  # here or on another rank
             lengths = run.schedule(run.batch)  # [R], each row its own number of candidates

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -74,7 +74,8 @@ class RequestQueue:
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
-            kept = [_Copied()] if self.logprobs else []
+            # it copies the logits of the model, to which a processor may write
+            kept = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
             given.processors = LogitsProcessorList([*kept, *self.entries[0].processors])
         return given
 
@@ -186,15 +187,6 @@ def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
     kinds = (done.scores[index, :number], done.forward.logits[index, :number])
     found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
     return list(zip(*found, strict=True))
-
-
-class _Copied(LogitsProcessor):
-    """Keeps the logits of the model from processors that write to what they are given."""
-
-    stateless = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.clone()
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

@@ -183,7 +183,7 @@ class Run:
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else self.batch.retire(leaving)
         done = replace(done, stay=stay, finished=self.finished)
-        guides = [processor.decoder for processor in self.processors.at_once if isinstance(processor, Guidance)]
+        guides = [processor.decoder for processor in self.processors.applied if isinstance(processor, Guidance)]
         told: list[Listener] = [self.schedule, self.drafter, *guides, self.target]
         for listener in told:
             listener.observe(done)

@@ -43,7 +43,7 @@ class RequestProcessors(Processors):
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.barred.clear()
         scores: torch.Tensor | list[torch.Tensor] = logits.float()
-        if any(self.own[row].at_once for row in batch.rows):
+        if any(self.own[row].applied for row in batch.rows):
             batch.reserve(ahead + logits.shape[1])
             scores = [self._alone(batch, index, draft, logits, ahead) for index in range(len(batch.rows))]
         if all(self.alike[row] for row in batch.rows):
@@ -77,7 +77,7 @@ class RequestStopping(Stopping):
 
     def __init__(self, own: Sequence[Stopping]):
         first, self.own = own[0], list(own)
-        self.stateful, self.ends = first.stateful, first.ends
+        self.ends = first.ends
         self.pads_finished_rows, self.stopped_at, self.dead_ends = True, {}, {}
 
     @property

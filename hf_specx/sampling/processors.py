@@ -90,10 +90,10 @@ class Processors:
         """Positions after a candidate that is one of the `ends` are skipped."""
         self.ends = ends
         self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
-        self.at_once = in_runs(processors)
+        self.applied = in_runs(processors)
         self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
         self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()
-        for processor in self.at_once:
+        for processor in self.applied:
             if isinstance(processor, RoundProcessor):
                 if processor.max_rollback < self.max_rollback:
                     self.max_rollback, self.limited_by = processor.max_rollback, processor.name
@@ -108,7 +108,7 @@ class Processors:
         each row has, and is None while they are being drafted.
         """
         scores, prefixes, cells = logits.float(), None, None
-        for processor in self.at_once:
+        for processor in self.applied:
             found = None
             if isinstance(processor, RoundProcessor):
                 found = processor(batch, draft, scores, ahead)
@@ -125,7 +125,7 @@ class Processors:
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         """As `RoundProcessor.allowed`, of all of them together."""
-        masked = [one for one in self.at_once if isinstance(one, RoundProcessor) and one.vocab_size]
+        masked = [one for one in self.applied if isinstance(one, RoundProcessor) and one.vocab_size]
         if not masked:
             return None
         rows = zip(*[one.allowed(batch, ahead, wanted) for one in masked], strict=True)

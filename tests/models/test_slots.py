@@ -49,18 +49,12 @@ def test_uninitialised_memory_has_no_part_in_the_text(layout: str):
     assert strategy.report.rounds < 30
 
 
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
-def test_caches_are_free_as_soon_as_a_call_has_ended(layout: str, monkeypatch: pytest.MonkeyPatch):
+def test_caches_are_free_as_soon_as_a_call_has_ended(layout: str, request, monkeypatch: pytest.MonkeyPatch):
     """As those of plain `generate`: they may be larger than the models, and nobody knows when garbage is collected."""
     made, target, init = WeakSet(), tiny("llama"), SlotCache.__init__
+    request.addfinalizer(gc.enable)
+    gc.disable()
 
     def noting(cache, *args):
         init(cache, *args)

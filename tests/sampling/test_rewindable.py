@@ -232,20 +232,16 @@ def test_tokens_that_a_later_processor_brings_back(target, draft, sampled: bool,
     compare(target, strategy, given=lambda: [*own(), Budget()], do_sample=sampled, **options)
 
 
-def test_where_everything_is_excluded(target, draft):
-    """Greedily `generate` emits token 0 there, and goes on by the mask."""
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    options = {"prefix_allowed_tokens_fn": by_parity, "suppress_tokens": [3, 4, 5, 6, 8, 9], "do_sample": False}
-    compare(target, strategy, given=list, **options)
+AFTER = {"prefix_allowed_tokens_fn": by_parity, "suppress_tokens": [3, 4, 5, 6, 8, 9], "do_sample": False}
+BEFORE = {"prefix_allowed_tokens_fn": lambda row, text: [(int(text[-1]) + 1) % 5], "no_repeat_ngram_size": 2}
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("options", [AFTER, BEFORE | {"do_sample": False}, BEFORE], ids=["after", "greedy", "sampled"])
 @pytest.mark.parametrize("drafts", ["model", "suffix"])
-def test_where_all_that_a_function_allows_was_excluded_before(target, draft, sampled: bool, drafts: str):
-    """By a processor before it, so that the function's own tokens have scores again, where transformers does that."""
+def test_where_everything_is_excluded(target, draft, drafts: str, options: dict):
+    """Greedily `generate` emits token 0 there; where that was done before the function, what the function allows."""
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")
-    options = {"prefix_allowed_tokens_fn": lambda row, text: [(int(text[-1]) + 1) % 5], "no_repeat_ngram_size": 2}
-    compare(target, strategy, given=list, do_sample=sampled, **options)
+    compare(target, strategy, given=list, **{"do_sample": True} | options)
 
 
 class OfRows(Automaton):
