@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
+from vision import seeing
 
-from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import emitted, encode, prompts_of_length
 from hf_specx.bench.timer import Timer, compare
@@ -53,6 +54,8 @@ def test_prompts_of_one_length():
     one, same, other = (prompts_of_length(bare, 2, 9, 4, seed)["input_ids"] for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+    seen = DraftTargetPair(seeing("llava"), SuffixDraft())  # whose vocabulary is that of a config inside
+    assert prompts_of_length(seen, 2, 9, 4)["input_ids"].shape == (2, 9)
     with pytest.raises(ValueError, match="125 prompt tokens and 8 new ones are more than the 128 positions"):
         prompts_of_length(bare, 1, 125, 8)
 
