@@ -154,8 +154,10 @@ def try_draft(
 
 
 def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config."""
+    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config,
+    in place of what was there."""
     target, config = pair.target, pair.config
+    config.measurements = []
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,
