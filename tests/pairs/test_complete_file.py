@@ -214,10 +214,15 @@ def test_a_file_that_is_taken_away_meanwhile(pair: DraftTargetPair, tmp_path: Pa
         pair.complete(texts(), out=out, batch_size=1, **SAMPLED)
 
 
-def test_a_link_stays_one(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+def test_a_link_stays_one_and_a_file_that_nobody_else_may_read(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
+):
+    (tmp_path / "done.jsonl").touch(0o600)
+    (tmp_path / "done.jsonl.arguments").touch()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "done.jsonl")
     pair.complete(TEXTS, out=tmp_path / "link.jsonl", **SAMPLED)
     assert (tmp_path / "link.jsonl").is_symlink()
+    assert (tmp_path / "done.jsonl").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "done.jsonl").read_bytes() == undisturbed
 
 
