@@ -123,7 +123,8 @@ def assisted_settings(draft: PreTrainedModel, number: int | str | None) -> Itera
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """
-    kept, config = draft.generation_config, draft.base_model.config
+    kept: Any = draft.generation_config
+    config: Any = draft.base_model.config
     layers = getattr(config, "num_hidden_layers", None)  # which an early exit lowers, and leaves so after an error
     draft.generation_config = copy.deepcopy(kept)
     if number is not None:

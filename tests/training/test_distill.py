@@ -62,7 +62,7 @@ def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch
     monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
     target, draft = models()
     own = target.generation_config
-    for options in ({}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
+    for options in ({"top_k": None}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
         own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
         with pytest.raises(ZeroDivisionError):
             distill(target, draft, some_prompts(), **options)
@@ -170,6 +170,7 @@ WRONG = {
     "gradient_checkpointing': ...}: a head is too": {"draft": "eagle3", "training": {"gradient_checkpointing": True}},
     "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
     "T5ForConditionalGeneration is an encoder-decoder": {"target": "t5"},
+    "model is a str; give the target itself": {"target": "org/target"},
 }
 
 
