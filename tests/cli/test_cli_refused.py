@@ -27,6 +27,8 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "notes.jsonl, prompt 2: the line is not JSON": "generate --pair no/pair --prompts NO_JSON --out x",
     "other.jsonl, prompt 2: give a text in quotes, or an object with": "generate --pair no/pair --prompts OTHER",
     "there is no folder": "bench --out no/such/folder.json",
+    "'' is neither a folder nor an id": "bench NOTHING",
+    "error: '' is neither a folder": "tune NOTHING suffix --repeats 0",
     "has no results of this version": "bench --out NOTES",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
     "--prompt-tokens 0 and --max-new-tokens 64 leave no round to time": "bench --prompt-tokens 0",
@@ -87,7 +89,13 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
     places |= {"UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
     places |= {"NO_JSON": "notes.jsonl", "OTHER": "other.jsonl"}
-    found = {"HALF": "a\udcff", "PAIR": folder, "PAIR@v1": f"{folder}@v1", "head:MODEL": f"head:{root / 'model'}"}
+    found = {
+        "NOTHING": "",
+        "HALF": "a\udcff",
+        "PAIR": folder,
+        "PAIR@v1": f"{folder}@v1",
+        "head:MODEL": f"head:{root / 'model'}",
+    }
     return found | {word: str(root / name) for word, name in places.items()}
 
 
