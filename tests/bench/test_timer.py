@@ -117,6 +117,14 @@ def test_a_comparison_without_one_of_the_two_is_an_error():
         compare(target, strategy(target, 1), [batch(1)], options, repeats=1)
 
 
+def test_assisted_generation_may_refuse_what_ours_takes():
+    """As models that score other numbers of tokens, padding included."""
+    target = tiny()
+    found = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=1, draft=tiny(vocab_size=50))
+    assert found.assisted is None
+    assert len(found.plain.runs) == len(found.ours.runs) == 1
+
+
 def test_two_plain_ways_are_not_said_to_differ():
     """As of a pair that was measured, and recommends to decode plainly."""
     with pytest.warns(UserWarning, match="num_draft_tokens=0"):
