@@ -123,7 +123,9 @@ def assisted_settings(draft: PreTrainedModel, number: int | str | None) -> Itera
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """
-    kept = draft.generation_config
+    kept: Any = draft.generation_config
+    config: Any = draft.base_model.config
+    layers = getattr(config, "num_hidden_layers", None)  # which an early exit lowers, and leaves so after an error
     draft.generation_config = copy.deepcopy(kept)
     if number is not None:
         draft.generation_config.num_assistant_tokens = number
@@ -133,3 +135,5 @@ def assisted_settings(draft: PreTrainedModel, number: int | str | None) -> Itera
         yield
     finally:
         draft.generation_config = kept
+        if getattr(config, "num_hidden_layers", None) != layers:
+            config.num_hidden_layers = layers

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
+from hf_specx.common.wrappers import vocabulary
+from hf_specx.pairs.complete import EMPTY, token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
 
@@ -35,9 +37,9 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
     _check_room(pair.target, length, new_tokens)
     if pair.tokenizer is None:
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(1, pair.target.config.vocab_size, (batch, length), generator=generator)
+        ids = torch.randint(1, vocabulary(pair.target), (batch, length), generator=generator)
     else:
-        texts = [tokens for text in pair.prompts if (tokens := pair.tokenizer(text)["input_ids"])]
+        texts = [tokens for text in pair.prompts if (tokens := token_ids(pair.tokenizer, text))]
         require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
         rows = []
         for first in range(batch):
@@ -52,9 +54,9 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> Inputs:
     """A batch of prompts, where the target takes them: padded on the left, for an encoder on the right."""
-    rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    rows = [token_ids(tokenizer, prompt) for prompt in prompts]
     for number, row in enumerate(rows, 1):
-        require(bool(row), f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
+        require(bool(row), f"prompt {number} {EMPTY}; write something.")
     _check_room(target, max(map(len, rows)), max_new_tokens)
     padded = padded_rows(rows, "right" if target.config.is_encoder_decoder else "left", tokenizer)
     return {name: tensor.to(execution_device(target)) for name, tensor in padded.items()}

@@ -6,7 +6,7 @@ are taken within a turn, and what is reported is the median over turns.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class Timer:
     options: dict[str, Any]  # of `generate`, `max_new_tokens` among them
     seeds: Sequence[int]  # of the turns, one run of each contender in each; the warm-up has that of the first
     advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each contender
-    keep_going: bool = False  # whether a contender that fails is noted and left out, instead of raising
+    may_fail: Container[str] = ()  # contenders whose failure is noted, and the others go on; else it is raised
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
         """The runs of the contenders of these names."""
@@ -102,7 +102,7 @@ class Timer:
                     try:
                         self._take(name, turn, found[name])
                     except Exception as error:  # compilers, memory, and options that are not there
-                        if not self.keep_going:
+                        if name not in self.may_fail:
                             raise
                         first_line = next(iter(str(error).strip().splitlines()), "")
                         found[name] = Timing(error=f"{type(error).__name__}: {first_line}")
@@ -163,7 +163,7 @@ class Comparison:
 
     plain: Timing
     ours: Timing
-    assisted: Timing | None = None  # transformers' assisted generation, where that was asked for
+    assisted: Timing | None = None  # transformers' assisted generation, where that was asked for and takes this call
 
     @property
     def ratios(self) -> dict[str, Any]:
@@ -234,5 +234,7 @@ def compare(
     if draft is not None:
         contenders["assisted"] = Contender(ASSISTED_NAME, target, draft)
     contenders["ours"].prepare(batches[0])
-    timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)
-    return Comparison(**timer.time(tuple(contenders)))
+    seeds = range(seed, seed + repeats)
+    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail=["assisted"])
+    found = timer.time(tuple(contenders)).items()
+    return Comparison(**{name: timing for name, timing in found if timing.error is None})

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
-from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft, split_revision
+from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
-from hf_specx.hub.fetch import Files, fingerprint, get_files, get_model, get_tokenizer
+from hf_specx.hub.fetch import find_files, fingerprint, get_model, get_tokenizer
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
-from hf_specx.hub.schema import check_place
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
@@ -54,7 +53,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    config = load_config(find_files(target, study), study.trust_remote_code)
+    config = load_config(find_files(target), study.trust_remote_code)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -93,16 +92,9 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
     return trials
 
 
-def find_files(name: str, study: Study) -> Files:
-    """All files of a model but its weights."""
-    name, revision = split_revision(name)
-    check_place(name, revision)
-    return get_files(name, revision)
-
-
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    trust, files = study.trust_remote_code, find_files(name, study)
+    trust, files = study.trust_remote_code, find_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
@@ -162,8 +154,10 @@ def try_draft(
 
 
 def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config."""
+    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config,
+    in place of what was there."""
     target, config = pair.target, pair.config
+    config.measurements = []
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,

@@ -60,7 +60,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     made = provenance(pair.target) | {"seed": cell.seed, "command": command}
     made["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     seeds = range(cell.seed, cell.seed + cell.repeats)
-    timings = Timer(make, [inputs], cell.options, seeds, advance, keep_going=True).time(names)
+    timings = Timer(make, [inputs], cell.options, seeds, advance, may_fail=names).time(names)
     torch.compiler.reset()
     sizes = [model.num_parameters() for model in (pair.target, draft) if model is not None]
     return {

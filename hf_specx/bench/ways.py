@@ -57,6 +57,8 @@ class Cell:
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
         check_sampling(self.temperature, self.top_p, self.top_k)
+        twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
+        require(twice is None, f"contender {twice!r} is given twice; give each once.")
         told = f"prompt_tokens={self.prompt_tokens} and max_new_tokens={self.max_new_tokens} leave no round to time; "
         require(self.prompt_tokens >= 1 and self.max_new_tokens >= 2, f"{told}give 1 or more, and 2 or more.")
 

@@ -18,7 +18,10 @@ from tqdm import tqdm
 
 
 # which have the same names in Python
-OPTIONS = "overwrite trust_remote_code temperature top_p top_k max_new_tokens batch_size num_draft_tokens verification"
+OPTIONS = """
+    overwrite trust_remote_code temperature top_p top_k max_new_tokens batch_size num_draft_tokens verification
+    prompt_tokens repeats phases texts_per_phase
+""".split()  # noqa: SIM905
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
 # of `specx check` and `specx tune`
 VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
@@ -99,7 +102,7 @@ def steps(doing: str, total: int) -> tqdm:
 def error_line(error: object) -> str:
     """The message of an error, with options of commands where it names arguments of functions."""
     text = " ".join(str(error).split()).replace("do_sample=False", "--no-do-sample")
-    for name in OPTIONS.split():
+    for name in OPTIONS:
         option = f"--{name.replace('_', '-')}"
         text = text.replace(f"{name}=True", option).replace(f"{name}=", f"{option} ")
     return text

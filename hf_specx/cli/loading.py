@@ -8,13 +8,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.bench.study import DraftTrial, Study
-from hf_specx.bench.tune import find_files, tune
-from hf_specx.common.drafts import SUFFIX, check_head, read_draft, split_revision
+from hf_specx.bench.tune import tune
+from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
-from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.hub.cards import known_card, known_config, render
-from hf_specx.hub.fetch import get_files, get_pair, get_tokenizer
+from hf_specx.hub.fetch import find_files, get_files, get_pair, get_tokenizer
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
@@ -53,8 +52,8 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
-            find_files(model, study)  # raises where there is none
-        if is_known(split_revision(name)[0]) or (find_files(name, study).root / CONFIG_NAME).is_file():
+            find_files(model)  # raises where there is none
+        if is_known(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
             pair = load_given_pair(name, loading, draft)
         else:
             told = f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
@@ -75,25 +74,13 @@ def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> D
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-    model = None if draft is None else read_draft(draft).model
-    told = f"{model}: with a pair a draft is read from its main branch; leave the @ and what follows out."
-    require(model is None or split_revision(model)[1] is None, told)
     how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
-    pair = DraftTargetPair.from_pretrained(name, revision=revision, draft=model, **how)
-    weightless = None if draft is None else weightless_draft(draft)
-    if weightless is None:
-        check_head(draft or "", pair.draft)
-        return pair
-    pair.config.forget()  # what was measured with its own draft, and recommended for it, does not hold
-    pair.config.set_draft(weightless)
-    made = DraftTargetPair(pair.target, weightless, pair.tokenizer, pair.config)
-    made.sources["target"] = pair.sources["target"]
-    return made
+    return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **how)
 
 
 def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target that is not loaded yet; None if it has none."""
-    return get_tokenizer(find_files(name, study_of(loading)), None, loading.trust_remote_code)
+    return get_tokenizer(find_files(name), None, loading.trust_remote_code)
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ class Named:
     @property
     def first(self) -> str:
         """The pair or the target."""
-        return self.pair or EMBEDDED
+        return EMBEDDED if self.pair is None else self.pair
 
     @property
     def name(self) -> str:

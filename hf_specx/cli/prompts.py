@@ -33,7 +33,7 @@ class FilePrompts:
         if self.path is None and sys.stdin.isatty():  # nobody would know that something is waited for
             return
         how: Any = {"encoding": "utf-8-sig", "newline": "\n"}
-        as_json = self.path is not None and self.path.suffix in JSON_LINES
+        as_json = self.path is not None and self.path.suffix.lower() in JSON_LINES
         with io.TextIOWrapper(sys.stdin.buffer, **how) if self.path is None else open(self.path, **how) as lines:
             try:
                 for number, line in enumerate((line.rstrip("\r\n") for line in lines if line.strip()), 1):

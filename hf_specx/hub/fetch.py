@@ -11,6 +11,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, not_found
+from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
 
 from .facts import tokenizer_facts
@@ -56,6 +57,13 @@ def get_files(
     except LocalEntryNotFoundError as error:
         raise LocalEntryNotFoundError(not_found(name, error)) from error
     return Files(str(name), Path(root).name, Path(root), subfolder)
+
+
+def find_files(name: str, **hub: Any) -> Files:
+    """All files of a model but its weights, by a folder, or an id on the Hub perhaps with "@" and a revision."""
+    name, revision = split_revision(name)
+    check_place(name, revision)
+    return get_files(name, revision, **hub)
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:

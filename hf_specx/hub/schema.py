@@ -27,7 +27,7 @@ class FieldRule(NamedTuple):
 
 def check_place(name: str, revision: str | None) -> None:
     """Whether there can be something of this name, in this revision."""
-    is_folder = Path(name).is_dir()
+    is_folder = name != "" and Path(name).is_dir()
     known = is_folder or HUB_ID.fullmatch(name) is not None
     require(known, f"{name!r} is neither a folder nor an id on the Hub; name one of them.")
     told = f"{name!r} is a folder, which has no revision {revision!r}; leave that out."

@@ -15,7 +15,7 @@ from hf_specx.bench.inputs import settings_of
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import label_of
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
@@ -101,8 +101,8 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, given: d
     told = "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
     require(pair.tokenizer is not None, told)
     listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
-    own = "" if prompts else "none "
-    require(bool(listed), f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {own}of its own.")
+    told = f"prompts={brief(prompts)}: give a list of texts; without it the pair's own are taken, if it has any."
+    require(bool(listed), told)
     given = {name: value for name, value in given.items() if value is not None}
     drawn = settings_of(pair.target, {"do_sample": True} | given, settings.max_new_tokens)
     drawn.pop("do_sample")  # some of what is checked is greedy

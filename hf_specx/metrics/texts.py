@@ -13,6 +13,7 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .settings import Settings, plain_of
@@ -27,7 +28,7 @@ class Subject:
     settings: Settings
 
     def __post_init__(self) -> None:
-        self.ids = [list(self.tokenizer(text)["input_ids"]) for text in self.prompts]
+        self.ids = [token_ids(self.tokenizer, text) for text in self.prompts]
 
     @property
     def target(self) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from .results_file import CompletedText, NumberedText, open_results
 from .shares import gathered, processes
 
 
-EMPTY = "is empty, and the tokenizer puts nothing before it"
+EMPTY = "is empty or has half a character in it, so it has no tokens"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 BAR_AFTER = 3  # seconds
 LINE_EVERY = 30  # seconds, where there is no terminal for a bar
@@ -118,9 +118,18 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
     return text.removeprefix(first) if twice else text
 
 
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """Those of a text; [] also of half a character, as JSON may escape it, which most tokenizers do not take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return []
+    return list(tokenizer(text)["input_ids"])
+
+
 def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
     """Each process takes its share of the prompts, the longest first, so that those at the end differ less."""
-    lengths = [len(work.token_ids(prompt.text)) for prompt in prompts]
+    lengths = [len(token_ids(work.pair.tokenizer, prompt.text)) for prompt in prompts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
     longest_first = sorted(prompts, key=lambda prompt: -lengths[prompt.index])
@@ -196,7 +205,7 @@ class Completer:
 
     def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
         """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
-        options, taken = dict(self.options), dict[int, NumberedText]()
+        options, taken, tokenizer = dict(self.options), dict[int, NumberedText](), self.pair.tokenizer
         strategy = self.pair.strategy_for(options)
         strategy.listeners += () if progress is None else (progress,)
         strategy.report = self.pair.report  # which stays where there is nothing to complete
@@ -204,19 +213,17 @@ class Completer:
         def requests() -> Iterator[Request]:
             for number, prompt in enumerate(prompts):
                 taken[number] = prompt
-                yield Request(self.token_ids(prompt.text), seed=self.seed + prompt.index)
+                yield Request(token_ids(tokenizer, prompt.text), seed=self.seed + prompt.index)
 
         for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
             prompt, text, error = taken.pop(done.index), None, None
             if done.tokens is not None:
-                text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
+                text = tokenizer.decode(done.tokens, skip_special_tokens=True)
             else:
-                error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
+                read = token_ids(tokenizer, prompt.text)
+                error = str(done.error).partition(": ")[2] if read else f"the prompt {EMPTY}"
             yield CompletedText(prompt, text, done.finish_reason, error)
         self.pair.report = strategy.report
-
-    def token_ids(self, text: str) -> list[int]:
-        return self.pair.tokenizer(text)["input_ids"]
 
     def _check(self) -> None:
         """Whether a short prompt can be completed, before all others are taken and refused."""

@@ -36,10 +36,9 @@ def weights_digest(model: PreTrainedModel) -> str:
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """What the texts of `complete` by a pair depend on, as plain values."""
-    strategy, tokenizer = pair.strategy, pair.tokenizer
-    made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
-    made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair)}
-    made |= {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens", "seed": seed}
+    strategy, models = pair.strategy, [pair.target, *(x for x in pair.drafts if isinstance(x, PreTrainedModel))]
+    made: dict[str, Any] = {"models": [weights_digest(model) for model in models], "tokenizer": pair.tokenizer}
+    made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair), "seed": seed}
     own = ("num_draft_tokens", "verification", "tokenizer_match")
     made |= {name: getattr(strategy, name) for name in own} | options
     return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}

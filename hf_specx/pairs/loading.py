@@ -8,15 +8,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
+from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
 from hf_specx.drafting.heads.named import read_names
 from hf_specx.hub.facts import model_facts
-from hf_specx.hub.fetch import HUB_OPTIONS, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
+from hf_specx.hub.fetch import HUB_OPTIONS, Files, find_files, fingerprint, get_model, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.hub.schema import check_place
 
 from .placement import CACHE_TOKENS, plan
 
@@ -52,7 +52,7 @@ def load_pair(
         name_or_path: a local folder, else an id on the Hub or "embedded".
         device_map, draft_device_map, max_memory, cache_tokens: where the models go, see `plan`.
         dtype: of both models; "auto" is as they were saved.
-        target, draft: a model, a folder or id of one, to use instead of the pair's own; a draft also as "exit:4".
+        target, draft: a model, a folder or id of one, to use instead of the pair's own; a draft by any of its names.
         revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
         trust_remote_code: whether code of models may run; of a repository that the config names, at a full commit.
         use_safetensors: False also loads pickles, which may run code.
@@ -64,8 +64,8 @@ def load_pair(
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     files, config = get_pair(name_or_path, revision, **hub)
-    trust, given = (trust_remote_code, use_safetensors), {"target": target, "draft": draft}
-    drafts = config.weightless_draft() if draft is None else draft
+    trust, given = (trust_remote_code, use_safetensors), {"target": target, "draft": read_names(draft)}
+    drafts = config.weightless_draft() if draft is None else given["draft"]
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
     tokenizers = _tokenizers(files, found, config, trust_remote_code)
@@ -73,9 +73,9 @@ def load_pair(
     place = plan(found["target"].config("target"), found["draft"].config("draft"), *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
-    if draft_device_map in (None, "auto"):
-        draft_device_map = {"": place.home or last_device(loaded)}
-    drafting = found["draft"].load(loaded, **shared | {"device_map": draft_device_map} | own["draft"])
+    home = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
+    drafting = found["draft"].load(loaded, **shared | {"device_map": home} | own["draft"])
+    check_head(draft if isinstance(draft, str) else "", drafting)
     pair = cls(loaded, drafting, config=config, **tokenizers)
     pair.sources = {role: _source(each) for role, each in found.items()}
     return pair
@@ -105,7 +105,6 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     if other is None:
         return find_model(pair, config, role, hub, *trust)
     if role == "draft":
-        other = read_names(other)
         config.set_draft(other if isinstance(other, WeightlessDraft) else None)
     source: ModelSource = getattr(config, role)
     if isinstance(other, PreTrainedModel):
@@ -114,8 +113,10 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     elif isinstance(other, WeightlessDraft):
         found, is_same = FoundModel(None, made=other), False
     else:
-        check_place(str(other), None)
-        files = get_model(get_files(other, None, **hub), ModelSource(), *trust, **hub)
+        name = str(other)
+        if role == "draft" and not Path(name).is_dir():
+            name = read_draft(name).model or name
+        files = get_model(find_files(name, **hub), ModelSource(), *trust, **hub)
         found = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:

@@ -1,6 +1,7 @@
 """Draft-target pairs: two models and a tokenizer that are loaded, used and saved together."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.named import read_names
+from hf_specx.drafting.heads.named import loaded, read_names
 from hf_specx.engine.entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
@@ -31,7 +32,8 @@ class DraftTargetPair(NoModel):
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model, a `DraftHead`, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
+        draft: a smaller model, a `DraftHead`, a `SuffixDraft`, an `EarlyExitDraft`, the name of one, or a list of
+            these.
         tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
         draft_tokenizer: the draft's, where it has another one than the target.
@@ -55,14 +57,14 @@ class DraftTargetPair(NoModel):
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PairDraft,
+        draft: PairDraft | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
-        self._draft: PairDraft = unwrapped_draft(read_names(draft))
-        check_entry(self.target, None)
+        check_entry(self._target)
+        self._draft: PairDraft = unwrapped_draft(loaded(read_names(draft), self._target))
         self.tokenizer = tokenizer
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))

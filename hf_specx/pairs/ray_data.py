@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 
 from .complete import Completer
 from .pair import DraftTargetPair
@@ -53,8 +53,18 @@ class CompleteBatches:
         for column in (self.prompts, *([] if self.indices is None else [self.indices])):
             told = f"there is no column {column!r} among {', '.join(batch)}; name the one that is meant."
             require(column in batch, told)
-        texts = [str(text) for text in batch[self.prompts]]
-        indices = [hash_of(text) % 2**32 for text in texts] if self.indices is None else map(int, batch[self.indices])
-        prompts = [NumberedText(index, text) for index, text in zip(indices, texts, strict=True)]
-        completed = {done.prompt: done.text for done in self.work(dict.fromkeys(prompts))}
-        return dict(batch) | {self.texts: [completed[prompt] for prompt in prompts]}
+        texts = list(batch[self.prompts])
+        wrong = next((text for text in texts if not isinstance(text, str | None)), None)
+        told = f"the column {self.prompts!r} has {brief(wrong)}; give strings, or None for no text."
+        require(wrong is None, told)
+        if self.indices is None:
+            indices = [0 if text is None else hash_of(text) % 2**32 for text in texts]
+        else:
+            indices = list(map(int, batch[self.indices]))
+        told = f"the column {self.indices!r} has {min(indices, default=0)}; give ints of 0 or more."
+        require(min(indices, default=0) >= 0, told)
+        rows = zip(indices, texts, strict=True)
+        prompts = [None if text is None else NumberedText(index, text) for index, text in rows]
+        asked = dict.fromkeys(prompt for prompt in prompts if prompt is not None)
+        completed: dict[Any, str | None] = {done.prompt: done.text for done in self.work(asked)}
+        return dict(batch) | {self.texts: [completed.get(prompt) for prompt in prompts]}

@@ -10,6 +10,7 @@ again.
 import hashlib
 import json
 import os
+import shutil
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -222,6 +223,7 @@ class ResultsFile:
                     in_order.write(file.readline())
                 in_order.flush()
                 os.fsync(in_order.fileno())
+            shutil.copymode(self.path, new)  # others may not be allowed to read it
             os.replace(new, self.path)
         finally:
             new.unlink(missing_ok=True)  # there is still one after an error only

@@ -23,6 +23,7 @@ from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.engine.check_models import check_pair, check_target
+from hf_specx.engine.entry import check_entry
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
@@ -102,7 +103,9 @@ def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) ->
 
     A ValueError for a target that cannot have a training.
     """
+    check_entry(target)
     check_target(target)
+    given = {name: value for name, value in given.items() if name not in OF_GENERATION or value is not None}
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
     usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
     return usual | given | settings_of(target, drawn)

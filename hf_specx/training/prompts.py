@@ -1,13 +1,14 @@
 """The user's prompts: as token ids, checked, and those that are held out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.wrappers import vocabulary
+from hf_specx.pairs.complete import EMPTY, token_ids
 
 
 GivenPrompts = Sequence[str] | Sequence[Sequence[int]]
@@ -41,11 +42,13 @@ class Reader(NamedTuple):
         if isinstance(prompt, str):
             told = "prompts are texts and there is no tokenizer to read them; pass tokenizer=, or give token ids."
             require(self.tokenizer is not None, told)
-            ids: Any = self.tokenizer(prompt)["input_ids"]  # type: ignore[misc]
+            ids = token_ids(self.tokenizer, prompt)
         else:
-            ids, told = list(prompt), f"{which} is {brief(prompt)}; give a string, or ints of 0 or more."
+            told = f"{which} is {brief(prompt)}; give a string, or ints of 0 or more."
+            require(isinstance(prompt, Iterable), told)
+            ids = list(prompt)
             require(all(is_int(i) and i >= 0 for i in ids), told)
-        require(bool(ids), f"{which} is empty; leave it out.")
+        require(bool(ids), f"{which} {EMPTY}; leave it out.")
         for model in self.models:
             limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
             told = f"{which} has {len(ids)} tokens, and with {self.max_new_tokens} new ones it is beyond the {limit} "

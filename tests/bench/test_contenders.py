@@ -58,6 +58,21 @@ def test_assisted_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(m
     assert config.to_dict() == before
 
 
+def test_an_early_exit_that_fails_leaves_the_target_as_it_was():
+    """transformers lowers the number of layers in its config."""
+    target, seen = tiny(), []
+
+    def fail(*_):
+        seen.append(target.config.num_hidden_layers)
+        if seen[-1] == 1:
+            raise KeyError
+
+    target.model.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        Contender("assisted:1", target)(INPUTS, OPTIONS)
+    assert target.config.num_hidden_layers == 2
+
+
 def test_plain_compiled_compiles_or_fails(monkeypatch):
     """By the backend that only notes what it was given; what was not compiled is not called so."""
     graphs, (target, _) = [], pair()

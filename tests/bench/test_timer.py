@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
+from vision import seeing
 
-from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import emitted, encode, prompts_of_length
 from hf_specx.bench.timer import Timer, compare
@@ -53,6 +54,8 @@ def test_prompts_of_one_length():
     one, same, other = (prompts_of_length(bare, 2, 9, 4, seed)["input_ids"] for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+    seen = DraftTargetPair(seeing("llava"), SuffixDraft())  # whose vocabulary is that of a config inside
+    assert prompts_of_length(seen, 2, 9, 4)["input_ids"].shape == (2, 9)
     with pytest.raises(ValueError, match="125 prompt tokens and 8 new ones are more than the 128 positions"):
         prompts_of_length(bare, 1, 125, 8)
 
@@ -112,6 +115,14 @@ def test_a_comparison_without_one_of_the_two_is_an_error():
     target, options = tiny(), OPTIONS | {"num_beams": 2}  # which plain generate takes
     with pytest.raises(ValueError, match="num_beams=2"):
         compare(target, strategy(target, 1), [batch(1)], options, repeats=1)
+
+
+def test_assisted_generation_may_refuse_what_ours_takes():
+    """As models that score other numbers of tokens, padding included."""
+    target = tiny()
+    found = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=1, draft=tiny(vocab_size=50))
+    assert found.assisted is None
+    assert len(found.plain.runs) == len(found.ours.runs) == 1
 
 
 def test_two_plain_ways_are_not_said_to_differ():

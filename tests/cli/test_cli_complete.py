@@ -23,7 +23,7 @@ OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Of nine prompts."""
-    file = tmp_path / "prompts.jsonl"
+    file = tmp_path / "prompts.JSONL"
     lines = [json.dumps({"prompt": f"{text}\n{number}", "more": 1}) for number in range(3) for text in TEXTS]
     file.write_text("\n\n".join(lines) + "\n")
     return file

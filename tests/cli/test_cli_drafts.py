@@ -7,31 +7,29 @@ import pytest
 import torch
 from command import command
 from head_files import random_head, write
-from tiny import tiny
+from tiny import near, tiny
 from tiny_tokenizer import SIZES, TEXTS, saved, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli.loading import load_given_pair
-from hf_specx.cli.options import Loading
-from hf_specx.hub.pair_config import ModelSource
 
 
-@pytest.fixture
-def pair(loaded) -> DraftTargetPair:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its target goes by the last token alone, so that its greedy text goes round."""
-    target = tiny(vocab_size=280)
+    folder, target = tmp_path_factory.mktemp("pairs") / "pair", tiny(vocab_size=280)
     for layer in target.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return loaded(target)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("kind", "source"), [("suffix", "suffix"), ("exit:1", "early exit")])
-def test_generate(pair: DraftTargetPair, kind: str, source: str):
-    options = ["--no-do-sample", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
+def test_generate(pair: Path, kind: str, source: str):
+    options = ["--pair", pair, "--no-do-sample", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
     texts = []
     for draft in (kind, None):
-        named = ["--pair", "embedded", "--draft", kind, "--repeats", "1"] if draft else []
+        named = ["--draft", kind, "--repeats", "1"] if draft else []
         result = command("generate", TEXTS[0], *options, *named)
         assert result.exit_code == 0, result.stderr
         run = json.loads(result.stdout)["runs"][0]
@@ -40,17 +38,11 @@ def test_generate(pair: DraftTargetPair, kind: str, source: str):
     assert texts[0] == texts[1]
 
 
-def test_an_acceptance_of_no_candidates_is_not_a_number(pair: DraftTargetPair):
-    named = ["--pair", "embedded", "--draft", "suffix", "--max-new-tokens", 2, "--repeats", 1]
+def test_an_acceptance_of_no_candidates_is_not_a_number(pair: Path):
+    named = ["--pair", pair, "--draft", "suffix", "--max-new-tokens", 2, "--repeats", 1]
     said = command("generate", TEXTS[0], *named).stderr
     assert "alpha -, acceptance rate -, " in said
     assert "alpha -, 1.00 tokens a row and round" in said
-
-
-def test_where_the_target_is_from_is_known_with_another_draft(pair: DraftTargetPair):
-    pair.sources["target"] = ModelSource("org/target", "1" * 40)
-    made = load_given_pair("embedded", Loading(), "suffix")
-    assert made.sources == {"target": pair.sources["target"], "draft": None}
 
 
 @pytest.mark.parametrize("form", ["medusa safetensors", "medusa"])

@@ -27,7 +27,12 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "notes.jsonl, prompt 2: the line is not JSON": "generate --pair no/pair --prompts NO_JSON --out x",
     "other.jsonl, prompt 2: give a text in quotes, or an object with": "generate --pair no/pair --prompts OTHER",
     "there is no folder": "bench --out no/such/folder.json",
+    "'' is neither a folder nor an id": "bench NOTHING",
+    "error: '' is neither a folder": "tune NOTHING suffix --repeats 0",
     "has no results of this version": "bench --out NOTES",
+    "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
+    "--prompt-tokens 0 and --max-new-tokens 64 leave no round to time": "bench --prompt-tokens 0",
+    "--texts-per-phase 0 is not an int of 1 or more": "distill T eagle3 --out x --texts-per-phase 0",
     "--max-new-tokens 1 and samples=None leave nothing to compare": "check --max-new-tokens 1",
     "is no interrupted check of this version": "check no/pair --out BEGUN",
     "--repeats 0 cannot tell; give one draft, or measure": "tune T --repeats 0 --out x",
@@ -51,7 +56,8 @@ BEFORE_LOADING = {  # what is said, with the command that says it
 }
 OF_MODELS = {
     "999 new ones are more than the 128 positions": "generate a --pair PAIR --max-new-tokens 999",
-    "prompt 2 is empty": "generate --pair PAIR --prompts EMPTY",
+    "prompt 2 is empty or has half a character": "generate --pair PAIR --prompts EMPTY",
+    "prompt 1 is empty or has half a character": "generate --pair PAIR HALF",
     "brings no prompts of its own": "generate --demo --pair PAIR",
     "has no tokenizer, so it cannot read text": "bench UNREAD",
     "my-pair brings no prompts of its own; give some with --prompts FILE": "check PAIR",
@@ -83,7 +89,13 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
     places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
     places |= {"UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
     places |= {"NO_JSON": "notes.jsonl", "OTHER": "other.jsonl"}
-    found = {"PAIR": folder, "PAIR@v1": f"{folder}@v1", "head:MODEL": f"head:{root / 'model'}"}
+    found = {
+        "NOTHING": "",
+        "HALF": "a\udcff",
+        "PAIR": folder,
+        "PAIR@v1": f"{folder}@v1",
+        "head:MODEL": f"head:{root / 'model'}",
+    }
     return found | {word: str(root / name) for word, name in places.items()}
 
 

@@ -55,6 +55,8 @@ def test_what_cannot_be_checked_is_refused_before_any_forward(options):
     assert fed == []
     with pytest.raises(ValueError, match="pair='org/pair' is no DraftTargetPair; load it"):
         check("org/pair")
+    with pytest.raises(ValueError, match="prompts='the cat': give a list of texts; without it the pair's own"):
+        check(tiny_pair(), "the cat")
 
 
 def test_what_is_not_said_is_as_the_target_generates(monkeypatch):

@@ -138,14 +138,15 @@ def test_a_full_disk_loses_nothing(pair: DraftTargetPair, tmp_path: Path):
 def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
 ):
-    texts = [*TEXTS, "", "word " * 200]
-    with pytest.warns(UserWarning, match="refused: 2; their lines in .*done.jsonl say why"):
+    texts = [*TEXTS, "", "word " * 200, "half \ud800"]
+    with pytest.warns(UserWarning, match="refused: 3; their lines in .*done.jsonl say why"):
         out = pair.complete(texts, out=tmp_path / "done.jsonl", max_batch_tokens=200, **SAMPLED)
     lines = out.read_bytes().splitlines(keepends=True)
     assert b"".join(lines[:12]) == undisturbed
     refused = [json.loads(line) for line in lines[12:]]
-    assert [line["text"] for line in refused] == [None, None]
-    assert "is empty" in refused[0]["error"]
+    assert [line["text"] for line in refused] == [None] * 3
+    assert refused[0]["error"] == refused[2]["error"]
+    assert refused[0]["error"].startswith("the prompt is empty or has half a character")
     assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
 
 
@@ -213,10 +214,15 @@ def test_a_file_that_is_taken_away_meanwhile(pair: DraftTargetPair, tmp_path: Pa
         pair.complete(texts(), out=out, batch_size=1, **SAMPLED)
 
 
-def test_a_link_stays_one(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+def test_a_link_stays_one_and_a_file_that_nobody_else_may_read(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
+):
+    (tmp_path / "done.jsonl").touch(0o600)
+    (tmp_path / "done.jsonl.arguments").touch()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "done.jsonl")
     pair.complete(TEXTS, out=tmp_path / "link.jsonl", **SAMPLED)
     assert (tmp_path / "link.jsonl").is_symlink()
+    assert (tmp_path / "done.jsonl").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "done.jsonl").read_bytes() == undisturbed
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from grammar_cases import make
+from head_files import random_head, write
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import LogitsProcessor
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.pairs.fingerprint import arguments_of, plain_value
 
 
@@ -94,3 +95,16 @@ def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
     matching = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
     matching.strategy.tokenizer_match = "tokens"
     assert arguments_of(matching, 0, {}) != arguments_of(pair, 0, {})
+
+
+def test_heads_and_tokenizers_are_told_apart(pair: DraftTargetPair, tmp_path: Path):
+    """Two of one form; of heads the weights alone are others."""
+    target = tiny(vocab_size=280, num_hidden_layers=8)
+    folders = [write(random_head(vocab=280, seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    heads = [DraftHead.from_pretrained(folder, target=target) for folder in folders]
+    tokenizers = tiny_tokenizer(["some words"]), tiny_tokenizer(["mose wodrs"])
+    assert len(tokenizers[0]) == len(tokenizers[1])
+    pairs = [DraftTargetPair(target, head, tokenizers[0]) for head in heads]
+    pairs.append(DraftTargetPair(target, heads[0], tokenizers[1]))
+    told = [arguments_of(each, 0, {}) for each in pairs]
+    assert all(told.count(each) == 1 for each in told)

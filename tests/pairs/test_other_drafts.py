@@ -18,6 +18,7 @@ from hf_specx.hub.load_model import HEAD_NAME
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import save
 from hf_specx.hub.vllm import vllm
+from hf_specx.pairs.fingerprint import arguments_of
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}
@@ -92,9 +93,16 @@ def test_a_head_is_saved_with_its_exit(tmp_path: Path):
     assert half.draft.head.weight.dtype == torch.bfloat16
 
 
-def test_a_draft_by_the_name_of_commands():
-    assert DraftTargetPair(tiny(), "exit:1").draft.exit_layer == 1
-    assert isinstance(DraftTargetPair(tiny(), "suffix").draft, SuffixDraft)
+def test_a_draft_by_the_name_of_commands(tmp_path: Path):
+    """That of a model is loaded at once, so that it is told from others, as any draft of a pair."""
+    target = tiny(vocab_size=SIZE)
+    assert DraftTargetPair(target, "exit:1").draft.exit_layer == 1
+    assert isinstance(DraftTargetPair(target, "suffix").draft, SuffixDraft)
+    for seed in (1, 2):
+        tiny(vocab_size=SIZE, seed=seed).save_pretrained(tmp_path / str(seed))
+    one, other = (DraftTargetPair(target, tmp_path / name, tiny_tokenizer()) for name in "12")
+    assert one.models[1:] == [one.draft]
+    assert arguments_of(one, 0, {}) != arguments_of(other, 0, {})
 
 
 @pytest.mark.parametrize(("name", "kind"), [("suffix", "suffix"), ("exit:1", "early_exit")])
@@ -105,6 +113,8 @@ def test_a_draft_by_its_name_in_place_of_the_pairs_own(tmp_path: Path, name: str
     assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
     pair.save_pretrained(tmp_path / "again")
     assert getattr(PairConfig.from_file(tmp_path / "again" / CONFIG_NAME), kind) is not None
+    with pytest.raises(ValueError, match="^draft_kwargs= says how .* draft of this pair has no weights of its own"):
+        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name, draft_kwargs={"dtype": torch.float64})
 
 
 def test_by_string(tmp_path: Path):
@@ -194,9 +204,12 @@ def test_a_pair_is_saved_and_loaded_with_its_head(pair, tmp_path: Path):
 
 def test_a_head_in_place_of_a_pairs_draft(pair, head_folder, tmp_path: Path):
     DraftTargetPair(pair.target, tiny(vocab_size=SIZE, seed=1), tiny_tokenizer()).save_pretrained(tmp_path / "pair")
-    again = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=str(head_folder))
-    assert isinstance(again.draft, DraftHead)
-    assert torch.equal(again.generate(**prompts(2), **CALL), pair.target.generate(**prompts(2), **CALL))
+    for name in (head_folder, f"head:{head_folder}"):
+        again = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name)
+        assert isinstance(again.draft, DraftHead)
+        assert torch.equal(again.generate(**prompts(2), **CALL), pair.target.generate(**prompts(2), **CALL))
+    with pytest.raises(ValueError, match="what follows head: is a model and no head"):
+        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=f"head:{tmp_path / 'pair'}")
 
 
 def test_a_published_pair_with_a_head_by_string(pair, tmp_path: Path):

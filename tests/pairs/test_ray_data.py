@@ -31,7 +31,7 @@ def test_a_row_with_an_index_has_its_text(saved: Path, expected: list[str]):
 def test_without_indices_texts_go_by_prompts(saved: Path):
     complete = CompleteBatches(saved, **SAMPLED)
     (alone,) = complete({"prompt": ["for line in 1"]})["text"]
-    assert complete({"prompt": ["x", "", "for line in 1", "x"]})["text"][1:3] == [None, alone]
+    assert complete({"prompt": ["x", "", "for line in 1", None]})["text"][1:] == [None, alone, None]
     other = CompleteBatches(saved, **SAMPLED | {"seed": 6})
     assert other({"prompt": ["for line in 1"]})["text"] != [alone]
 
@@ -41,6 +41,9 @@ def test_misuse(saved: Path):
         CompleteBatches(saved, batch_size=0)
     with pytest.raises(ValueError, match="no column 'prompt' among text, id; name"):
         CompleteBatches(saved)({"text": ["a"], "id": [0]})
+    for column, values in {"prompt": ["a", 3], "id": [0, -1]}.items():
+        with pytest.raises(ValueError, match=f"the column '{column}' has {values[1]}"):
+            CompleteBatches(saved, indices="id")({"prompt": ["a", "b"], "id": [0, 1]} | {column: values})
 
 
 @pytest.mark.slow

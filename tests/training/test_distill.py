@@ -62,7 +62,7 @@ def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch
     monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
     target, draft = models()
     own = target.generation_config
-    for options in ({}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
+    for options in ({"top_k": None}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
         own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
         with pytest.raises(ZeroDivisionError):
             distill(target, draft, some_prompts(), **options)
@@ -130,7 +130,8 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     given = dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
     given |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
     result = trained(target=target, draft=draft, prompts=texts, phases=1, **given)
-    result.measure((1, 2), "specx distill a b")
+    for batches in ((1,), (1, 2)):  # the second time in place of the first
+        result.measure(batches, "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
     assert (result.pair.draft.dtype, result.pair.draft.config.vocab_size) == (torch.bfloat16, 288)
     result.pair.save_pretrained(tmp_path / "pair")
@@ -147,6 +148,7 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
 WRONG = {
     "prompts has no prompts": {"prompts": []},
     "prompt 2 of prompts is empty": {"prompts": [[1, 2], []]},
+    "prompt 1 of prompts is 1; give a string, or ints": {"prompts": [1, 2]},
     "prompts='text' is no list of prompts": {"prompts": "text"},
     "prompts are texts and there is no tokenizer": {"prompts": ["text"]},
     r"prompt 1 of prompts is \[1, 'a'\]; give a string, or ints": {"prompts": [[1, "a"]]},
@@ -168,6 +170,7 @@ WRONG = {
     "gradient_checkpointing': ...}: a head is too": {"draft": "eagle3", "training": {"gradient_checkpointing": True}},
     "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
     "T5ForConditionalGeneration is an encoder-decoder": {"target": "t5"},
+    "model is a str; give the target itself": {"target": "org/target"},
 }
 
 

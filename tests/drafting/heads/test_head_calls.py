@@ -12,9 +12,11 @@ from automaton import Automaton
 from head_files import TinyHead, random_head
 from plain import assert_plain
 from tiny import prompts
+from tiny_tokenizer import tiny_tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.bench.trace import trace
 from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
@@ -54,6 +56,21 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert_own_texts(target, done, [request.input_ids for request in asked], max_new_tokens=12, **ENDS)
     assert (strategy.report.copied > 60) == alike
     watch.check(50 if cut else 200)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_a_trace_has_q_in_the_ids_of_the_target(verification: str, tmp_path: Path):
+    """Of a token that is not in the vocabulary of the head it is 0."""
+    head, draft, target = made("eagle3", tmp_path)
+    own = set(head.weights["t2d"].nonzero()[:, 0].tolist())
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    torch.manual_seed(3)
+    found = trace(target, strategy, prompts(1), SAMPLED | {"max_new_tokens": 24}, tiny_tokenizer())["rounds"]
+    candidates = [candidate for each in found for candidate in each["candidates"]]
+    assert len(candidates) > 30
+    assert all(candidate["q"] > 0 and candidate["token"] in own for candidate in candidates)
+    others = [token for each in found for token in each["tokens"] if token["token"] not in own]
+    assert {token["q"] for token in others if token["q"] is not None} == {0.0}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
