@@ -26,6 +26,7 @@ from hf_specx.models.slots import tokens_held
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
 TOKENIZER_FILE = "tokenizer.json"
+QUANTISES_ALL = "torch.ao.nn.quantized.dynamic"  # layers that quantise what they are given: all tokens of all rows
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
@@ -47,6 +48,8 @@ def why_plain(prompt: Prompt) -> str:
     in_parts = prompt.generation_config.prefill_chunk_size is not None or (past is not None and tokens_held(past))
     if kind in READS_WHOLE and in_parts:
         return f"{name} reads whole prompts without its window, and parts of prompts with it"
+    if any(type(module).__module__.startswith(QUANTISES_ALL) for module in prompt.model.modules()):
+        return f"the scores of {name} depend on what else is in a forward, all of which it quantises by one scale"
     return f"{name} is exact without a cache only" if kind in WHOLE else ""
 
 

@@ -22,7 +22,7 @@ def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> 
     """Check what a config may recommend, and a command takes; messages begin with `where`."""
     number, given = num_draft_tokens, f"{where}num_draft_tokens={brief(num_draft_tokens)}"
     automatic = number == "auto"
-    require(automatic or is_int(number), f"{given} is not a number; give an int of 1 or more, or 'auto'.")
+    require(automatic or is_int(number), f"{given} is not a number; give an int of 0 or more, or 'auto'.")
     require(automatic or number >= 0, f"{given} is below 0; give 1 or more, 0 to decode plainly, or 'auto'.")
     if verification is not None:
         one_of(f"{where}verification", verification, VERIFICATIONS)

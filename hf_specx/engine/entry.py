@@ -24,6 +24,15 @@ OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, 
     "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
+OF_STRATEGIES = (
+    "num_draft_tokens",
+    "verification",
+    "layout",
+    "compile",
+    "costs",
+    "draft_tokenizer",
+    "tokenizer_match",
+)
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 OF_ONE_REQUEST = """
@@ -212,6 +221,9 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
     streamers = [each for each in (given.get("streamer"), own_streamer) if each is not None]
     try:
         check_values({"inputs": given.get("inputs")} | kwargs)
+        for name in OF_STRATEGIES:
+            remedy = f"give it to SpeculativeDecoding({name}=...), or use hf_specx.generate, which takes both."
+            require(name not in kwargs, f"{name}= is an option of the strategy, which was made already; {remedy}")
         for name, remedy in OF_DRAFTS.items():
             value = outer.get(name) if "tokenizer" in name else given.get(name)
             require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")

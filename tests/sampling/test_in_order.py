@@ -88,6 +88,20 @@ def test_any_architecture(model_type: str):
     assert_plain(target, coupled(target, 0.03), zoo.inputs(target, 4), CASES["processor: trail"], **settings)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch will have these elsewhere
+def test_layers_that_quantise_all_of_a_forward_by_one_scale():
+    """A token's scores then depend on the others, also in a queue."""
+    own, draft, options = tiny(), near(tiny(), 0.1), {"max_new_tokens": 20, "do_sample": False}
+    target = torch.ao.quantization.quantize_dynamic(own, {torch.nn.Linear}, torch.qint8)
+    strategy = SpeculativeDecoding(draft)
+    expected = target.generate(**prompts(3), **options)
+    assert torch.equal(target.generate(**prompts(3), **options, custom_generate=strategy), expected)
+    assert "quantises by one scale" in strategy.report.layout_reason
+    alone = target.generate(**prompts(1), **options)[0, 11:].tolist()
+    requests = prompts(1)["input_ids"].repeat(3, 1).tolist()
+    assert [done.tokens for done in strategy.generate_many(target, requests, **options)] == [alone] * 3
+
+
 LAYERS = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
 
 
