@@ -34,7 +34,7 @@ class Costs:
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `survival_rate` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        saved: plain steps' worth of time that later calls may spend to try a draft that does not pay.
+        saved: plain steps' worth of time that later calls may lose by trying a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
         measured: rows of earlier tables, by batch size; `prepare` takes one over instead of timing it again.
     """

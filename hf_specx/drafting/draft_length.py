@@ -11,7 +11,7 @@ MAX_DRAFT_TOKENS = 20  # the largest number that "auto" considers
 COMPILED = (1, 2, 4, 7, 12, 20)  # of which torch compiles few forwards; the best of them loses 2 % at most
 FIXED_DRAFT_TOKENS = 5  # what "auto" drafts if costs are not known or must not be used
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-WEIGHT = 4.0  # candidates that this, or what earlier calls have seen, is worth, and at each depth the mean of all
+WEIGHT = 10.0  # candidates that this, or what earlier calls have seen, is worth, and at each depth the mean of all
 FORGET = 0.98  # factor on the weight of earlier rounds at each round
 
 

@@ -23,7 +23,7 @@ UNSET = {  # what `generate` fills in before it calls a strategy, whether or not
     "assistant_confidence_threshold": 0.4,
 }
 TRIAL = 5  # rounds that try a draft, one of which may take the time to read what is missing
-PROBE_SHARE = 0.01  # of the time of plain steps that may go into trying a draft that does not pay
+PROBE_SHARE = 0.01  # of the time of plain steps that may be lost by trying a draft that does not pay
 
 
 class Drafting(NamedTuple):
@@ -134,14 +134,14 @@ class Auto(Schedule):
     """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. While plain steps are
-    faster the draft is not asked, and reads nothing; a hundredth of their time goes into trying it again. A draft of
-    which nothing is known is tried at first, unless reading the prompt takes it half as long as the text may take
-    plainly; and so are plain steps whose time is not known.
+    faster the draft is not asked, and reads nothing; by trying it again at most a hundredth of their time is expected
+    to be lost. A draft of which nothing is known is tried at first, unless reading the prompt takes it half as long as
+    the text may take plainly; and so are plain steps whose time is not known.
 
     Attributes:
         trial: rounds for which a draft that does not pay is tried.
         unread: tokens of a row, at most, that the draft has not read.
-        saved: plain steps' worth of time that may go into trying the draft.
+        saved: plain steps' worth of time that may be lost by trying the draft.
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
@@ -186,7 +186,7 @@ class Auto(Schedule):
         if learned or seconds is not self.seconds:
             self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
         plain, reading = self.seconds[0], 0.0
-        price = TRIAL * (self.seconds[self.best] / plain - 1)
+        price = TRIAL * max(0.0, 1 - self.gain) * self.seconds[self.best] / plain  # what trying it is expected to lose
         if self.unread and (self.trial or self.gain > 1 or price <= self.saved):
             reading = self.pace.reading(self.rows, self.unread) / plain
         if self.trial and reading <= self.room / 2:  # else even a good draft would hardly save what it reads
