@@ -55,4 +55,5 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], more: st
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Validate a choice."""
-    require(value in known, f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")
+    if value not in known:
+        raise ValueError(f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")

@@ -113,7 +113,11 @@ class RequestQueue:
         for index, row in enumerate(done.rows if self.logprobs else ()):
             self.chances[row] += _chances(done, index, row)
         for row in done.ended:
-            self.close(row, list(done.batch.emitted[row]), done.batch.row(row)[None])
+            if row in self.stopping.dead_ends:
+                self.refuse(self.entries[row].index, self.stopping.dead_ends.pop(row)[1])
+                self.chances[row] = []
+            else:
+                self.close(row, list(done.batch.emitted[row]), done.batch.row(row)[None])
 
     def close(self, row: int, tokens: list[int], text: torch.Tensor) -> None:
         """A row has ended; its tokens are the end of its text [1, L]."""
@@ -124,7 +128,7 @@ class RequestQueue:
         self.completed.append(Completion(entry.index, tokens, reason, *given))
         self.chances[row] = []
 
-    def refuse(self, index: int, error: ValueError) -> None:
+    def refuse(self, index: int, error: Exception) -> None:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 

@@ -170,8 +170,12 @@ class Run:
         self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
 
     def publish(self, done: Round) -> None:
-        """Tell those of a round who only look on, unless it has led where there is no next token."""
-        self.stopping.raise_dead_ends(done, self.processors.barred)
+        """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
+        for row, error in self.stopping.dead(done, self.processors.barred).items():
+            if self.call.queue is None or self.call.queue.entries[row].alike:
+                raise error
+            self.stopping.stopped_at.setdefault(row, done.batch.counts[row])
+            done.ended = sorted({*done.ended, row})
         for listener in self.listeners:
             listener.observe(done)
 

@@ -175,8 +175,9 @@ class SpeculativeDecoding(NoModel):
                 forwards round up. By default what half of the device's free memory holds.
 
         Returns:
-            An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
-            be done exactly raises a ValueError before any forward, an error of `requests` after what came before it.
+            An iterator of `Completion`; a request that cannot be served, or whose own processors exclude every token,
+            is refused in its own. A call that cannot be done exactly raises a ValueError before any forward, an error
+            of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
@@ -203,7 +204,7 @@ class SpeculativeDecoding(NoModel):
             if queue.entries[0].alone:
                 try:
                     queue.take_up(self.complete(self.call(given), earlier))
-                except ValueError as error:  # which its own processors may raise; another concerns all requests
+                except (ValueError, RuntimeError) as error:  # as its own processors bring about
                     if queue.entries[0].alike:
                         raise
                     queue.refuse(queue.entries[0].index, error)

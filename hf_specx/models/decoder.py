@@ -189,10 +189,7 @@ class Decoder:
         self.valid[row] = min(self.valid[row], count)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates, of which the last and `skipped` ones before it were not fed yet.
-
-        If these are all, nothing was fed in this round, and what is missing of the text is fed before them.
-        """
+        """Logits [R, 1, V] after `ahead` candidates; feeds the last, `skipped` before it, first what is missing."""
         if ahead > skipped:
             return self.feed(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):

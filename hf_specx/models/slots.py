@@ -163,11 +163,8 @@ def assemble(cache: Cache, rows: dict[int, Columns], ends: list[int], length: in
 def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
     """Fill the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
     if past is None:
-        told = (
-            f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
-            "cannot be put together from them, or it is spread over ranks; pass the whole text without it in the next "
-            "turn."
-        )
+        told = f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
+        told += "cannot be put together, or it is spread over ranks; pass the whole text without it in the next turn."
         warnings.warn(told, UserWarning, stacklevel=2)
         return None
     vars(user_cache).update(vars(past))

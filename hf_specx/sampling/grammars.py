@@ -168,15 +168,10 @@ class PrefixFunction:
 
 def _xgrammar(processor: Any, rows: int, vocab_size: int) -> Matchers:
     grammars = processor.compiled_grammars
-    require(
-        not processor.prefilled,
-        "this xgrammar LogitsProcessor was used before, and is where that text ended; make a new one for each call.",
-    )
-    require(
-        len(grammars) in (1, rows),
-        f"there are {len(grammars)} compiled grammars for {rows} rows (num_return_sequences included); give one, or "
-        "one a row.",
-    )
+    told = "this xgrammar LogitsProcessor was used before, and is where that text ended; make one for each call."
+    require(not processor.prefilled, told)
+    told = f"there are {len(grammars)} compiled grammars for {rows} rows (num_return_sequences included); give one, "
+    require(len(grammars) in (1, rows), f"{told}or one a row.")
     size = processor.full_vocab_size
     remedy = f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})"
     require(size >= vocab_size, f"{_other_size(size, vocab_size)}, and {remedy}.")

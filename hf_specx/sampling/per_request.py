@@ -76,8 +76,7 @@ class RequestStopping(Stopping):
     """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token."""
 
     def __init__(self, own: Sequence[Stopping]):
-        first, self.own = own[0], list(own)
-        self.ends = first.ends
+        self.own, self.ends = list(own), own[0].ends
         self.pads_finished_rows, self.stopped_at, self.dead_ends = True, {}, {}
 
     @property

@@ -187,11 +187,8 @@ class TokenMasks(RoundProcessor):
             self._follow(batch, row, len(text))
             self._rewind(row, len(text))
         if lost:
-            warnings.warn(
-                f"the state of {self.name} is not at the end of the text of row {', '.join(lost)} after this call; "
-                "make a new one for the next call.",
-                stacklevel=2,
-            )
+            told = f"the state of {self.name} is not at the end of the text of row {', '.join(lost)} after this call; "
+            warnings.warn(f"{told}make a new one for the next call.", stacklevel=2)
 
 
 def masked(

@@ -137,8 +137,8 @@ class Stopping:
         """How many columns `generate` has emitted when the last row stops."""
         return max(self.stopped_at.values())
 
-    def raise_dead_ends(self, done: Round, barred: Mapping[tuple[int, int], Exception]) -> None:
-        """Raise the error that `generate` would raise, once a row without a token to choose is part of the text.
+    def dead(self, done: Round, barred: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
+        """The errors that `generate` would raise for rows: without a token to choose, as soon as that is in the text.
 
         A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
         text; neither is an error. `barred` has those of `prefix_allowed_tokens_fn`, see `Processors`.
@@ -152,8 +152,7 @@ class Stopping:
                 told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
                 told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
                 self.dead_ends[row] = (count, RuntimeError(told))
-        if self.dead_ends:
-            settled = self.settled(done.batch)
-            for row, (count, error) in self.dead_ends.items():
-                if count < settled[row]:
-                    raise error
+        if not self.dead_ends:
+            return {}
+        settled = self.settled(done.batch)
+        return {row: error for row, (count, error) in self.dead_ends.items() if count < settled[row]}

@@ -7,6 +7,7 @@ import torch
 from many import GREEDY, SAMPLED, alone, completed, requests
 from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding
 from hf_specx.models.layers import SlotLayer
@@ -90,6 +91,35 @@ def test_requests_that_cannot_be_served(batch_size: int):
         assert re.search(f"request {number}: .*{told}", found[number].error)
     for number in (0, len(asked) - 1):
         assert found[number].tokens == alone(target, Request(asked[number]), **GREEDY)
+
+
+class Ending(LogitsProcessor):
+    """Excludes every token behind a text of some tokens, as a grammar does that leads nowhere."""
+
+    def __init__(self, length: int, stateless: bool):
+        self.length, self.stateless = length, stateless
+
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] < self.length else torch.full_like(scores, -torch.inf)
+
+
+@pytest.mark.parametrize("stateless", [True, False], ids=["in a batch", "in order"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_request_whose_own_processors_exclude_every_token(batch_size: int, stateless: bool):
+    """It is refused as soon as it gets there, and the others get their texts; where it is of the call, that fails."""
+    target, asked = tiny(), requests(7)
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
+    for index in (1, 6):
+        asked[index] = Request([1, 2, 3], 20, seed=9, logits_processor=[Ending(6, stateless)])
+    found = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED | {"eos_token_id": None})
+    for index, done in found.items():
+        if index in (1, 6):
+            assert (done.finish_reason, done.tokens) == ("refused", None)
+            assert re.search("no next token after 3 new ones|probability tensor", done.error)
+        else:
+            assert done.tokens == alone(target, asked[index], **SAMPLED | {"eos_token_id": None})
+    with pytest.raises(RuntimeError, match="no next token after 3 new ones"):
+        completed(strategy, target, [[1, 2, 3]], logits_processor=[Ending(6, True)], **SAMPLED)
 
 
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
