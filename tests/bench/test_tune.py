@@ -15,13 +15,12 @@ from tiny import Forwards
 from tiny_tokenizer import TEXTS, saved, saved_models, tiny_tokenizer
 from transformers import BartConfig, LlamaConfig
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculationReport, SpeculativeDecoding, SuffixDraft
+from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding
 from hf_specx.bench import tune
 from hf_specx.bench.prediction import Prediction, expected_rounds
 from hf_specx.bench.study import Study
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
-from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
@@ -182,17 +181,6 @@ def test_encoder_decoders(tmp_path, costs, t5):
     (trial,) = tune.tune(target, [draft], QUICK)
     assert trial.error is None
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)
-
-
-def test_names_of_drafts_without_weights():
-    assert isinstance(weightless_draft("suffix"), SuffixDraft)
-    draft = weightless_draft("exit:12")
-    assert isinstance(draft, EarlyExitDraft)
-    assert draft.exit_layer == 12
-    assert weightless_draft("org/suffix") is weightless_draft("./exit:4") is None
-    for name in ("exit:", "exit:0", "exit:-1", "exit:a", "exit:1.5", "exit:²"):
-        with pytest.raises(ValueError, match=f"'{name}' names no number of layers; give one of 1"):
-            weightless_draft(name)
 
 
 def test_what_exits_stand_for(monkeypatch):
