@@ -18,7 +18,7 @@ from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
-from hf_specx.hub.fetch import find_files, fingerprint, get_model, get_tokenizer
+from hf_specx.hub.fetch import find_files, fingerprint, get_model, get_settings, get_tokenizer
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
@@ -53,7 +53,8 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    config = load_config(find_files(target), study.trust_remote_code)
+    trust = study.trust_remote_code
+    config = load_config(get_settings(find_files(target), ModelSource(), trust), trust)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))

@@ -77,12 +77,8 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
     return files, PairConfig.from_file(path)
 
 
-def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
-    """Get and check all files of a model of a pair, whose own files are `pair`.
-
-    With `trust_remote_code` the model may bring code, one in another repository at a full commit only. Without
-    `use_safetensors` weights of any format are got, unchecked.
-    """
+def get_settings(pair: Files, source: ModelSource, trust_remote_code: bool, **hub: Any) -> Files:
+    """Get and check all files of a model of a pair but its weights, as `get_model` does."""
     name, revision = pair.name, pair.revision
     if source.name is not None:
         check_reference(source.name)
@@ -91,8 +87,18 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     files = get_files(name, revision, patterns, source.subfolder, **hub)
     check_links(files.root, files.folder)
     check_model(files.folder, trust_remote_code, source.is_pinned)
+    return files
+
+
+def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
+    """Get and check all files of a model of a pair, whose own files are `pair`.
+
+    With `trust_remote_code` the model may bring code, one in another repository at a full commit only. Without
+    `use_safetensors` weights of any format are got, unchecked.
+    """
+    files = get_settings(pair, source, trust_remote_code, **hub)
     weights = [SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS, *shards(files.folder)] if use_safetensors else ["*"]
-    get_files(name, files.revision, weights, source.subfolder, **hub)
+    get_files(files.name, files.revision, weights, source.subfolder, **hub)
     if use_safetensors:
         check_weights(files.folder)
     return files

@@ -56,7 +56,10 @@ class FoundModel(NamedTuple):
 
 
 def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """Check the files of a pair's own target or draft; if it was not measured, the config forgets what was."""
+    """Check the files of a pair's own target or draft; if it was not measured, the config forgets what was.
+
+    `trust` is `trust_remote_code` and `use_safetensors`, as `get_model` takes them.
+    """
     source, draft = getattr(config, role), config.weightless_draft() if role == "draft" else None
     if draft is None:
         files = get_model(pair, source, *trust, **hub)

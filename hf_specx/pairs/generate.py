@@ -144,10 +144,8 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
     try:
         yield times
     finally:
-        if times:
-            held.setdefault("specx_times", {}).setdefault(kind, times).update(
-                times
-            )  # another thread may have been first
+        if times:  # another thread may have been first
+            held.setdefault("specx_times", {}).setdefault(kind, times).update(times)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import NEW_HEADS
@@ -141,10 +141,10 @@ class HeadOnTexts(nn.Module):
 def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, tokens: int = 1, mask: int = 0) -> Any:
     """The `HeadConfig` of a head with one layer as wide as the target's, which reads the states of three of them."""
     text = target.config.get_text_config(decoder=True)
-    width, heads, count = text.hidden_size, text.num_attention_heads, text.num_hidden_layers
+    width, heads, count = text.hidden_size, _number(text, "num_attention_heads", 1), text.num_hidden_layers
     fields: dict[str, Any] = {"intermediate_size": 4 * width, "num_key_value_heads": heads, "head_dim": width // heads}
     fields |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-    fields = {name: getattr(text, name, None) or usual for name, usual in fields.items()}
+    fields = {name: _number(text, name, usual) for name, usual in fields.items()}
     if kind == "dspark":
         fields |= {"block_size": max(2, recipe.num_draft_tokens), "sample_from_anchor": True, "qk_norm": True}
         fields |= {"markov_rank": min(RANK, width // 2), "mask_token_id": mask}
@@ -166,6 +166,15 @@ def new_config(target: PreTrainedModel, kind: str, recipe: TrainingRecipe, token
         dtype=target.dtype,
         **fields,
     )
+
+
+def _number(config: PreTrainedConfig, name: str, usual: float) -> Any:
+    """A field of a target's config; the usual one where it has none, or one for each layer."""
+    try:
+        found = getattr(config, name, None)
+    except Exception:  # of a type that transformers has for fields by layer
+        return usual
+    return found if isinstance(found, int | float) and found else usual
 
 
 @torch.no_grad()

@@ -15,13 +15,12 @@ from tiny import Forwards
 from tiny_tokenizer import TEXTS, saved, saved_models, tiny_tokenizer
 from transformers import BartConfig, LlamaConfig
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculationReport, SpeculativeDecoding, SuffixDraft
+from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding
 from hf_specx.bench import tune
 from hf_specx.bench.prediction import Prediction, expected_rounds
 from hf_specx.bench.study import Study
 from hf_specx.bench.timer import Comparison, TimedCall, Timing
 from hf_specx.common.devices import hardware
-from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
@@ -184,22 +183,12 @@ def test_encoder_decoders(tmp_path, costs, t5):
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)
 
 
-def test_names_of_drafts_without_weights():
-    assert isinstance(weightless_draft("suffix"), SuffixDraft)
-    draft = weightless_draft("exit:12")
-    assert isinstance(draft, EarlyExitDraft)
-    assert draft.exit_layer == 12
-    assert weightless_draft("org/suffix") is weightless_draft("./exit:4") is None
-    for name in ("exit:", "exit:0", "exit:-1", "exit:a", "exit:1.5", "exit:²"):
-        with pytest.raises(ValueError, match=f"'{name}' names no number of layers; give one of 1"):
-            weightless_draft(name)
-
-
 def test_what_exits_stand_for(monkeypatch):
     tried = [tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 12)]
     assert tried == [[], [1], [1, 2, 3, 4, 6]]
     assert tune.exit_layers(BartConfig()) == []
-    monkeypatch.setattr(tune, "find_files", lambda *args: None)
+    for name in ("find_files", "get_settings"):
+        monkeypatch.setattr(tune, name, lambda *args: None)
     monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
     assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
     assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
@@ -262,6 +251,14 @@ def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
         assert re.search(message, trial.error)
         assert trial.pair is None
     assert not ran(folder)
+
+
+def test_the_layers_of_a_target_are_not_counted_by_code_of_third_repositories(folders, tmp_path):
+    """Before anything else of it is read, though its own code is trusted."""
+    folder = shutil.copytree(folders["target"], tmp_path / "hostile")
+    edit("config.json", model_type="own", auto_map={"AutoConfig": "org/other--own.Config"})(folder)
+    with pytest.raises(ValueError, match="takes code from 'org/other--own.Config', another repository at no commit"):
+        tune.drafts_to_try(str(folder), [], replace(QUICK, trust_remote_code=True))
 
 
 def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_path, monkeypatch):

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from command import command
 from head_files import random_head, write
-from tiny import near, tiny
+from tiny import near, tiny, without_layers
 from tiny_tokenizer import SIZES, TEXTS, saved, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
@@ -16,10 +15,7 @@ from hf_specx import DraftTargetPair
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its target goes by the last token alone, so that its greedy text goes round."""
-    folder, target = tmp_path_factory.mktemp("pairs") / "pair", tiny(vocab_size=280)
-    for layer in target.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    folder, target = tmp_path_factory.mktemp("pairs") / "pair", without_layers(tiny(vocab_size=280))
     DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(folder)
     return folder
 

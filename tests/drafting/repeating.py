@@ -3,7 +3,7 @@
 from functools import cache
 
 import torch
-from tiny import prompts, tiny
+from tiny import prompts, tiny, without_layers
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
@@ -23,11 +23,7 @@ def repetitive(model_type: str = "llama") -> PreTrainedModel:
 @cache
 def cyclic() -> PreTrainedModel:
     """Goes by the last token alone, so that its greedy text goes round."""
-    model = tiny(vocab_size=40)
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model
+    return without_layers(tiny(vocab_size=40))
 
 
 def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:

@@ -96,6 +96,10 @@ def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
     edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["org/other--own.T", None]})(folder)
     with pytest.raises(ValueError, match="takes code from 'org/other--own.T'"):
         load(folder, trust_remote_code=True)
+    edit("tokenizer_config.json", auto_map=..., tokenizer_class=...)(folder)
+    edit("config.json", model_type="own", auto_map={"AutoConfig": "org/other--own.Config"})(folder)
+    with pytest.raises(ValueError, match="takes code from 'org/other--own.Config'"):
+        load(folder, target=pair().target, trust_remote_code=True)  # the tokenizer alone would be read by it
 
 
 def test_a_folder_of_code_is_not_looked_at(folder: Path):

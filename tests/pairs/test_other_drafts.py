@@ -9,7 +9,7 @@ import torch
 from counting import counting
 from head_files import random_head, write
 from safetensors.torch import save_file
-from tiny import prompts, tiny
+from tiny import prompts, tiny, without_layers
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -32,12 +32,8 @@ KINDS: dict[str, tuple[Any, dict[str, int]]] = {  # a draft, and its entry in th
 
 
 def predicting() -> PreTrainedModel:
-    """A target whose later layers add nothing, so that its first one says what all say."""
-    model = tiny()
-    for layer in model.model.layers[1:]:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model
+    """A target whose first layer says what all say."""
+    return without_layers(tiny(), 1)
 
 
 def plain(target: PreTrainedModel, rows: int) -> torch.Tensor:

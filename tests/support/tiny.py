@@ -55,6 +55,14 @@ def near(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel
     return moved
 
 
+def without_layers(model: PreTrainedModel, first: int = 0) -> PreTrainedModel:
+    """The model, whose layers from this one on add nothing from now on; from 0 on it goes by the last token alone."""
+    for layer in model.model.layers[first:]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
 def prompts(rows: int, width: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
     """Left-padded prompts of unequal length, as `generate` takes them; the pad id is 0."""
     generator = torch.Generator().manual_seed(seed)

@@ -14,20 +14,20 @@ from hf_specx.training.draft import ModelDraft, draft_of_first_layers
 from hf_specx.training.recipe import TrainingRecipe
 
 
-TYPES = ("llama", "gpt2", "gemma2", "smollm3")
+TYPES: dict[str, dict] = {"llama": {}, "gpt2": {}, "gemma2": {}, "smollm3": {}, "qwen2": {"max_window_layers": 28}}
 IDS = torch.tensor([[3, 9, 27, 1, 8, 5]])
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_first_layers_as_a_model_of_its_own(model_type: str, tmp_path):
-    target = tiny(model_type)
+    target = tiny(model_type, **TYPES[model_type])
     before, config = weights(target), copy.deepcopy(target.config.to_dict())
     draft = draft_of_first_layers(target, 1)
     assert draft.config.num_hidden_layers == 1
     wanted = EarlyExitDraft(1).first_layers(target)(IDS).logits
     torch.testing.assert_close(draft(IDS).logits, wanted)
-    draft.save_pretrained(tmp_path)
-    torch.testing.assert_close(type(draft).from_pretrained(tmp_path)(IDS).logits, wanted)
+    DraftTargetPair(copy.deepcopy(target), draft).save_pretrained(tmp_path / "pair")
+    torch.testing.assert_close(DraftTargetPair.from_pretrained(tmp_path / "pair").draft(IDS).logits, wanted)
     with torch.no_grad():
         next(draft.parameters()).add_(1)
     assert same(weights(target), before)

@@ -10,6 +10,7 @@ from head_files import random_head, write
 from head_reference import head_logits, target_states
 from tiny import tiny
 from training_cases import report_of, same, some_prompts, trained, weights
+from zoo import build
 
 from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.drafts import NEW_HEADS
@@ -166,6 +167,15 @@ def test_a_target_in_bfloat16_with_an_output_of_its_own():
     assert len(result.pair.draft.ids) == 20
     strategy = SpeculativeDecoding(result.pair.draft, num_draft_tokens=2)
     assert target.generate(torch.tensor([[3, 4]]), max_new_tokens=8, custom_generate=strategy).shape == (1, 10)
+
+
+def test_a_target_whose_layers_differ_in_size():
+    """The new head has sizes of its own where the target's config has one for each layer."""
+    target, call = build("causal", "gemma4_text"), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    head = new_head(target, "dspark", torch.ones(target.config.vocab_size), TrainingRecipe())
+    strategy, ids = SpeculativeDecoding(head, num_draft_tokens=2), torch.tensor([[3, 4, 5]])
+    assert torch.equal(target.generate(ids, **call, custom_generate=strategy), target.generate(ids, **call))
+    assert strategy.report.drafted > 0
 
 
 def test_a_head_without_an_output_of_its_own(tmp_path: Path):
