@@ -1,6 +1,7 @@
 """What is given to `generate` where it is measured, prompts as batches, and what comes out."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,20 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         ids = torch.tensor(rows)
     device = execution_device(pair.target)
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+def whole_prompts(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    batch: int,
+    repeats: int,
+    new_tokens: int,
+) -> list[Inputs]:
+    """A batch of prompts for each repeat: all in order, and again from the first where there are not enough."""
+    endless = itertools.cycle(prompts)
+    texts = [list(itertools.islice(endless, batch)) for _ in range(repeats)]
+    return [encode(tokenizer, target, each, new_tokens) for each in texts]
 
 
 def encode(

@@ -18,14 +18,14 @@ from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
-from hf_specx.hub.fetch import find_files, fingerprint, get_model, get_settings, get_tokenizer
+from hf_specx.hub.fetch import find_draft_files, find_files, fingerprint, get_model, get_settings, get_tokenizer
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, encode, settings_of
+from .inputs import Inputs, settings_of, whole_prompts
 from .prediction import Prediction
 from .store import provenance
 from .study import DraftTrial, Study
@@ -95,7 +95,7 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    trust, files = study.trust_remote_code, find_files(name)
+    trust, files = study.trust_remote_code, find_files(name) if target is None else find_draft_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
@@ -114,9 +114,8 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
     if tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
     for size in study.batches:
-        endless = itertools.cycle(study.prompts)
-        texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
-        found[size] = [encode(tokenizer, target.model, each, study.options["max_new_tokens"]) for each in texts]
+        how = size, study.repeats, study.options["max_new_tokens"]
+        found[size] = whole_prompts(target.model, tokenizer, study.prompts, *how)
     return found
 
 

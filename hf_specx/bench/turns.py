@@ -12,7 +12,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .contenders import Contender
-from .inputs import prompts_of_length
+from .inputs import prompts_of_length, whole_prompts
 from .store import provenance
 from .timer import Advance, Timer, Timing, speedups, spread
 from .ways import PLAIN_NAME, Cell
@@ -48,19 +48,23 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
         name: runs and their medians, or under "unavailable" why there are none.
     """
     names, (draft, early_exit) = cell.contenders or usual_contenders(pair, cell.do_sample), draft_parts(pair)
-    inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)
+    if cell.prompt_tokens:
+        batches = [prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)]
+    else:
+        how = cell.batch, cell.repeats, cell.max_new_tokens
+        batches = whole_prompts(pair.target, pair.tokenizer, pair.prompts, *how)
     both: Any = pair.tokenizer, pair.draft_tokenizer
     tokenizers = None if draft is None or same_tokens(*both) else both
 
     def make(name: str) -> Contender:
         contender = Contender(name, pair.target, draft, tokenizers=tokenizers, early_exit=early_exit)
-        contender.prepare(inputs)
+        contender.prepare(batches[0])
         return contender
 
     made = provenance(pair.target) | {"seed": cell.seed, "command": command}
     made["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     seeds = range(cell.seed, cell.seed + cell.repeats)
-    timings = Timer(make, [inputs], cell.options, seeds, advance, may_fail=names).time(names)
+    timings = Timer(make, batches, cell.options, seeds, advance, may_fail=names).time(names)
     torch.compiler.reset()
     sizes = [model.num_parameters() for model in (pair.target, draft) if model is not None]
     return {

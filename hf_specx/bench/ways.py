@@ -44,7 +44,7 @@ class Cell:
     pair: str  # its name
     contenders: tuple[str, ...] = ()  # as `way` reads them; () stands for `turns.usual_contenders`
     batch: int = 1
-    prompt_tokens: int = 64  # of each row
+    prompt_tokens: int = 64  # of each row; 0: prompts are as they are
     max_new_tokens: int = 64
     do_sample: bool = True
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class Cell:
         twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
         require(twice is None, f"contender {twice!r} is given twice; give each once.")
         told = f"prompt_tokens={self.prompt_tokens} and max_new_tokens={self.max_new_tokens} leave no round to time; "
-        require(self.prompt_tokens >= 1 and self.max_new_tokens >= 2, f"{told}give 1 or more, and 2 or more.")
+        require(self.prompt_tokens >= 0 and self.max_new_tokens >= 2, f"{told}give 0 or more, and 2 or more.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,7 +72,8 @@ class Cell:
         how = "greedily"
         if self.do_sample:
             how = f"sampled at temperature {self.temperature:g}, top-p {self.top_p:g}, top-k {self.top_k}"
-        sizes = f"batch {self.batch}, {self.prompt_tokens} prompt and {self.max_new_tokens} new tokens"
+        prompts = f"{self.prompt_tokens} prompt" if self.prompt_tokens else "whole prompts"
+        sizes = f"batch {self.batch}, {prompts} and {self.max_new_tokens} new tokens"
         return f"{self.pair} {precision}, {sizes}, {how}"
 
 

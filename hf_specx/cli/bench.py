@@ -29,7 +29,9 @@ HELP_CONTENDER = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
     "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and assisted ones."
 )
+HELP_PROMPT_TOKENS = "Join prompts and cut them to so many tokens; else 64, and with --prompts they are as they are."
 GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
+PROMPT_TOKENS = 64  # of the pair's own prompts
 MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 
 
@@ -40,7 +42,7 @@ def bench(
     sampling: Sampling,
     loading: Loading,
     batch_size: Batches = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    prompt_tokens: Annotated[int | None, typer.Option(help=HELP_PROMPT_TOKENS, min=1)] = None,
     contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER, show_default=False)] = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 3,
     out: Annotated[Path | None, typer.Option(help="File of results; those of other settings stay in it.")] = None,
@@ -54,7 +56,11 @@ def bench(
     for name in contenders:
         way(name)
     how: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS} | sampling.given
-    how |= {"prompt_tokens": prompt_tokens, "repeats": repeats, "dtype": loading.dtype}
+    how |= {
+        "prompt_tokens": prompt_tokens or (0 if source.file else PROMPT_TOKENS),
+        "repeats": repeats,
+        "dtype": loading.dtype,
+    }
     cells = [Cell(named.name, contenders, size, **how) for size in sizes]
     check_out(out)
     prompts = prompts_of_file(source)

@@ -13,7 +13,7 @@ from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import known_card, known_config, render
-from hf_specx.hub.fetch import find_files, get_files, get_pair, get_tokenizer
+from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair, get_tokenizer
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
@@ -52,7 +52,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
-            find_files(model)  # raises where there is none
+            find_draft_files(model)  # raises where there is none
         if is_known(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
             pair = load_given_pair(name, loading, draft)
         else:

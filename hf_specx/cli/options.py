@@ -30,7 +30,9 @@ LARGEST_SEED = 2**32 - 1
 AT = "perhaps with @ and a commit, branch or tag"
 HELP_PAIR = f"A pair, or with --draft a target: id ({AT}) or folder; else the pair in the package."
 HELP_TARGET = f"Id ({AT}) or folder of the target."
-HELP_PROMPTS = "One prompt a line; of a .jsonl file texts, or objects with prompt, text or messages."
+HELP_PROMPTS = (
+    "One prompt a line, blank ones left out; of a .jsonl file texts, or objects with prompt, text or messages."
+)
 Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, once for each size; else 1 and 8.")]
 Seed = Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
@@ -67,7 +69,7 @@ class Named:
 
     def __post_init__(self) -> None:
         told = f"--draft {self.draft} needs a target; name one, as in specx bench TARGET --draft {self.draft} or "
-        told += f"specx generate PROMPT --target TARGET --draft {self.draft}."
+        told += f"specx generate PROMPT --target TARGET --draft {self.draft} (embedded is that in the package)."
         require(self.pair is not None or self.draft is None, told)
         if self.draft is None:
             check_name(self.first)

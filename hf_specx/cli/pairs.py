@@ -75,7 +75,7 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     goal, branch = (None, None) if repo_id is None else split_revision(repo_id)
-    told = "give the repository's name, or --out FOLDER to write one without uploading it."
+    told = "give either the repository's name, or --out FOLDER to write one without uploading it."
     require((goal is None) != (out is None), told)
     told = "--{} goes with {}, which was not given; leave it out."
     require(out is not None or not overwrite, told.format("overwrite", "--out"))

@@ -56,7 +56,8 @@ def prompt_of(line: str, where: str) -> Prompt:
         found = next((found[key] for key in PROMPT_KEYS if key in found), None)
     chat = isinstance(found, list) and bool(found)
     chat = chat and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found)
-    told = f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}."
+    told = f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}, "
+    told += "messages being one or more, each with its role and content."
     require(isinstance(found, str) or chat, told)
     return found
 

@@ -15,7 +15,9 @@ HELP_DRAFT = (
 )
 ELSEWHERE = {  # words of one command, with what to type in the others
     SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
-    **dict.fromkeys(NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like head:FOLDER"),
+    **dict.fromkeys(
+        NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like FOLDER/draft"
+    ),
 }
 
 

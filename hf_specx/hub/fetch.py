@@ -66,6 +66,14 @@ def find_files(name: str, **hub: Any) -> Files:
     return get_files(name, revision, **hub)
 
 
+def find_draft_files(name: str, **hub: Any) -> Files:
+    """The same of a draft, by itself: at the root of a pair is its target."""
+    files = find_files(name, **hub)
+    told = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
+    require(not (files.root / CONFIG_NAME).is_file(), told)
+    return files
+
+
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
     """Get a pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
     check_place(str(name), revision)

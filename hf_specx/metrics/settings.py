@@ -51,9 +51,9 @@ class Settings:
         names, number = self.verifications, self.num_draft_tokens
         known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)
         require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
-        told = f"max_new_tokens={self.max_new_tokens} and samples={self.samples} leave nothing to compare; give 2 or "
-        told += "more."
-        require(self.max_new_tokens >= 2 and (self.samples is None or self.samples >= 2), told)
+        for name in ("max_new_tokens", "samples"):
+            value = getattr(self, name)
+            require(value is None or value >= 2, f"{name}={value} leaves nothing to compare; give 2 or more.")
         told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
         require(is_int(number) and number >= 1, told)
         told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."

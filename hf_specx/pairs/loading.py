@@ -12,7 +12,16 @@ from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
 from hf_specx.drafting.heads.named import read_names
 from hf_specx.hub.facts import model_facts
-from hf_specx.hub.fetch import HUB_OPTIONS, Files, find_files, fingerprint, get_model, get_pair, get_tokenizer
+from hf_specx.hub.fetch import (
+    HUB_OPTIONS,
+    Files,
+    find_draft_files,
+    find_files,
+    fingerprint,
+    get_model,
+    get_pair,
+    get_tokenizer,
+)
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model
@@ -113,10 +122,10 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
     elif isinstance(other, WeightlessDraft):
         found, is_same = FoundModel(None, made=other), False
     else:
-        name = str(other)
+        name, find = str(other), find_draft_files if role == "draft" else find_files
         if role == "draft" and not Path(name).is_dir():
             name = read_draft(name).model or name
-        files = get_model(find_files(name, **hub), ModelSource(), *trust, **hub)
+        files = get_model(find(name, **hub), ModelSource(), *trust, **hub)
         found = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.named import loaded, read_names
@@ -64,6 +65,8 @@ class DraftTargetPair(NoModel):
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
+        told = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
+        require(config is None or isinstance(config, PairConfig), told)
         self._draft: PairDraft = unwrapped_draft(loaded(read_names(draft), self._target))
         self.tokenizer = tokenizer
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
@@ -75,6 +78,12 @@ class DraftTargetPair(NoModel):
     def __repr__(self) -> str:
         named = list(map(label_of, (self.target, *self.drafts)))
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: transformers passes over what it cannot call, and would decode plainly without a word."""
+        raise ValueError(
+            "custom_generate= is a pair; pass its .strategy, or call pair.generate, which brings the target."
+        )
 
     @property
     def target(self) -> PreTrainedModel:

@@ -72,7 +72,7 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
     """
     name, revision = split_revision(name)
-    told = f"draft_model={name!r} is a pair; give the folder of its draft, or load it by DraftTargetPair."
+    told = f"draft_model={name!r} is a pair; give its draft, as {name}/draft, or load it by DraftTargetPair."
     require(find_file(name, "specx_config.json", revision=revision) is None, f"{told}from_pretrained.")
     raw = read_config(name, revision=revision)
     if is_head(name, raw, revision=revision):

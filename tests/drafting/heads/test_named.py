@@ -105,7 +105,7 @@ def test_names_that_lead_nowhere_and_pairs_are_refused(target, folders, tmp_path
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding("org/no-such-draft"))
     folder = changed(folders["model"], tmp_path / "pair")
     (folder / "specx_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is a pair; give the folder of its draft"):
+    with pytest.raises(ValueError, match=r"is a pair; give its draft, as .*/draft"):
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
 
 
