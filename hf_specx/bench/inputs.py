@@ -51,18 +51,10 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
-def whole_prompts(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    batch: int,
-    repeats: int,
-    new_tokens: int,
-) -> list[Inputs]:
-    """A batch of prompts for each repeat: all in order, and again from the first where there are not enough."""
+def in_batches(prompts: Sequence[str], rows: int, repeats: int) -> list[list[str]]:
+    """So many batches of prompts: all in order, and again from the first where there are not enough."""
     endless = itertools.cycle(prompts)
-    texts = [list(itertools.islice(endless, batch)) for _ in range(repeats)]
-    return [encode(tokenizer, target, each, new_tokens) for each in texts]
+    return [list(itertools.islice(endless, rows)) for _ in range(repeats)]
 
 
 def encode(

@@ -25,7 +25,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, settings_of, whole_prompts
+from .inputs import Inputs, encode, in_batches, settings_of
 from .prediction import Prediction
 from .store import provenance
 from .study import DraftTrial, Study
@@ -114,8 +114,8 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
     if tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
     for size in study.batches:
-        how = size, study.repeats, study.options["max_new_tokens"]
-        found[size] = whole_prompts(target.model, tokenizer, study.prompts, *how)
+        texts = in_batches(study.prompts, size, study.repeats)
+        found[size] = [encode(tokenizer, target.model, each, study.options["max_new_tokens"]) for each in texts]
     return found
 
 

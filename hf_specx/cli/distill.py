@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 DEFAULTS = TrainingRecipe()
 BATCHES = (1, 8)  # of which the new pair is timed
-HELP_START = f"{' or '.join(NEW_HEADS)} (a new head), or a draft of which a copy is trained, named as anywhere: {HELP_DRAFT.partition('), ')[2]}"
+HELP_START = f"{' or '.join(NEW_HEADS)} (a new head), or a draft of which a copy is trained, named as anywhere: "
+HELP_START += HELP_DRAFT.partition("), ")[2]  # all but suffix, which has no weights
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905

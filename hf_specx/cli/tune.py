@@ -109,8 +109,8 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
             known = figure(m.alpha or None), figure(m.cost_coefficient), str(m.num_draft_tokens)
             figures.append((str(m.batch), *known, *map(figure, ratios)))
         console.figures(list(TUNE_COLUMNS), figures)
-        speeds = trial.config.speeds() if trial.config else []
-        console.text("\n".join(speeds if trial is best else speeds[: len(trial.measurements)]))
+        told = trial.config.speeds() if trial.config else []
+        console.text("\n".join(told if trial is best else told[: len(trial.measurements)]))
     if measured:
         console.text("\n".join(f"{head}: {said}" for head, said in TUNE_COLUMNS.items()), "dim")
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)

@@ -153,8 +153,8 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
         furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
         z = cell["statistics"][furthest]["z"]
         off = f"{abs(z):.1f} standard errors {'above' if z > 0 else 'below'} what is expected"
-        note += f"; furthest off is {in_words(furthest)}, {off}; a correct pair is as far off in one of these ways with chance "
-        note += f"{cell['p_value']:.2g}"
+        note += f"; furthest off is {in_words(furthest)}, {off}; a correct pair is as far off in one of these ways "
+        note += f"with chance {cell['p_value']:.2g}"
     if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
     verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
