@@ -13,7 +13,7 @@ from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import known_card, known_config, render
-from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair, get_tokenizer
+from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
@@ -76,11 +76,6 @@ def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> D
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
     how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
     return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **how)
-
-
-def tokenizer_of(name: str, loading: Loading) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a target that is not loaded yet; None if it has none."""
-    return get_tokenizer(find_files(name), None, loading.trust_remote_code)
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:

@@ -66,9 +66,10 @@ def tune(
     prompts = read_prompts(source, "with --prompts FILE, on standard input, or use --repeats 0") if repeats else []
     with imports():
         from hf_specx.bench import tune as tuning
+        from hf_specx.hub.fetch import find_files, get_tokenizer
 
-        from .loading import check_template, in_words, save_best, study_of, texts_of, tokenizer_of
-    tokenizer = tokenizer_of(target, loading) if source.chat else None
+        from .loading import check_template, in_words, save_best, study_of, texts_of
+    tokenizer = get_tokenizer(find_files(target), None, loading.trust_remote_code) if source.chat else None
     check_template(tokenizer, source.chat)
     texts = texts_of(prompts, tokenizer)
     how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "options": sampling.given}

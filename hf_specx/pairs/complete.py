@@ -86,7 +86,7 @@ def _check_texts(texts: Any) -> None:
     """Whether these are several prompts; each of a list is looked at."""
     listed = texts if isinstance(texts, list) else []
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is not a list of strings, or of chats (lists of messages); put a single prompt into a list."
+    told = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
     require(several and not any(isinstance(text, dict) for text in listed), told)
     for index, prompt in enumerate(listed):
         _check_prompt(index, prompt)
