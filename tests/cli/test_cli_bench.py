@@ -35,6 +35,15 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
             assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
 
 
+def test_prompts_are_as_they_are(folder, texts):
+    """Unless they are asked to have a length; the pair's own have one."""
+    for more, told in (([], "whole prompts and"), (["--prompt-tokens", 5], "5 prompt and")):
+        options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 3, "--contender", "plain", *more]
+        result = specx(folder, "--prompts", texts, *options)
+        assert result.exit_code == 0, result.stderr
+        assert f"batch 3, {told} 6 new tokens" in result.stdout
+
+
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):
     tiny(vocab_size=280, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
     out = tmp_path / "results.json"

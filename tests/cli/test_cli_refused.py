@@ -60,6 +60,8 @@ OF_MODELS = {
     "prompt 1 is empty or has half a character": "generate --pair PAIR HALF",
     "brings no prompts of its own": "generate --demo --pair PAIR",
     "has no tokenizer, so it cannot read text": "bench UNREAD",
+    "my-pair is a pair, and no draft; name the draft in it": "bench PAIR --draft PAIR",
+    "/draft, or give the pair alone": "generate a --target MODEL --draft PAIR",
     "my-pair brings no prompts of its own; give some with --prompts FILE": "check PAIR",
     "is a model and no pair (it has no specx_config.json); name a draft for it, as --draft": "check MODEL",
     "'org/ngram' cannot be got from the Hub, and there is no folder of that name here": "bench PAIR --draft org/ngram",

@@ -205,7 +205,9 @@ def test_a_head_in_place_of_a_pairs_draft(pair, head_folder, tmp_path: Path):
         assert isinstance(again.draft, DraftHead)
         assert torch.equal(again.generate(**prompts(2), **CALL), pair.target.generate(**prompts(2), **CALL))
     with pytest.raises(ValueError, match="what follows head: is a model and no head"):
-        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=f"head:{tmp_path / 'pair'}")
+        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=f"head:{tmp_path / 'pair' / 'draft'}")
+    with pytest.raises(ValueError, match="pair is a pair, and no draft; name the draft in it, as .*pair/draft"):
+        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=tmp_path / "pair")
 
 
 def test_a_published_pair_with_a_head_by_string(pair, tmp_path: Path):
