@@ -70,7 +70,7 @@ def bench(
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
         from .loading import load_named, say_what_runs, texts_for
-    store, pair, console = Store(out, "schema", {}), load_named(named, loading, source.chat), Output()
+    store, pair = Store(out, "schema", {}), load_named(named, loading, source.chat)
     pair.config.prompts = texts_for(pair, prompts, named.name)
     settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
     cells = [replace(cell, **settings) for cell in cells]
@@ -79,7 +79,13 @@ def bench(
     with steps("contenders in turns", (1 + repeats) * len(cells) * len(names)) as bar:
         for cell in cells:
             store.add(measure_cell(cell, pair, typed(), bar.update))
-    for cell, measured in zip(cells, store.cells[-len(cells) :], strict=True):
+    show(dict(zip(cells, store.cells[-len(cells) :], strict=True)), names, settings["do_sample"])
+
+
+def show(cells: dict[Cell, dict[str, Any]], names: tuple[str, ...], do_sample: bool) -> None:
+    """Print what was measured of each cell, and what the names of contenders and columns mean."""
+    console = Output()
+    for cell, measured in cells.items():
         console.text(f"\n{cell}", "bold")
         console.figures(list(COLUMNS), rows_of(measured["contenders"]))
         for name, noted in measured["contenders"].items():
@@ -87,7 +93,7 @@ def bench(
                 console.text(f"{name} did not run: {noted['unavailable']}", "yellow")
     meanings = {kind: KINDS[kind] for kind in KINDS if kind in {way(name).kind for name in names}} | COLUMNS
     said = ["", *(f"{name}: {meaning}" for name, meaning in meanings.items() if meaning), AFTER_KINDS]
-    said += [] if settings["do_sample"] else [GREEDILY]
+    said += [] if do_sample else [GREEDILY]
     console.text("\n".join(said), "dim")
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import require, similar
 
 
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
@@ -39,8 +39,10 @@ def read_draft(name: str, *words: str) -> NamedDraft:
         require(known, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
         return NamedDraft(layers=int(number))
     model = name.removeprefix(OF_HEADS)
-    told = f"the draft {name!r} means nothing; give one of: {HELP_DRAFT}"
-    require(bool(model) and (":" not in model or "/" in model or Path(model).is_dir()), told)
+    meant = similar(model, (SUFFIX, *ELSEWHERE))
+    is_name = ":" not in model and not meant and re.fullmatch(r"(exit|layer)s?\W?\d+", model) is None
+    told = f"the draft {name!r} means nothing; {meant}give one of: {HELP_DRAFT}"
+    require(bool(model) and (is_name or "/" in model or Path(model).is_dir()), told)
     return NamedDraft(model=model)
 
 

@@ -23,6 +23,11 @@ def unwrapped(model: Any, adapters: bool = False) -> Any:
     return model
 
 
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether PEFT has put layers of its own into a model, which are not saved with it."""
+    return any(type(module).__module__.startswith("peft.tuners") for module in model.modules())
+
+
 def unwrapped_draft(draft: Any) -> Any:
     """The same for what drafts, a model or anything else; of a list each item."""
     return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.common.drafts import LAYERS
 from hf_specx.common.errors import require
-from hf_specx.common.wrappers import public_name
+from hf_specx.common.wrappers import has_adapters, public_name
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.models.prompts import Place
 
@@ -105,6 +105,8 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
     given = f"'{LAYERS}{count}'"
     told = f"{given}: the target has weights that are offloaded to memory or disk, which cannot be copied; "
     require(not any(weight.is_meta for weight in target.parameters()), told + "name a draft model instead.")
+    told = f"{given}: the target has adapters of PEFT, which its first layers have as well; train the draft of "
+    require(not has_adapters(target), told + "target.merge_and_unload().")
     layers, config = EarlyExitDraft(count).first_layers(target), copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)
     for name, value in list(vars(text).items()):

@@ -13,7 +13,7 @@ from plain import coupled
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding
+from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, Request, SpeculativeDecoding, distill
 
 
 peft = pytest.importorskip("peft")
@@ -94,3 +94,13 @@ def test_adapters_on_and_off():
             with target.disable_adapter():
                 assert torch.equal(target.generate(**prompts(3), **GREEDY), without)
         assert strategy.report.accepted > 0
+
+
+def test_what_has_adapters_is_merged_before_it_is_saved_or_copied(tmp_path: Path):
+    target = adapted()
+    with pytest.raises(ValueError, match=r"make the pair of target\.merge_and_unload"):
+        DraftTargetPair(target, near(tiny(), 0.05)).save_pretrained(tmp_path / "pair")
+    with pytest.raises(ValueError, match=r"train the draft of target\.merge_and_unload"):
+        distill(target, "layers:1", [[1, 2], [3, 4]] * 4)
+    assert not list(tmp_path.iterdir())
+    DraftTargetPair(target.merge_and_unload(), near(tiny(), 0.05)).save_pretrained(tmp_path / "pair")
