@@ -35,7 +35,7 @@ from .prepacked import Prepacked, switches_modes, use_prepacked
 from .slots import CACHE, Columns, Pool
 
 
-TRIED = torch.__version__ >= "2.13"  # with which forwards are recorded; Dynamo traces those of an earlier torch
+TRIED = "2.13" <= torch.__version__ < "2.15"  # with which forwards are recorded; with another torch Dynamo traces them
 EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed

@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_230,
+    "call": 11_250,
     "heads": 1_782,
-    "package": 21_960,
-    "tests": 23_780,
+    "package": 22_090,
+    "tests": 23_990,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 28, "functions": 221, "calls": 280}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`
 
 
 @pytest.fixture
