@@ -11,7 +11,8 @@ MAX_DRAFT_TOKENS = 20  # the largest number that "auto" considers
 COMPILED = (1, 2, 4, 7, 12, 20)  # of which torch compiles few forwards; the best of them loses 2 % at most
 FIXED_DRAFT_TOKENS = 5  # what "auto" drafts if costs are not known or must not be used
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-WEIGHT = 10.0  # candidates that this, or what earlier calls have seen, is worth, and at each depth the mean of all
+WEIGHT = 4.0  # candidates that this is worth, and at each depth the mean of all
+EARLIER = 10.0  # candidates that what earlier calls have seen is worth in a call, whose text may be another one
 FORGET = 0.98  # factor on the weight of earlier rounds at each round
 
 
@@ -48,7 +49,7 @@ class Survival:
 
     def __init__(self, alpha: float, together: bool = False):
         self.together = together
-        self.all = [alpha * WEIGHT, WEIGHT]  # kept and tried at all depths
+        self.all = [alpha * EARLIER, EARLIER]  # kept and tried at all depths
         self.depths: list[list[float]] = []  # the same at each depth
 
     def take(self, survival: Sequence[list[float]]) -> None:

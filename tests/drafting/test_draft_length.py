@@ -27,10 +27,10 @@ def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
 
 
 def test_a_first_round_is_weighed_against_what_is_assumed():
-    """(2 + 1) / (4 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
+    """(5 + 1) / (10 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
     survival = Survival(0.5)
     survival.take([[1.0]])
-    assert survival.chances(2) == pytest.approx([0.68, 0.68 * 0.6], rel=0.01)
+    assert survival.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
 
 
 def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
