@@ -1,7 +1,6 @@
 """What is given to `generate` where it is measured, prompts as batches, and what comes out."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,10 +50,14 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
-def in_batches(prompts: Sequence[str], rows: int, repeats: int) -> list[list[str]]:
-    """So many batches of prompts: all in order, and again from the first where there are not enough."""
-    endless = itertools.cycle(prompts)
-    return [list(itertools.islice(endless, rows)) for _ in range(repeats)]
+def whole_prompts(pair: DraftTargetPair, rows: int, repeats: int, new_tokens: int) -> list[Inputs]:
+    """So many batches of the pair's prompts, all of one width, so that nothing is compiled for one of them alone."""
+    told = "prompts as they are need a tokenizer and prompts; give the pair some, or a number of prompt tokens."
+    require(pair.tokenizer is not None and bool(pair.prompts), told)
+    texts = list(itertools.islice(itertools.cycle(pair.prompts), rows * repeats))
+    found = encode(pair.tokenizer, pair.target, texts, new_tokens)  # type: ignore[arg-type]
+    firsts = range(0, len(texts), rows)
+    return [{name: tensor[first : first + rows] for name, tensor in found.items()} for first in firsts]
 
 
 def encode(

@@ -25,7 +25,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, encode, in_batches, settings_of
+from .inputs import Inputs, encode, settings_of
 from .prediction import Prediction
 from .store import provenance
 from .study import DraftTrial, Study
@@ -114,7 +114,8 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
     if tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
     for size in study.batches:
-        texts = in_batches(study.prompts, size, study.repeats)
+        endless = itertools.cycle(study.prompts)
+        texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
         found[size] = [encode(tokenizer, target.model, each, study.options["max_new_tokens"]) for each in texts]
     return found
 
@@ -154,10 +155,11 @@ def try_draft(
 
 
 def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config,
-    in place of what was there."""
-    target, config = pair.target, pair.config
-    config.measurements = []
+    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
+
+    It comes in the place of what was there.
+    """
+    target, config, measurements = pair.target, pair.config, list[Measurement]()
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,
@@ -186,7 +188,8 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
             prediction = Prediction(strategy.costs.alpha.get(report.verification, 0.0), room)
             measured.predicted_speedup = prediction.speedup(found)
             measured.why_not_predicted = prediction.why_not(found)
-        config.measurements.append(measured)
+        measurements.append(measured)
+    config.measurements = measurements
     numbers = {m.num_draft_tokens for m in config.measurements}
     faster = all(m.measured_speedup > 1 for m in config.measurements)
     known = len(study.batches) > 1 and len(numbers) == 1 and report.verification != "greedy" and not chooses

@@ -12,7 +12,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .contenders import Contender
-from .inputs import encode, in_batches, prompts_of_length
+from .inputs import prompts_of_length, whole_prompts
 from .store import provenance
 from .timer import Advance, Timer, Timing, speedups, spread
 from .ways import PLAIN_NAME, Cell
@@ -51,9 +51,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     if cell.prompt_tokens:
         batches = [prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)]
     else:
-        assert pair.tokenizer is not None
-        texts = in_batches(pair.prompts, cell.batch, cell.repeats)
-        batches = [encode(pair.tokenizer, pair.target, each, cell.max_new_tokens) for each in texts]
+        batches = whole_prompts(pair, cell.batch, cell.repeats, cell.max_new_tokens)
     both: Any = pair.tokenizer, pair.draft_tokenizer
     tokenizers = None if draft is None or same_tokens(*both) else both
 

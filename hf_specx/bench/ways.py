@@ -59,8 +59,11 @@ class Cell:
         check_sampling(self.temperature, self.top_p, self.top_k)
         twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
         require(twice is None, f"contender {twice!r} is given twice; give each once.")
-        told = f"prompt_tokens={self.prompt_tokens} and max_new_tokens={self.max_new_tokens} leave no round to time; "
-        require(self.prompt_tokens >= 0 and self.max_new_tokens >= 2, f"{told}give 0 or more, and 2 or more.")
+        require(
+            self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is below 0; give more, or 0 for whole ones."
+        )
+        told = f"max_new_tokens={self.max_new_tokens} leaves no round to time; give 2 or more."
+        require(self.max_new_tokens >= 2, told)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What all commands print: tables, progress, and errors in one line; nothing that takes time is imported for it."""
 
 import os
+import re
 import signal
 import sys
 import warnings
@@ -104,7 +105,8 @@ def error_line(error: object) -> str:
     text = " ".join(str(error).split()).replace("do_sample=False", "--no-do-sample")
     for name in OPTIONS:
         option = f"--{name.replace('_', '-')}"
-        text = text.replace(f"{name}=True", option).replace(f"{name}=", f"{option} ")
+        text = re.sub(rf"\b{name}=True\b", option, text)
+        text = re.sub(rf"\b{name}=", f"{option} ", text)
     return text
 
 

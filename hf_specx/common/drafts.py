@@ -39,8 +39,8 @@ def read_draft(name: str, *words: str) -> NamedDraft:
         require(known, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
         return NamedDraft(layers=int(number))
     model = name.removeprefix(OF_HEADS)
-    meant = similar(model, (SUFFIX, *ELSEWHERE))
-    is_name = ":" not in model and not meant and re.fullmatch(r"(exit|layer)s?\W?\d+", model) is None
+    meant = similar(name, (SUFFIX, *words))
+    is_name = ":" not in model and not meant and re.fullmatch(r"(exit|layer)s?[\W_]?\d*", model) is None
     told = f"the draft {name!r} means nothing; {meant}give one of: {HELP_DRAFT}"
     require(bool(model) and (is_name or "/" in model or Path(model).is_dir()), told)
     return NamedDraft(model=model)

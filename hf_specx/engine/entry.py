@@ -24,15 +24,8 @@ OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, 
     "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
-OF_STRATEGIES = (
-    "num_draft_tokens",
-    "verification",
-    "layout",
-    "compile",
-    "costs",
-    "draft_tokenizer",
-    "tokenizer_match",
-)
+OF_STRATEGIES: tuple[str, ...] = ("draft_model", "num_draft_tokens", "verification", "layout", "compile", "costs")
+OF_STRATEGIES += ("stream_by", "draft_tokenizer", "tokenizer_match")
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 OF_ONE_REQUEST = """
@@ -222,7 +215,7 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
     try:
         check_values({"inputs": given.get("inputs")} | kwargs)
         for name in OF_STRATEGIES:
-            remedy = f"give it to SpeculativeDecoding({name}=...), or use hf_specx.generate, which takes both."
+            remedy = f"give it to SpeculativeDecoding({name}=...), or call hf_specx.generate without custom_generate=."
             require(name not in kwargs, f"{name}= is an option of the strategy, which was made already; {remedy}")
         for name, remedy in OF_DRAFTS.items():
             value = outer.get(name) if "tokenizer" in name else given.get(name)

@@ -128,6 +128,11 @@ class RequestQueue:
         self.completed.append(Completion(entry.index, tokens, reason, *given))
         self.chances[row] = []
 
+    def has_brought(self, error: Exception) -> bool:
+        """Whether the own processors of one request alone made an error, as where they exclude every token."""
+        known = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of torch.multinomial
+        return known and self.entries[0].has_processors
+
     def refuse(self, index: int, error: Exception) -> None:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))

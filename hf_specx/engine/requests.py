@@ -81,7 +81,7 @@ class Entry:
     Attributes:
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
-        alike: whether it has no processors of its own beside those of the call.
+        alike: whether it has the processors of the call and no others, `has_processors` whether it was given some.
         alone: whether it needs a batch of its own.
     """
 
@@ -92,6 +92,7 @@ class Entry:
     seeded: bool
     processors: Sequence[Processor]
     alike: bool
+    has_processors: bool
     stopping: Stopping
     alone: bool
 
@@ -142,8 +143,10 @@ class Preparing:
         processors, alone = self._with_masks(given)
         if seed is None:
             seed = int(torch.randint(MAX_SEED - 1, ())) if given.generation_config.do_sample else 0
-        alike = not any(x is not None for x in (request.logits_processor, *warps.values()))
-        entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
+        own_processors = request.logits_processor is not None
+        alike = not own_processors and all(value is None for value in warps.values())
+        known = index, ids, start, seed, request.seed is not None
+        entry = Entry(*known, processors, alike, own_processors, given.stopping, alone)
         check_length(given, entry.limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))

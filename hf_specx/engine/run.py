@@ -172,7 +172,7 @@ class Run:
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
         for row, error in self.stopping.dead(done, self.processors.barred).items():
-            if self.call.queue is None or self.call.queue.entries[row].alike:
+            if self.call.queue is None or not self.call.queue.entries[row].has_processors:
                 raise error
             self.stopping.stopped_at.setdefault(row, done.batch.counts[row])
             done.ended = sorted({*done.ended, row})

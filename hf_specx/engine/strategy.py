@@ -204,8 +204,8 @@ class SpeculativeDecoding(NoModel):
             if queue.entries[0].alone:
                 try:
                     queue.take_up(self.complete(self.call(given), earlier))
-                except (ValueError, RuntimeError) as error:  # as its own processors bring about
-                    if queue.entries[0].alike:
+                except (ValueError, RuntimeError) as error:
+                    if not queue.has_brought(error):
                         raise
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
@@ -276,9 +276,9 @@ class SpeculativeDecoding(NoModel):
             return run.output()
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
-        self.report = report if earlier is None else earlier + report
+        self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
-            output.speculation_report = self.report
+            output.speculation_report = report
         return output
 
     def _rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from hf_specx.common.errors import require
-from hf_specx.common.wrappers import has_adapters
+from hf_specx.common.wrappers import has_adapters, label_of
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
@@ -63,8 +63,9 @@ def save(
     check_folder(folder, overwrite)
     sources = {role: _source(pair, role, where) for role, where in {"target": target, "draft": draft}.items()}
     _check_draft(pair.draft, draft)
-    told = "the target has adapters of PEFT, which a pair does not save; make the pair of target.merge_and_unload()."
-    require(not has_adapters(pair.target), told)
+    for model in pair.models:
+        told = "has adapters of PEFT, which a pair does not save; make the pair of what its merge_and_unload() gives."
+        require(not has_adapters(model), f"{label_of(model)} {told}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
         new, old = Path(work) / "new", Path(work) / "old"

@@ -80,10 +80,8 @@ class DraftTargetPair(NoModel):
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: transformers passes over what it cannot call, and would decode plainly without a word."""
-        raise ValueError(
-            "custom_generate= is a pair; pass its .strategy, or call pair.generate, which brings the target."
-        )
+        """Refuses: as custom_generate= transformers would pass over what it cannot call, and decode plainly."""
+        raise ValueError("a pair is no function; call pair.generate(...), or pass custom_generate=pair.strategy.")
 
     @property
     def target(self) -> PreTrainedModel:

@@ -60,7 +60,7 @@ class CompleteBatches:
         if self.indices is None:
             indices = [0 if text is None else hash_of(text) % 2**32 for text in texts]
         else:
-            indices = list(map(int, batch[self.indices]))
+            indices = [0 if text is None else int(x) for text, x in zip(texts, batch[self.indices], strict=True)]
         told = f"the column {self.indices!r} has {min(indices, default=0)}; give ints of 0 or more."
         require(min(indices, default=0) >= 0, told)
         rows = zip(indices, texts, strict=True)

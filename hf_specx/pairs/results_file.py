@@ -218,12 +218,12 @@ class ResultsFile:
         new = self.path.with_name(f"{self.path.name}.sorting")
         try:
             with open(new, "wb") as in_order:
+                shutil.copymode(self.path, new)  # others may not be allowed to read it
                 for start in self.starts:
                     file.seek(start)
                     in_order.write(file.readline())
                 in_order.flush()
                 os.fsync(in_order.fileno())
-            shutil.copymode(self.path, new)  # others may not be allowed to read it
             os.replace(new, self.path)
         finally:
             new.unlink(missing_ok=True)  # there is still one after an error only

@@ -2,10 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
+import pytest
 from command import command
 from tiny import tiny
+from tiny_tokenizer import tiny_tokenizer
 
+from hf_specx.bench.contenders import Contender
 from hf_specx.bench.ways import KINDS, way
 
 
@@ -35,13 +39,21 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
             assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
 
 
-def test_prompts_are_as_they_are(folder, texts):
-    """Unless they are asked to have a length; the pair's own have one."""
-    for more, told in (([], "whole prompts and"), (["--prompt-tokens", 5], "5 prompt and")):
-        options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 3, "--contender", "plain", *more]
-        result = specx(folder, "--prompts", texts, *options)
-        assert result.exit_code == 0, result.stderr
-        assert f"batch 3, {told} 6 new tokens" in result.stdout
+@pytest.mark.parametrize(("more", "told"), [([], "whole prompts and"), (["--prompt-tokens", 5], "5 prompt and")])
+def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, told: str):
+    """Unless they are asked to have a length; all turns have the same width, for which torch may have compiled."""
+    given, call = [], Contender.__call__
+    monkeypatch.setattr(
+        Contender, "__call__", lambda own, inputs, options: given.append(inputs) or call(own, inputs, options)
+    )
+    options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 1, "--contender", "plain", *more]
+    result = specx(folder, "--prompts", texts, *options)
+    assert result.exit_code == 0, result.stderr
+    assert f"batch 1, {told} 6 new tokens" in result.stdout
+    lengths = [int(inputs["attention_mask"].sum()) for inputs in given]
+    own = [len(tiny_tokenizer()(text)["input_ids"]) for text in Path(texts).read_text().splitlines()[:2]]
+    assert sorted(set(lengths)) == sorted(set([5] if more else own))
+    assert {inputs["input_ids"].shape[1] for inputs in given} == {5 if more else max(own)}
 
 
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):

@@ -31,7 +31,7 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "error: '' is neither a folder": "tune NOTHING suffix --repeats 0",
     "has no results of this version": "bench --out NOTES",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
-    "--max-new-tokens 1 leave no round to time": "bench --max-new-tokens 1",
+    "--max-new-tokens 1 leaves no round to time": "bench --max-new-tokens 1",
     "--texts-per-phase 0 is not an int of 1 or more": "distill T eagle3 --out x --texts-per-phase 0",
     "--max-new-tokens 1 leaves nothing to compare": "check --max-new-tokens 1",
     "is no interrupted check of this version": "check no/pair --out BEGUN",

@@ -332,7 +332,7 @@ PLAIN = [
     ("ngram_size=3 is for prompt_lookup", partial(lookup, max_matching_ngram_size=3)),
     ("ngram_size=-1 is not", partial(lookup, max_matching_ngram_size=-1, prompt_lookup_num_tokens=4)),
     (r"option of the strategy, .* SpeculativeDecoding\(num_draft_tokens=", lambda: call(num_draft_tokens=3)),
-    (r"is a pair; pass its \.strategy, or call", lambda: get("target").generate(IDS, custom_generate=pair())),
+    (r"a pair is no function; call pair\.generate", lambda: get("target").generate(IDS, custom_generate=pair())),
     ("config is a str; pass a PairConfig", lambda: DraftTargetPair(get("target"), get("draft"), None, "tokenizer")),
     ("custom_generate= has no .*; use", lambda: pair().generate(IDS, custom_generate="org/x")),
     ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),

@@ -122,6 +122,23 @@ def test_a_request_whose_own_processors_exclude_every_token(batch_size: int, sta
         completed(strategy, target, [[1, 2, 3]], logits_processor=[Ending(6, True)], **SAMPLED)
 
 
+def failing(*_):
+    raise RuntimeError("no device is left")
+
+
+@pytest.mark.parametrize("stateless", [True, False], ids=["in a batch", "in order"])
+def test_an_error_that_no_request_has_brought_is_that_of_all(stateless: bool):
+    """Of the target, also if the request has processors of its own; and of what was given for all requests."""
+    target = tiny()
+    strategy, own = SpeculativeDecoding(near(target, 0.1)), [Ending(99, stateless)]
+    asked = [Request([1, 2, 3], temperature=0.9)]
+    with pytest.raises(RuntimeError, match="no next token after 3 new ones"):
+        completed(strategy, target, asked, logits_processor=[Ending(6, True)], **SAMPLED)
+    target.register_forward_pre_hook(failing)
+    with pytest.raises(RuntimeError, match="no device is left"):
+        completed(strategy, target, [Request([1, 2, 3], logits_processor=own)], **SAMPLED)
+
+
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
 def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
     """So it is an error at once; a later one is refused alone, and its tokens are none that could be an answer."""

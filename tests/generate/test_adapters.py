@@ -98,7 +98,7 @@ def test_adapters_on_and_off():
 
 def test_what_has_adapters_is_merged_before_it_is_saved_or_copied(tmp_path: Path):
     target = adapted()
-    with pytest.raises(ValueError, match=r"make the pair of target\.merge_and_unload"):
+    with pytest.raises(ValueError, match=r"make the pair of what its merge_and_unload"):
         DraftTargetPair(target, near(tiny(), 0.05)).save_pretrained(tmp_path / "pair")
     with pytest.raises(ValueError, match=r"train the draft of target\.merge_and_unload"):
         distill(target, "layers:1", [[1, 2], [3, 4]] * 4)

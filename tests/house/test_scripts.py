@@ -11,8 +11,8 @@ from hf_specx.hub.flatten import PACKAGE
 MOST = {
     "call": 11_250,
     "heads": 1_782,
-    "package": 22_090,
-    "tests": 23_990,
+    "package": 22_100,
+    "tests": 24_030,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`

@@ -102,6 +102,12 @@ def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
         load(folder, target=pair().target, trust_remote_code=True)  # the tokenizer alone would be read by it
 
 
+def test_code_that_is_not_trusted_is_not_asked_for(folder: Path):
+    """A model of transformers' own may keep the name of the code that it once came with."""
+    edit("config.json", auto_map={"AutoConfig": "org/other--own.Config"})(folder)
+    assert weights_equal(load(folder).target, pair().target)
+
+
 def test_a_folder_of_code_is_not_looked_at(folder: Path):
     """The `custom_generate` of a pair is for those who have nothing of ours installed, and trust it."""
     with_code("custom_generate/generate.py", "generate")(folder)

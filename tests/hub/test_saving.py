@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from card_cases import full
 from repositories import weights_equal
 from tiny import near, prompts, tiny
@@ -32,6 +33,16 @@ def pair() -> DraftTargetPair:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_adapters_are_merged_before(pair: DraftTargetPair, tmp_path: Path, role: str):
+    """They are not in the files of a model."""
+    adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    getattr(pair, role).model.layers[0].mlp.up_proj = adapter(32, 64, bias=False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has adapters of PEFT, .* merge_and_unload"):
+        pair.save_pretrained(tmp_path / "pair")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path, recwarn: pytest.WarningsRecorder):

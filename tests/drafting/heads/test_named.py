@@ -131,7 +131,7 @@ def test_names_are_those_of_commands(target, folders, monkeypatch, name: str):
         ("exit:0", "names no number of layers"),
         ("ngram:4", "means nothing; give one of: suffix"),
         ("sufix", "means nothing; did you mean 'suffix'"),
-        ("exit2", "means nothing; did you mean 'exits'"),
+        ("exit2", "means nothing; give one of: suffix"),
         ("layers-2", "means nothing; give one of: suffix"),
         ("exits", "stands for several numbers of layers"),
         ("head:model", "is a model and no head; leave head: out"),
