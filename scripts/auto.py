@@ -6,7 +6,8 @@
 "windows" has, of a model whose layers see 128 tokens, a step of plain `generate` and a round of 5 candidates, behind
 prompts of 500 and of 4,000 tokens; with --compile the round is compiled.
 Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
-for, so that other work on the machine counts little. Each figure is a median over turns, from the fourth call on.
+for, so that other work on the machine counts little. Each figure is of the turns from the fourth call on: the mean of
+a call, since texts that are drawn take more or fewer rounds by chance, and the median of a round.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, 
 
 
 def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
-    """Median seconds of each way."""
+    """Mean seconds of each way."""
     draft = models(pair)[1]
     ways: dict[str, Any] = {"plain": None, "auto": SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))}
     if part == "paying":
@@ -86,7 +87,7 @@ def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             torch.manual_seed(turn)
             found[name].append(seconds(pair, ways[name], ids, rows, part))
-    return {name: statistics.median(each[FIRST:]) for name, each in found.items()}
+    return {name: statistics.fmean(each[FIRST:]) for name, each in found.items()}
 
 
 def rounds(length: int, rows: int, turns: int, compile: bool) -> dict[str, float]:
