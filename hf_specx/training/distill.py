@@ -42,7 +42,7 @@ from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_argumen
 
 
 OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
-PASSES_OF_BLOCKS = 32  # of a new DSpark head, of whose blocks a step has one in eight
+PASSES_OF_HEADS = 32  # of a new head, of whose drafts a step has one in eight
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
 
@@ -107,7 +107,7 @@ def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) ->
     check_target(target)
     given = {name: value for name, value in given.items() if name not in OF_GENERATION or value is not None}
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    usual = {"passes": PASSES_OF_BLOCKS} if draft == "dspark" else {}
+    usual = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
     return usual | given | settings_of(target, drawn)
 
 

@@ -19,13 +19,13 @@ from hf_specx.drafting.suffix import SuffixDraft
 
 from .draft import Learner, Tokenizers, named
 from .losses import Predicted
-from .places import PLACES
+from .places import DRAFTS, places
 from .reading import Said, Text
 from .recipe import TrainingRecipe
 
 
 MOST = 512  # tokens of a text that are learned from, its last ones: memory and time of a step grow with them
-EVERY = 8  # of how many tokens one is begun a block behind in a step of training, from a random one on
+EVERY = 8  # of how many tokens one has a draft behind it in a step of training, from a random one on
 INITIAL = 0.02  # standard deviation of weights that start at random
 RANK = 128  # of what the token before adds to the scores of a new DSpark head, and half of its width at most
 RAREST = 256  # ids of which one is the mask
@@ -39,7 +39,7 @@ class HeadDraft(Learner):
 
     Args:
         target: whose states it reads.
-        start: one of the kinds in `PLACES` to go on with, or one of `NEW_HEADS`.
+        start: one of the kinds in `DRAFTS` to go on with, or one of `NEW_HEADS`.
     """
 
     def __init__(
@@ -59,11 +59,10 @@ class HeadDraft(Learner):
         require(not output.weight.is_meta or own_head, f"{told}target without offloading.")
         config: Any = new_config(target, str(start), recipe) if head is None else head.config
         told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
-        require(config.kind in PLACES, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
+        require(config.kind in DRAFTS, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
         with torch.device("meta"):
             self.places = (head or DraftHead(config)).places(target)
         self.rate = recipe.rate(config.hidden_size, "head" if head is None else "draft")
-        self.every = 1 if config.kind == "eagle3" else EVERY
         self.made_from, self.in_words = start, f"a new {config.kind} head with random weights"
         if head is not None:
             self.in_words = named(head)
@@ -87,7 +86,7 @@ class HeadDraft(Learner):
 
     def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
         weight, entries, begin = next(model.parameters()), [], 0
-        every = 1 if draws is None else self.every
+        every = 1 if draws is None else EVERY
         for (prompt, new), seen, draw in zip(texts, said.states, draws or [0] * len(texts), strict=True):
             ids = torch.tensor([*prompt, *new])
             first, last = max(0, len(ids) - 2 - MOST), max(1, len(ids) - 2)
@@ -121,15 +120,16 @@ class HeadOnTexts(nn.Module):
 
     def __init__(self, draft_head: DraftHead, target: PreTrainedModel, steps: int):
         super().__init__()
-        self.draft_head, self.drafter, self.steps = draft_head, draft_head.of(target), steps
+        self.draft_head, self.drafter, most = draft_head, draft_head.of(target), draft_head.body.most
+        self.steps = steps if most is None else min(steps, most)
 
     def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:
         """Logits [M, V_d] in float32 of all places, the number of each [M], and how many are before it in its draft.
 
-        Arguments as those of `places.unrolled`.
+        Arguments as those of `places.places`.
         """
         body, found, memory = self.draft_head.body, [], None
-        for step, before, rows, normed in PLACES[body.config.kind](self, *texts):
+        for step, before, rows, normed in places(self, *texts):
             memory = None if step == 0 or memory is None else memory[: len(rows)]
             given = self.drafter.scored(normed), normed, before[:, None], memory, False
             scores, memory, _ = body.scored(*given)

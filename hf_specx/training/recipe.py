@@ -35,7 +35,7 @@ class TrainingRecipe:
             judged on held-out prompts, and saved.
         texts_per_phase: new texts of a phase.
         passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
-            far; 32 for a new DSpark head, whose steps cost little, unless it is given.
+            far; 32 for a new head, whose steps cost little, unless it is given.
         patience: training stops after so many phases in a row without a new best α.
         learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
             for each text that is written, best with prompts that are text of the kind that will be generated.

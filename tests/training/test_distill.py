@@ -68,8 +68,8 @@ def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch
             distill(target, draft, some_prompts(), **options)
     with pytest.raises(ZeroDivisionError):
         distill(target, "dspark", some_prompts())
-    assert seen.pop().passes == 32  # of its cheap steps
-    own.do_sample, options = False, {"phases": 1, "passes": 1, "seed": 0, "bf16": False}
+    assert seen.pop().passes == 32  # of cheap steps
+    own.do_sample, options = False, {"phases": 1, "passes": 1, "texts_per_phase": 8, "seed": 0, "bf16": False}
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     tokens = torch.arange(500) % 48
     with pytest.raises(ZeroDivisionError):  # the embedded pair samples, whatever its target's config says
