@@ -11,7 +11,7 @@ from hf_specx.hub.flatten import PACKAGE
 MOST = {
     "call": 11_250,
     "heads": 1_782,
-    "package": 22_100,
+    "package": 22_110,
     "tests": 24_030,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
