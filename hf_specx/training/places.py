@@ -34,8 +34,9 @@ def places(model: Any, tokens: Tensor, states: Tensor, numbers: Tensor, begins: 
     most, nowhere = model.steps, tokens.shape[1]
     entries = Entries(body.config, torch.arange(nowhere, device=tokens.device).expand(tokens.shape))
     numbers, tokens = nn.functional.pad(numbers, (0, most), value=-1), nn.functional.pad(tokens, (0, most))
-    # rows that begin fewer have others at `nowhere`, which propose nothing
-    parts = nn.utils.rnn.pad_sequence([row.nonzero()[:, 0] for row in begins], True, nowhere).split(AT_ONCE, 1)
+    # rows that begin fewer than others, or none, have some at `nowhere`, which propose nothing
+    anchors = nn.utils.rnn.pad_sequence([row.nonzero()[:, 0] for row in begins], True, nowhere)
+    parts = nn.functional.pad(anchors, (0, not anchors.shape[1]), value=nowhere).split(AT_ONCE, 1)
     drafts = DRAFTS[body.config.kind](model, entries, tokens, states, parts)
     for part, normed in zip(parts, drafts, strict=True):
         at = (part[..., None] + torch.arange(most, device=part.device)).flatten(1)

@@ -93,6 +93,18 @@ def test_each_block_is_learned_in_one_of_so_many_steps(tmp_path: Path, monkeypat
             torch.testing.assert_close(logits, whole[place], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", NEW_HEADS)
+def test_short_texts_behind_which_no_draft_begins(kind: str):
+    """There is nothing to learn in such a step."""
+    target = tiny(num_hidden_layers=8, initializer_range=0.2)
+    learner = learner_of(new_head(target, kind, torch.ones(48), TrainingRecipe()), target, num_draft_tokens=3)
+    said = Remembered(target, learner.places, 4, 0).said(TEXTS[2:])
+    numbers = [len(learner.predict(learner.trained, TEXTS[2:], said, [draw]).rows) for draw in range(EVERY)]
+    assert numbers == [1, *[0] * (EVERY - 1)]
+    learner.predict(learner.trained, TEXTS[2:], said, [1]).logits.sum().backward()
+    assert not any(weight.grad.any() for weight in learner.trained.parameters() if weight.grad is not None)
+
+
 def test_a_new_head_for_a_part_of_the_vocabulary():
     """The most frequent ids; its output starts as the target's rows of these; it is the same again under a seed.
 
