@@ -12,7 +12,7 @@ MOST = {
     "call": 11_250,
     "heads": 1_782,
     "package": 22_110,
-    "tests": 24_040,
+    "tests": 24_045,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`

@@ -17,6 +17,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from zoo import build
 
 from hf_specx import DraftTargetPair, distill
+from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.hub.cards import render
 from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
@@ -66,9 +67,10 @@ def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch
         own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
         with pytest.raises(ZeroDivisionError):
             distill(target, draft, some_prompts(), **options)
-    with pytest.raises(ZeroDivisionError):
-        distill(target, "dspark", some_prompts())
-    assert seen.pop().passes == 32  # of cheap steps
+    for kind in NEW_HEADS:
+        with pytest.raises(ZeroDivisionError):
+            distill(target, kind, some_prompts())
+        assert seen.pop().passes == 32  # of cheap steps
     own.do_sample, options = False, {"phases": 1, "passes": 1, "texts_per_phase": 8, "seed": 0, "bf16": False}
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     tokens = torch.arange(500) % 48

@@ -76,13 +76,15 @@ def predicted(learner: Learner, draw: int | None) -> tuple[dict[tuple[int, int],
     return dict(zip(places, found.logits, strict=True)), found.share
 
 
-def test_each_block_is_learned_in_one_of_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the number that is drawn for a text; however many blocks there are at once."""
+@pytest.mark.parametrize("kind", NEW_HEADS)
+def test_each_draft_is_learned_in_one_of_so_many_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the number that is drawn for a text; however many drafts there are at once."""
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
-    form = random_head("dspark", markov="rnn", confidence=True)
+    form = random_head(kind, **({"markov": "rnn", "confidence": True} if kind == "dspark" else {}))
     head = DraftHead.from_pretrained(write(form, tmp_path), target=target)
     learner = learner_of(head, target, num_draft_tokens=3)
-    assert not any(x.requires_grad for x in learner.trained.draft_head.body.confidence_head.parameters())
+    trained = dict(learner.trained.draft_head.named_parameters())
+    assert not any(weight.requires_grad for name, weight in trained.items() if "confidence" in name)
     whole, share = predicted(learner, None)
     monkeypatch.setattr("hf_specx.training.places.AT_ONCE", 2)
     parts = [predicted(learner, draw) for draw in range(EVERY, 2 * EVERY)]
