@@ -192,6 +192,7 @@ def main(
     passes: Annotated[int, typer.Option(help="how often a text is trained on")] = 6,
     seed: int = 0,
     draft: Annotated[str | None, typer.Option(help="eagle3 or dspark, a new head; else as anywhere")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="else as distill takes it")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="the draft in mixed precision, faster on some CPUs")] = False,
 ) -> None:
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
@@ -216,8 +217,8 @@ def main(
         train_target(target, tokens, seed, work, steps, rate)
     target.config.eos_token_id = target.generation_config.eos_token_id = None  # texts go on after the end of a file
     start_from: Any = draft if is_new else "eagle3" if pair is None else pair.draft
-    how = {"phases": phases, "texts_per_phase": texts_per_phase, "passes": passes, "seed": seed, "bf16": bf16}
-    made = distil_draft(target, start_from, tokens, unseen, work, **how)
+    how = {"phases": phases, "texts_per_phase": texts_per_phase, "passes": passes, "learning_rate": learning_rate}
+    made = distil_draft(target, start_from, tokens, unseen, work, **how, seed=seed, bf16=bf16)
     print(str(made))
     notes: str = made.pair.config.notes
     trained: Any = made.pair.draft

@@ -18,6 +18,7 @@ MEMORY = 100  # how many candidates the acceptance of earlier calls is worth whe
 PAYS_FOR_TIMING = 400  # rounds with candidates; timing the forwards of a batch size takes about as long as 20 of them
 RECENT = 15  # at most so many last rounds of a size count; their median is used
 ENOUGH = 4  # rounds of a size to be seen before they are used
+PROBE_SHARE = 0.01  # of the time of plain steps that may be lost by trying a draft that does not pay
 ASSUMED = 0.2  # what a candidate, or a step of a draft, adds to a round, as a part of it, where no times may be used
 
 

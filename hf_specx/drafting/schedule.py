@@ -13,7 +13,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
 
-from .costs import Pace
+from .costs import PROBE_SHARE, Pace
 from .draft_length import COMPILED, FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, Survival, best_number
 
 
@@ -23,7 +23,6 @@ UNSET = {  # what `generate` fills in before it calls a strategy, whether or not
     "assistant_confidence_threshold": 0.4,
 }
 TRIAL = 5  # rounds that try a draft, one of which may take the time to read what is missing
-PROBE_SHARE = 0.01  # of the time of plain steps that may be lost by trying a draft that does not pay
 
 
 class Drafting(NamedTuple):
@@ -141,7 +140,7 @@ class Auto(Schedule):
     Attributes:
         trial: rounds for which a draft that does not pay is tried.
         unread: tokens of a row, at most, that the draft has not read.
-        saved: plain steps' worth of time that may be lost by trying the draft.
+        saved: plain steps' worth of time that may be lost by trying the draft; `price`: what that is expected to lose.
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
@@ -156,7 +155,13 @@ class Auto(Schedule):
         self.unread = self.prompt = max(batch.prompt_lengths)
         self.trial, self.saved = TRIAL if alpha is None else 0, self.costs.saved
         self.seconds: list[float] = []
+        self.price = 0.0
         self.wanted = self._next(learned=True)
+
+    def is_idle(self) -> bool:
+        """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
+        shown = not (self.wanted or self.trial) and self.pace.has_seen_plain(self.rows)
+        return shown and self.saved + PROBE_SHARE * self.room < self.price
 
     def number(self, row: int) -> int:
         return FIXED_DRAFT_TOKENS if self.seeded.get(row, False) else self.wanted
@@ -186,16 +191,17 @@ class Auto(Schedule):
         if learned or seconds is not self.seconds:
             self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
         plain, reading = self.seconds[0], 0.0
-        price = TRIAL * max(0.0, 1 - self.gain) * self.seconds[self.best] / plain  # what trying it is expected to lose
-        if self.unread and (self.trial or self.gain > 1 or price <= self.saved):
+        self.price = TRIAL * max(0.0, 1 - self.gain) * self.seconds[self.best] / plain
+        if self.unread and (self.trial or self.gain > 1 or self.price <= self.saved):
             reading = self.pace.reading(self.rows, self.unread) / plain
+            self.price += reading
         if self.trial and reading <= self.room / 2:  # else even a good draft would hardly save what it reads
             return self.best
         if self.room * (1 - 1 / self.gain) > reading:  # what it saves, and what it costs to begin
             return self.best if self.pace.has_seen_plain(self.rows) else 0
-        if price + reading > self.saved:
+        if self.price > self.saved:
             return 0
-        self.saved -= price + reading
+        self.saved -= self.price
         self.trial = TRIAL
         return self.best
 

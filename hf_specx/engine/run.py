@@ -88,6 +88,15 @@ class Run:
         own = [p if can_look_ahead(p) else guide(p, call.prompt, call.layout.target) for p in call.processors]
         return Processors(own, ends), of_draft
 
+    def is_idle(self) -> bool:
+        """Whether "auto" will hardly draft in all of the call: candidates take forwards, and do not pay."""
+        call, batch, free = self.call, self.batch, self.drafter.parts or self.draft_processors.mask_size
+        apart = call.queue is not None or call.seeds is not None or call.synced or call.shared
+        asked = call.drafting.number is not None or call.options.compile or call.options.listeners
+        if free or apart or asked or len(batch.rows) not in self.costs.table:
+            return False
+        return Auto(Pace(self.costs), call.verification, batch).is_idle()
+
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
         call = self.call

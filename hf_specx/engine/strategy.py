@@ -20,14 +20,14 @@ from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.costs import PROBE_SHARE, Costs
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.heads.named import loaded, read_names
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import Prompt, prepare
 
-from .call import Call, make_call, warn_once
+from .call import DOES_NOT_PAY, Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
@@ -271,11 +271,14 @@ class SpeculativeDecoding(NoModel):
         """Decode a call to its end; the report goes on from an earlier one."""
         if not call.plain:
             run = Run(call, self.costs)
-            for _ in self._rounds(run, earlier):
-                pass
-            return run.output()
+            if not run.is_idle():
+                for _ in self._rounds(run, earlier):
+                    pass
+                return run.output()
+            call = replace(call, plain=DOES_NOT_PAY)
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
+        self.costs.saved += PROBE_SHARE * report.plain_steps
         self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = report

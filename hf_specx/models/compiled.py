@@ -16,7 +16,7 @@ from .layers import RingLayer
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import capacity_bucket, forward, length_bucket, regions_of, row_bucket
+from .regions import capacity_bucket, forward, length_bucket, regions_of
 from .slots import MARGIN, columns_of, move
 
 
@@ -78,8 +78,8 @@ def has_compiler(device_type: str) -> bool:
 class CompiledDecoder(RaggedDecoder):
     """A `RaggedDecoder` whose forwards after the prompts are compiled.
 
-    The buffers have as many rows as the next power of two. The R decoding rows are the first; the others are idle:
-    token 0 is fed into their first slots, and what comes of it is not used.
+    The buffers have a power of two of rows. The R decoding rows are the first; the others are idle: token 0 is fed
+    into their first slots, and what comes of it is not used.
     """
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
@@ -98,15 +98,15 @@ class CompiledDecoder(RaggedDecoder):
         with PackedLinear(self.regions.prepacked):
             super().read()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
-        self._resize(row_bucket(self.rows), capacity_bucket(slots))
+        self._resize(self.regions.rows(self.rows), capacity_bucket(slots))
 
-    def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
-        """Move rows, as in `move`, to buffers of another size."""
+    def _resize(self, rows: int, capacity: int) -> None:
+        """Have what the rows hold in buffers of another size."""
         before, layers = columns_of(self.cache), self.cache.layers
         ring = min(capacity, self.cache.slots.ring)
         slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
         buffers = self.regions.pool.take(self, rows, slots, before)
-        move(before, buffers, index)
+        move(before, buffers)
         for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
         self.buffers, self.capacity, self.given = buffers, capacity, {}
@@ -137,7 +137,9 @@ class CompiledDecoder(RaggedDecoder):
         return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        count = tokens.shape[1]
+        held, count = len(self.buffers[0][0]), tokens.shape[1]
+        if (rows := self.regions.rows(len(tokens), held)) < held:
+            self._resize(rows, self.capacity)
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
         starts = batch.ends + (self.width - batch.width + ahead - count)
@@ -195,12 +197,8 @@ class CompiledDecoder(RaggedDecoder):
 
     def leave(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
-        stay = stay.to(self.device)
-        if row_bucket(len(stay)) < len(self.buffers[0][0]):
-            self._resize(row_bucket(len(stay)), self.capacity, stay)
-        else:
-            move(self.buffers, self.buffers, stay)
-            self.given = {}
+        move(self.buffers, self.buffers, stay.to(self.device))
+        self.given = {}
 
     def _feed_last(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""

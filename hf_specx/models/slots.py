@@ -212,7 +212,7 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
     return made
 
 
-def move(source: Columns, target: Columns, index: torch.Tensor | None) -> None:
+def move(source: Columns, target: Columns, index: torch.Tensor | None = None) -> None:
     """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
     for old, new in zip(source, target, strict=True):
         for x, y in zip(old, new, strict=True):

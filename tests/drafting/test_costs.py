@@ -2,10 +2,13 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import zoo
+from plain import coupled
 from tiny import near, prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -197,6 +200,39 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     assert (set(costs.table), costs.to_dict()["table"], costs.knows(2)) == ({2}, {}, False)
     strategy.calibrate(target, prompts(2)["input_ids"])
     assert report.cost_coefficient > 0
+
+
+@pytest.mark.filterwarnings("ignore:transformers' own sampler decodes")
+def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
+    """Until enough steps have been plain to try the draft again; nothing else that a call asks for is lost."""
+    target, row = tiny(), {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}
+    costs = Costs({2: row}, {"coupled": 0.02}, {2: {0: 1.0, 2: 4.0}}, clock=lambda: 0.0, saved=7.0)
+    strategy, plainly = coupled(target, 0.1, num_draft_tokens="auto", costs=costs), []
+    for seed in range(9):
+        texts = []
+        for custom in (None, strategy):
+            torch.manual_seed(seed)
+            texts.append(target.generate(**prompts(2), **SAMPLED, custom_generate=custom))
+        assert torch.equal(*texts)
+        plainly.append(strategy.report.layout == "plain")
+        if seed == 0:
+            assert "slower" in strategy.report.layout_reason
+            assert costs.saved == pytest.approx(7.0 + 0.01 * strategy.report.plain_steps)
+    assert plainly.count(False) == 1  # which took what was saved
+    assert plainly[:2] == [True, True]
+    both = SpeculativeDecoding([SuffixDraft(), near(target, 0.1)], verification="coupled", costs=costs)
+    looked_at = coupled(target, 0.1, num_draft_tokens="auto", costs=costs)
+    looked_at.listeners = (SimpleNamespace(observe=lambda done: None),)
+    for way, call in (
+        (both, {}),
+        (looked_at, {}),
+        (strategy, {"seeds": [1, 2]}),
+        (strategy, {"num_assistant_tokens": 2}),
+    ):
+        target.generate(**prompts(2), **SAMPLED, **call, custom_generate=way)
+        assert way.report.layout == "ragged"
+    list(strategy.generate_many(target, prompts(2)["input_ids"].tolist(), batch_size=2, **SAMPLED))
+    assert strategy.report.layout == "ragged"
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,14 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
-def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.FixtureRequest):
+def test_two_buckets_of_rows(
+    compiler: str, taken: list, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
     """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`.
 
     The kernels of each are compiled in one file.
     """
+    monkeypatch.setattr(regions, "PAYS", 0)
     files = request.getfixturevalue("traced" if compiler == "traced" else "files")
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
@@ -119,6 +122,16 @@ def test_two_buckets_of_rows(compiler: str, taken: list, request: pytest.Fixture
         strategy = SpeculativeDecoding(draft, num_draft_tokens=2, verification="block", compile=compile)
         texts.append(target.generate(**prompts(4), **SAMPLED, **ENDS, custom_generate=strategy))
     assert torch.equal(*texts)
+
+
+def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
+    """Until then those of a batch that has ended in part are idle, in as few buffer rows as are compiled already."""
+    monkeypatch.setattr(regions, "PAYS", 30)
+    target, draft = pair(num_hidden_layers=1, pad_token_id=1)
+    compilations = [same(target, draft, **SAMPLED, **ENDS).compilations for _ in range(9)]
+    assert compilations[0] == sum(compilations[1:]) == 3
+    assert compilations[-1] == 0
+    assert [rows for rows, _ in taken[:2] + taken[-4:]] == [4, 4, 4, 4, 2, 2]
 
 
 @pytest.mark.parametrize("model_type", [slow("gpt2"), slow("gemma2")])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of, row_bucket
+from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of
 from hf_specx.models.slots import MARGIN, Columns, Pool, move
 
 from .body import Body
@@ -21,16 +21,17 @@ class Layers:
         model: the head, if its layers are compiled; those that read prompts are not.
 
     Attributes:
-        buffers: of keys and values, of which the first `rows` are those of the decoding ones.
+        rows: of the buffers of keys and values; the first are those of the decoding ones.
         usual: candidates of the round with most.
     """
 
     def __init__(self, body: Body, rows: int, room: int, model: PreTrainedModel | None = None):
         weight, config = next(body.parameters()), body.config
-        self.body, self.rows, self.room, self.usual = body, rows, room + MARGIN, 0
+        self.body, self.room, self.usual = body, room + MARGIN, 0
         self.rotary = Rotary(config, weight.device)
         self.regions: Regions | None = None if model is None else regions_of(model, weight.device)
         self.compiled_before = 0 if self.regions is None else self.regions.compilations
+        self.rows = rows if self.regions is None else self.regions.rows(rows)
         sizes, layers = (config.num_key_value_heads, 0, config.head_dim), config.num_hidden_layers
         self.buffers: Columns = [2 * (weight.new_zeros(1, *sizes),)] * (layers if body.has_keys else 0)
 
@@ -55,16 +56,16 @@ class Layers:
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
-        self.rows = len(stay)
+        self.rows = len(stay) if self.regions is None else self.rows
         if self.capacity:
             self._move(self.capacity, stay)
 
     def _move(self, capacity: int, index: torch.Tensor | None = None) -> None:
         """Have the rows at `index`, or all, in buffers of this size."""
-        before, rows = self.buffers, self.rows if self.regions is None else row_bucket(self.rows)
-        if before[0][0].shape[::2] != (rows, capacity):
+        before = self.buffers
+        if before[0][0].shape[::2] != (self.rows, capacity):
             pool = Pool() if self.regions is None else self.regions.pool
-            self.buffers = pool.take(self, rows, [capacity] * len(before), before)
+            self.buffers = pool.take(self, self.rows, [capacity] * len(before), before)
         move(before, self.buffers, index)
 
     def __call__(self, part: str, places: Places | None, *inputs: Any) -> Any:
@@ -77,7 +78,10 @@ class Layers:
 
     def _compiled(self, regions: Regions, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
         first = inputs[0] if places is None else places.slots
-        count, rows = len(first), row_bucket(len(first))
+        count, before = len(first), self.rows
+        self.rows = rows = regions.rows(count, before)
+        if rows < before and self.buffers:
+            self._move(self.capacity)
         sizes: tuple[Any, ...] = ()
         if places is not None:
             sizes = self.capacity or capacity_bucket(places.extent), places.block
