@@ -140,7 +140,7 @@ class Auto(Schedule):
     Attributes:
         trial: rounds for which a draft that does not pay is tried.
         unread: tokens of a row, at most, that the draft has not read.
-        saved: plain steps' worth of time that may be lost by trying the draft; `price`: what that is expected to lose.
+        saved: plain steps' worth of time that may be lost by trying the draft; `price`: what it is expected to lose.
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
@@ -160,8 +160,10 @@ class Auto(Schedule):
 
     def is_idle(self) -> bool:
         """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
-        shown = not (self.wanted or self.trial) and self.pace.has_seen_plain(self.rows)
-        return shown and self.saved + PROBE_SHARE * self.room < self.price
+        if self.wanted or self.trial or not self.pace.has_seen_plain(self.rows):
+            return False
+        reading = self.pace.reading(self.rows, self.unread) / self.seconds[0]
+        return self.saved + PROBE_SHARE * self.room < self.price + reading
 
     def number(self, row: int) -> int:
         return FIXED_DRAFT_TOKENS if self.seeded.get(row, False) else self.wanted
@@ -194,14 +196,13 @@ class Auto(Schedule):
         self.price = TRIAL * max(0.0, 1 - self.gain) * self.seconds[self.best] / plain
         if self.unread and (self.trial or self.gain > 1 or self.price <= self.saved):
             reading = self.pace.reading(self.rows, self.unread) / plain
-            self.price += reading
         if self.trial and reading <= self.room / 2:  # else even a good draft would hardly save what it reads
             return self.best
         if self.room * (1 - 1 / self.gain) > reading:  # what it saves, and what it costs to begin
             return self.best if self.pace.has_seen_plain(self.rows) else 0
-        if self.price > self.saved:
+        if self.price + reading > self.saved:
             return 0
-        self.saved -= self.price
+        self.saved -= self.price + reading
         self.trial = TRIAL
         return self.best
 

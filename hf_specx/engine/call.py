@@ -38,7 +38,7 @@ LOCKSTEP_COST = (
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 SWITCHED_OFF = "num_draft_tokens=0, as of a pair for which nothing was faster; pass 'auto' to draft all the same"
-DOES_NOT_PAY = "the draft was slower than plain steps in earlier calls, and is tried again now and then"
+DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
 
 
 @dataclass(frozen=True)

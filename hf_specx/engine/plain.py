@@ -34,27 +34,31 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
         output = model._sample(ids, prompt.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
-    report.plain_steps, report.emitted_per_row = columns, watch.emitted.clamp(max=columns).tolist()
+    report.plain_steps, report.emitted_per_row = columns, watch.emitted(columns).tolist()
     report.seconds["total"] = time.perf_counter() - begun
     return output, report
 
 
 class _Watch(StoppingCriteriaList):
-    """The criteria of a call, which hand on and count each token of a row that is not finished: `emitted` [B]."""
+    """The criteria of a call, which hand on each token of a row that is not finished; `stopped` has a [B] a token."""
 
     def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)
         self.stream, self.pads = stream, stopping.pads_finished_rows
-        self.live = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        self.emitted = torch.zeros_like(self.live, dtype=torch.int64)
+        self.stopped: list[torch.Tensor] = []
+        self.over = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         stopped = super().__call__(input_ids, scores, **kwargs)
-        shown = self.live if self.pads else self.live.any().expand_as(self.live)
-        self.live = self.live & ~stopped
-        self.emitted += shown
+        self.stopped.append(stopped)
         if self.stream is not None:
-            last = zip(input_ids[:, -1].tolist(), shown.tolist(), strict=True)
-            ended = (shown & ~self.live).nonzero()[:, 0].tolist() if self.pads else []
-            self.stream.hand_on([[token] * is_shown for token, is_shown in last], ended)
+            last = zip(input_ids[:, -1].tolist(), self.over.tolist(), strict=True)
+            ended = (stopped & ~self.over & self.pads).nonzero()[:, 0].tolist()
+            self.stream.hand_on([[token] * (not is_over) for token, is_over in last], ended)
+            self.over |= stopped & self.pads
         return stopped
+
+    def emitted(self, columns: int) -> torch.Tensor:
+        """[B], how many tokens rows have up to their ends."""
+        over = torch.stack(self.stopped).cumsum(0).bool() & self.pads
+        return (1 + (~over).sum(0)).clamp(max=columns)

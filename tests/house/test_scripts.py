@@ -9,10 +9,10 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_250,
-    "heads": 1_782,
-    "package": 22_110,
-    "tests": 24_045,
+    "call": 11_280,
+    "heads": 1_786,
+    "package": 22_150,
+    "tests": 24_095,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`
