@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_280,
+    "call": 11_285,
     "heads": 1_786,
     "package": 22_150,
-    "tests": 24_095,
+    "tests": 24_100,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 28, "functions": 222, "calls": 280}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 223, "calls": 280}  # of a call of `generate`
 
 
 @pytest.fixture
