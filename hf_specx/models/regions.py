@@ -36,7 +36,7 @@ from .slots import CACHE, Columns, Pool
 
 
 TRIED = "2.13" <= torch.__version__ < "2.15"  # with which forwards are recorded; with another torch Dynamo traces them
-PAYS = 200  # forwards that run with idle rows before one for fewer rows is compiled, which takes about as long
+IDLE_FORWARDS = 200  # with idle rows before one for fewer rows is compiled, which takes about as long
 EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
@@ -88,7 +88,7 @@ class Regions:
         wanted = row_bucket(count)
         if wanted < held and wanted not in self.sizes:
             self.idle += 1
-            if self.idle < PAYS:
+            if self.idle < IDLE_FORWARDS:
                 return min(size for size in (held, *self.sizes) if size >= count)
             self.idle = 0
         self.sizes.add(wanted)

@@ -104,6 +104,8 @@ def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(
 class ByThePast(Schedule):
     """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
 
+    is_idle = staticmethod(lambda: False)
+
     def __init__(self, *given: Any, **more: Any):
         super().__init__(2)
 

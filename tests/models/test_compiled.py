@@ -100,7 +100,7 @@ def test_two_buckets_of_rows(
 
     The kernels of each are compiled in one file.
     """
-    monkeypatch.setattr(regions, "PAYS", 0)
+    monkeypatch.setattr(regions, "IDLE_FORWARDS", 0)
     files = request.getfixturevalue("traced" if compiler == "traced" else "files")
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
@@ -126,7 +126,7 @@ def test_two_buckets_of_rows(
 
 def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
     """Until then those of a batch that has ended in part are idle, in as few buffer rows as are compiled already."""
-    monkeypatch.setattr(regions, "PAYS", 30)
+    monkeypatch.setattr(regions, "IDLE_FORWARDS", 30)
     target = tiny(num_hidden_layers=1)
     draft = near(target, 0.05)
     compilations = [same(target, draft, **SAMPLED, **ENDS).compilations for _ in range(9)]
