@@ -142,9 +142,14 @@ def make_call(
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
-    """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once."""
-    if call.plain and PLAINLY not in said:
-        said.add(PLAINLY)
+    """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once.
+
+    Where a draft does not pay, the report alone says so.
+    """
+    if call.plain == DOES_NOT_PAY:
+        return
+    if call.plain and call.plain not in said:
+        said.add(call.plain)
         told = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
         warnings.warn(f"{told}{call.plain}.", UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1

@@ -90,7 +90,8 @@ class Run:
 
     def is_idle(self) -> bool:
         """Whether "auto" will hardly draft in all of the call: candidates take forwards, and do not pay."""
-        call, batch, free = self.call, self.batch, self.drafter.parts or self.draft_processors.mask_size
+        call, batch, drafter = self.call, self.batch, self.drafter
+        free = drafter.parts or self.draft_processors.mask_size or not drafter.has_probs or drafter.max_candidates
         apart = call.queue is not None or call.seeds is not None or call.synced or call.shared
         asked = call.drafting.number is not None or call.options.compile or call.options.listeners
         if free or apart or asked or len(batch.rows) not in self.costs.table:

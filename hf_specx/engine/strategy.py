@@ -278,7 +278,7 @@ class SpeculativeDecoding(NoModel):
             call = replace(call, plain=DOES_NOT_PAY)
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
-        self.costs.saved += PROBE_SHARE * report.plain_steps
+        self.costs.saved += PROBE_SHARE * report.plain_steps if call.plain == DOES_NOT_PAY else 0.0
         self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = report

@@ -206,7 +206,7 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     assert report.cost_coefficient > 0
 
 
-@pytest.mark.filterwarnings("ignore:transformers' own sampler decodes")
+@pytest.mark.filterwarnings("error:transformers' own sampler decodes")
 def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
     """Until enough steps have been plain to try the draft again, which has become a good one."""
     target, costs = tiny(), RESTING.apart()
@@ -226,11 +226,11 @@ def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("way", ["listener", "suffix", "seeds", "number", "queue"])
+@pytest.mark.parametrize("way", ["listener", "suffix", "suffix alone", "seeds", "number", "queue"])
 def test_a_call_that_needs_rounds_is_not_left_to_transformers(way: str):
     target, costs, call = tiny(), RESTING.apart(), {"seeds": {"seeds": [1, 2]}, "number": {"num_assistant_tokens": 2}}
     draft = near(target, 0.1)
-    drafts = [SuffixDraft(), draft] if way == "suffix" else draft
+    drafts = {"suffix": [SuffixDraft(), draft], "suffix alone": SuffixDraft()}.get(way, draft)
     strategy = SpeculativeDecoding(drafts, verification="coupled", costs=costs)
     strategy.listeners = (SimpleNamespace(observe=lambda done: None),) if way == "listener" else ()
     if way == "queue":

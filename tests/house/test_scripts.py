@@ -9,9 +9,9 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_285,
+    "call": 11_292,
     "heads": 1_786,
-    "package": 22_150,
+    "package": 22_158,
     "tests": 24_100,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
