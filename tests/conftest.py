@@ -67,5 +67,6 @@ def traced(monkeypatch: pytest.MonkeyPatch):
     """`compile=True` without a compiler: what torch has traced runs as it is."""
     monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
     monkeypatch.setattr(regions, "in_one_file", contextlib.nullcontext)
+    monkeypatch.setattr(regions, "IDLE_FORWARDS", 4)  # so that both idle rows and fewer ones are seen in a call
     monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
     monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())

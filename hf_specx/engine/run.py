@@ -20,7 +20,7 @@ from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
-from hf_specx.sampling.processors import Processors, can_look_ahead
+from hf_specx.sampling.processors import Processors, RoundProcessor, can_look_ahead
 from hf_specx.sampling.rules import make_rule
 
 from .call import Call
@@ -87,16 +87,6 @@ class Run:
             return of_draft, of_draft
         own = [p if can_look_ahead(p) else guide(p, call.prompt, call.layout.target) for p in call.processors]
         return Processors(own, ends), of_draft
-
-    def is_idle(self) -> bool:
-        """Whether "auto" will hardly draft in all of the call: candidates take forwards, and do not pay."""
-        call, batch, drafter = self.call, self.batch, self.drafter
-        free = drafter.parts or self.draft_processors.mask_size or not drafter.has_probs or drafter.max_candidates
-        apart = call.queue is not None or call.seeds is not None or call.synced or call.shared
-        asked = call.drafting.number is not None or call.options.compile or call.options.listeners
-        if free or apart or asked or len(batch.rows) not in self.costs.table:
-            return False
-        return Auto(Pace(self.costs), call.verification, batch).is_idle()
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
@@ -197,6 +187,8 @@ class Run:
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else self.batch.retire(leaving)
         done = replace(done, stay=stay, finished=self.finished)
+        if self.target.idles:  # what a round takes is not what one of so many rows would
+            self.pace.skip()
         guides = [processor.decoder for processor in self.processors.applied if isinstance(processor, Guidance)]
         told: list[Listener] = [self.schedule, self.drafter, *guides, self.target]
         for listener in told:
@@ -242,6 +234,21 @@ class Run:
         if self.outputs is None:
             return text
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
+
+
+def would_rest(call: Call, costs: Costs) -> bool:
+    """Whether "auto" will hardly draft in all of a call: candidates take forwards, and do not pay.
+
+    Not if anything else in it needs rounds, or gets candidates for nothing.
+    """
+    options, drafter = call.options, call.drafter
+    fixed = call.drafting.number is not None or drafter.max_candidates is not None
+    apart = call.seeds is not None or call.synced or call.shared
+    if fixed or apart or drafter.parts or not drafter.has_probs or options.compile or options.listeners:
+        return False
+    if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):
+        return False
+    return Auto(Pace(costs), call.verification, make_batch(call.prompt, call.layout.lockstep)).is_idle()
 
 
 def make_batch(prompt: Prompt, lockstep: bool = False, queue: RequestQueue | None = None) -> Batch:

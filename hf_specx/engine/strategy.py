@@ -35,7 +35,7 @@ from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
 from .requests import Completion, Request
-from .run import Run
+from .run import Run, would_rest
 
 
 class SpeculativeDecoding(NoModel):
@@ -269,13 +269,13 @@ class SpeculativeDecoding(NoModel):
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
+        if not call.plain and would_rest(call, self.costs):
+            call = replace(call, plain=DOES_NOT_PAY)
         if not call.plain:
             run = Run(call, self.costs)
-            if not run.is_idle():
-                for _ in self._rounds(run, earlier):
-                    pass
-                return run.output()
-            call = replace(call, plain=DOES_NOT_PAY)
+            for _ in self._rounds(run, earlier):
+                pass
+            return run.output()
         warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
         self.costs.saved += PROBE_SHARE * report.plain_steps if call.plain == DOES_NOT_PAY else 0.0

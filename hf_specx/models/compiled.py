@@ -90,6 +90,11 @@ class CompiledDecoder(RaggedDecoder):
         self.given: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
     @property
+    def idles(self) -> bool:  # type: ignore[override]
+        """As in `Decoder`."""
+        return len(self.buffers[0][0]) >= 2 * self.rows
+
+    @property
     def compilations(self) -> int:  # type: ignore[override]
         """Forwards of this model that were compiled since this decoder was made."""
         return self.regions.compilations - self.compiled_before

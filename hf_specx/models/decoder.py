@@ -87,6 +87,7 @@ class Decoder:
     """
 
     even = False  # whether all rows must have emitted equally many tokens
+    idles = False  # whether half or more of the rows of a forward are of no use
     compilations = copied = 0
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):

@@ -36,7 +36,7 @@ from .slots import CACHE, Columns, Pool
 
 
 TRIED = "2.13" <= torch.__version__ < "2.15"  # with which forwards are recorded; with another torch Dynamo traces them
-IDLE_FORWARDS = 200  # with idle rows before one for fewer rows is compiled, which takes about as long
+IDLE_FORWARDS = 200  # twice as long as one of fewer rows, before that is compiled, which takes about as much time
 EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
@@ -76,18 +76,18 @@ class Regions:
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.modules = list(model.modules())[1:]  # so that no other module gets the id of one of these
         self.compilations, self.thread = 0, threading.current_thread()
-        self.sizes, self.idle = set[int](), 0  # batches of so many rows are compiled; forwards with idle rows
+        self.sizes, self.idle = set[int](), 0  # rows of batches that calls began with, and time lost by idle rows
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def rows(self, count: int, held: int = 0) -> int:
         """Rows of the buffers for `count` decoding ones, where there are `held`, none at the beginning of a call.
 
-        Once others have ended it is a size that is compiled already, until a smaller one pays for being compiled.
+        Once others have ended it is a size that calls began with, until a smaller one pays for being compiled.
         """
         wanted = row_bucket(count)
         if wanted < held and wanted not in self.sizes:
-            self.idle += 1
+            self.idle += held // wanted - 1  # what the forward takes longer by
             if self.idle < IDLE_FORWARDS:
                 return min(size for size in (held, *self.sizes) if size >= count)
             self.idle = 0

@@ -11,8 +11,10 @@ import zoo
 from plain import coupled
 from tiny import near, prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.costs import ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, Pace
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
 from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
@@ -206,7 +208,12 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     assert report.cost_coefficient > 0
 
 
-@pytest.mark.filterwarnings("error:transformers' own sampler decodes")
+class Stateful(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.filterwarnings("error:transformers' own sampler decodes.*would not pay", "ignore:.*Stateful may keep")
 def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
     """Until enough steps have been plain to try the draft again, which has become a good one."""
     target, costs = tiny(), RESTING.apart()
@@ -220,23 +227,33 @@ def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
         plainly.append(strategy.report.layout == "plain")
         if seed == 0:
             assert "would not pay" in strategy.report.layout_reason
-            assert costs.saved == pytest.approx(RESTING.saved + 0.01 * strategy.report.plain_steps)
+            saved = RESTING.saved + 0.01 * strategy.report.plain_steps
+            target.generate(**prompts(2), **SAMPLED, logits_processor=[Stateful()], custom_generate=strategy)
+            assert costs.saved == pytest.approx(saved)  # what is plain in any case saves nothing up
     assert plainly[:3] == [True] * 3
     assert not plainly[-1]
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("way", ["listener", "suffix", "suffix alone", "seeds", "number", "queue"])
-def test_a_call_that_needs_rounds_is_not_left_to_transformers(way: str):
-    target, costs, call = tiny(), RESTING.apart(), {"seeds": {"seeds": [1, 2]}, "number": {"num_assistant_tokens": 2}}
+ROUNDS = {
+    "long": {"max_new_tokens": 140},
+    "mask": {"prefix_allowed_tokens_fn": lambda row, text: range(30)},
+    "number": {"num_assistant_tokens": 2},
+    "seeds": {"seeds": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("way", [*ROUNDS, "listener", "suffix", "suffix alone", "lookup", "two at most", "compiled"])
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+def test_a_call_that_needs_rounds_is_not_left_to_transformers(way: str, traced: None, monkeypatch: pytest.MonkeyPatch):
+    """Also a long one, in which a try comes due."""
+    target, lookup = tiny(), PromptLookupCandidateGenerator(num_output_tokens=3, max_length=150)
+    monkeypatch.setattr(SampledCandidateGenerator, "max_candidates", 2 if way == "two at most" else None)
     draft = near(target, 0.1)
-    drafts = {"suffix": [SuffixDraft(), draft], "suffix alone": SuffixDraft()}.get(way, draft)
-    strategy = SpeculativeDecoding(drafts, verification="coupled", costs=costs)
+    drafts = {"suffix": [SuffixDraft(), draft], "suffix alone": SuffixDraft(), "lookup": lookup}.get(way, draft)
+    strategy = SpeculativeDecoding(drafts, verification="coupled", compile=way == "compiled", costs=RESTING.apart())
     strategy.listeners = (SimpleNamespace(observe=lambda done: None),) if way == "listener" else ()
-    if way == "queue":
-        list(strategy.generate_many(target, prompts(2)["input_ids"].tolist(), batch_size=2, **SAMPLED))
-    else:
-        target.generate(**prompts(2), **SAMPLED, **call.get(way, {}), custom_generate=strategy)
+    target.generate(**prompts(2), **SAMPLED | ROUNDS.get(way, {}), custom_generate=strategy)
     assert strategy.report.layout == "ragged"
 
 

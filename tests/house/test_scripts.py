@@ -9,10 +9,10 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_292,
+    "call": 11_304,
     "heads": 1_786,
-    "package": 22_158,
-    "tests": 24_100,
+    "package": 22_170,
+    "tests": 24_165,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 223, "calls": 280}  # of a call of `generate`

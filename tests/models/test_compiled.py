@@ -129,10 +129,24 @@ def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monke
     monkeypatch.setattr(regions, "IDLE_FORWARDS", 30)
     target = tiny(num_hidden_layers=1)
     draft = near(target, 0.05)
+    same(target, draft, rows=1, **SAMPLED, **ENDS)
+    taken.clear()
     compilations = [same(target, draft, **SAMPLED, **ENDS).compilations for _ in range(9)]
     assert compilations[0] == sum(compilations[1:]) == 3
     assert compilations[-1] == 0
     assert [rows for rows, _ in taken[:2] + taken[-4:]] == [4, 4, 4, 4, 2, 2]
+
+
+def test_rounds_with_idle_rows_are_not_timed(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """They take longer than those of as many rows will."""
+    monkeypatch.setattr(regions, "IDLE_FORWARDS", 10**6)
+    target = tiny(num_hidden_layers=1)
+    strategy = SpeculativeDecoding(near(target, 0.5), verification="coupled", compile=True)
+    torch.manual_seed(3)
+    target.generate(**prompts(4), **SAMPLED | ENDS | {"max_new_tokens": 60}, custom_generate=strategy)
+    rows = [sum(len(row) > i for row in strategy.report.history) for i in range(60)]
+    assert rows.count(2) + rows.count(1) > 8
+    assert {4} <= set(strategy.costs.rounds) <= {3, 4}
 
 
 @pytest.mark.parametrize("model_type", [slow("gpt2"), slow("gemma2")])

@@ -1,5 +1,7 @@
 """What cannot be speculated exactly is decoded by transformers' own sampler, and the report says why."""
 
+import warnings
+
 import pytest
 import torch
 import zoo
@@ -16,6 +18,7 @@ from hf_specx.models.slots import CACHE
 
 
 NEW_TOKENS = 24
+LAYERS = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
 
 
 class Trail(LogitsProcessor):
@@ -38,6 +41,17 @@ class Unsure(StoppingCriteria):
         return torch.full((len(input_ids),), bool(done))
 
 
+class Counted(StoppingCriteria):
+    """Ends rows one after another."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.steps += 1
+        return 4 * torch.arange(1, len(input_ids) + 1) <= self.steps
+
+
 class Gumbel(LogitsProcessor):
     """Draws from the default generator, as a careless watermark might."""
 
@@ -53,6 +67,7 @@ CASES = {
         "guidance_scale": 1.4,
     },
     "processor: noise": lambda: {"logits_processor": [Gumbel()]},
+    "criterion: counted": lambda: {"stopping_criteria": [Counted()]},
     "criterion: scores": lambda: {
         "stopping_criteria": [Unsure()],
         "output_scores": True,
@@ -78,6 +93,18 @@ def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
             ended = [next((n for n, token in enumerate(row, 1) if token in ENDS), len(row)) for row in text.tolist()]
             assert all(emitted <= number for emitted, number in zip(report.emitted_per_row, ended, strict=True))
             assert len(set(ended)) > 1
+        else:
+            assert report.emitted_per_row == [text.shape[1]] * len(text)  # rows that have ended go on without pads
+
+
+def test_each_reason_is_told_once():
+    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 2}
+    strategy = coupled(target, 0.05)
+    for told, given in (("Trail may keep state", {"logits_processor": [Trail()]}), ("output_attentions=True", LAYERS)):
+        with pytest.warns(UserWarning, match=told):
+            target.generate(**prompts(2), **settings, **given, custom_generate=strategy)
+        with warnings.catch_warnings(action="error"):
+            target.generate(**prompts(2), **settings, **given, custom_generate=strategy)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "mamba2", "openai-gpt"])
@@ -100,9 +127,6 @@ def test_layers_that_quantise_all_of_a_forward_by_one_scale():
     alone = target.generate(**prompts(1), **options)[0, 11:].tolist()
     requests = prompts(1)["input_ids"].repeat(3, 1).tolist()
     assert [done.tokens for done in strategy.generate_many(target, requests, **options)] == [alone] * 3
-
-
-LAYERS = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "t5"])

@@ -23,6 +23,7 @@ from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
 from hf_specx.drafting.heads.reading import read_head
+from hf_specx.drafting.heads.running import head_forward
 from hf_specx.models import regions
 
 
@@ -93,9 +94,16 @@ FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "eagle3 of three layers":
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 @pytest.mark.parametrize("names", [list(FORWARDS)[:3], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
-def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path):
+def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
-    target = target_of(num_hidden_layers=4)
+    run, target = regions.Regions.run, target_of(num_hidden_layers=4)
+
+    def checked(self, function, size, *given, **named):
+        if function is head_forward and given[3]:
+            assert len(given[3][0][0]) == size[1]  # the buffers have the rows that it is compiled for
+        return run(self, function, size, *given, **named)
+
+    monkeypatch.setattr(regions.Regions, "run", checked)
     for name in names:
         head, number = head_of(name, layer_ids=(1, 2, 3)), FORWARDS[name]
         draft = loaded(head, tmp_path / name, target)
