@@ -73,17 +73,19 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
         self.held = end = self.slots.extent or self.held + count
-        adjoins = self.slots.index is None and self.keys.shape[2] >= end - count
+        before = end - count
+        adjoins = self.slots.index is None and self.keys.shape[2] >= before
         adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
         if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
-            self.keys = torch.cat([self.keys[:, :, : end - count], key_states], 2)
-            self.values = torch.cat([self.values[:, :, : end - count], value_states], 2)
+            if self.keys.shape[2] > before:
+                self.keys, self.values = self.keys[:, :, :before], self.values[:, :, :before]
+            self.keys, self.values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
             return self.keys, self.values
         if self.keys.shape[2] < end:
             self.keys, self.values = self._grown(self.keys, end), self._grown(self.values, end)
         if self.slots.index is None:
-            self.keys[:, :, end - count : end] = key_states
-            self.values[:, :, end - count : end] = value_states
+            self.keys[:, :, before:end] = key_states
+            self.values[:, :, before:end] = value_states
         else:
             rows, slots = self.slots.index
             rows, slots = rows.to(key_states.device), slots.to(key_states.device)
