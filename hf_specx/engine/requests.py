@@ -21,7 +21,7 @@ from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_length, unknown_token
-from .check_models import check_adapter, why_plain
+from .check_models import adapts_rows, check_adapter, why_plain
 from .entry import bind_stop_strings, prepared
 
 
@@ -212,6 +212,8 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, opt
     def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         check_adapter(given.model)
+        told = "PEFT's own generate alone knows where adapters begin (aLoRA); call it for each request."
+        require(not adapts_rows(given.model), told)
         given.generation_config.return_dict_in_generate = False
         found.append(given)
         return given.input_ids

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,10 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames what peft uses
 
 
-def adapted(model_type: str = "llama") -> PreTrainedModel:
+def adapted(model_type: str = "llama", **options: Any) -> PreTrainedModel:
     """One whose adapter changes the text; its draft is near to the model without."""
-    target = peft.get_peft_model(
-        tiny(model_type),
-        peft.LoraConfig(r=4, fan_in_fan_out=model_type == "gpt2", task_type="CAUSAL_LM", target_modules="all-linear"),
-    )
+    options |= {"r": 4, "fan_in_fan_out": model_type == "gpt2", "target_modules": "all-linear"}
+    target = peft.get_peft_model(tiny(model_type), peft.LoraConfig(task_type="CAUSAL_LM", **options))
     made = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in target.named_parameters():
@@ -72,6 +71,29 @@ def test_a_learned_prompt_is_refused(call: Callable):
     with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
         call(target, near(base, 0.05), **prompts(3), **GREEDY)
     assert not forwards.ids
+
+
+def test_rows_with_adapters_of_their_own():
+    """PEFT's hooks name one for each row of the whole batch, so transformers' own sampler decodes."""
+    target, strategy = adapted(), SpeculativeDecoding(near(tiny(), 0.05))
+    asked = prompts(3) | GREEDY | {"adapter_names": ["default", "__base__", "default"], "eos_token_id": 17}
+    plain = target.generate(**asked)
+    assert not torch.equal(plain, target.generate(**asked | {"adapter_names": ["default"] * 3}))
+    with pytest.warns(UserWarning, match="adapter_names"):
+        assert torch.equal(target.generate(**asked, custom_generate=strategy), plain)
+
+
+def test_an_adapter_that_begins_at_some_token():
+    """PEFT counts from the end of what a forward is given, so a forward over candidates would lack it."""
+    target, strategy = adapted(alora_invocation_tokens=[5, 6]), SpeculativeDecoding(near(tiny(), 0.05))
+    asked = {"input_ids": torch.tensor([[7, 3, 5, 6, 9, 11]]), "attention_mask": torch.ones(1, 6)} | GREEDY
+    plain = target.generate(**asked)
+    with target.disable_adapter():
+        assert not torch.equal(target.generate(**asked), plain)
+    with pytest.warns(UserWarning, match="aLoRA"):
+        assert torch.equal(target.generate(**asked, custom_generate=strategy), plain)
+    with pytest.raises(ValueError, match="aLoRA"):
+        by_queue(target, near(tiny(), 0.05))
 
 
 def test_what_is_learned_in_a_call_is_kept():
