@@ -123,12 +123,3 @@ def test_assisted_generation_may_refuse_what_ours_takes():
     found = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=1, draft=tiny(vocab_size=50))
     assert found.assisted is None
     assert len(found.plain.runs) == len(found.ours.runs) == 1
-
-
-def test_two_plain_ways_are_not_said_to_differ():
-    """As of a pair that was measured, and recommends to decode plainly."""
-    with pytest.warns(UserWarning, match="num_draft_tokens=0"):
-        found = compare(
-            tiny(), SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=0), [batch(1)], OPTIONS, repeats=1
-        )
-    assert str(found).endswith("though both decode plainly: what differs is noise")

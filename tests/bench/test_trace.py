@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.bench.trace import text_added, trace
+from hf_specx.cli.coloured import TokenDecoder
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -92,3 +93,4 @@ def test_spaces_that_tokenizers_strip_are_in_the_text():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
     assert [text_added(tokenizer, [0], 1), text_added(tokenizer, [1], 2)] == [" cat", "s"]
+    assert TokenDecoder(tokenizer, [0]).push(1) == " cat"

@@ -27,10 +27,7 @@ def test_a_pair_is_trained_and_saved(tmp_path, monkeypatch):
     given = ["--prompts", tmp_path / "prompts.txt", "--out", out, "--set", "learn_from_prompts=true"]
     result = command("distill", folders["target"], "layers:1", *QUICK, *given, COLUMNS="200")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == ""
     assert "no phase was better" not in result.stderr
-    assert "phase 2 of 2, α" in result.stderr
-    assert f"saved in {out}; texts and checkpoints in {out}.training are no longer needed" in result.stderr
     pair = DraftTargetPair.from_pretrained(out)
     assert pair.draft.config.num_hidden_layers == 1
     assert [m.batch for m in pair.config.measurements] == [1, 8]

@@ -34,13 +34,6 @@ def test_generate(pair: Path, kind: str, source: str):
     assert texts[0] == texts[1]
 
 
-def test_an_acceptance_of_no_candidates_is_not_a_number(pair: Path):
-    named = ["--pair", pair, "--draft", "suffix", "--max-new-tokens", 2, "--repeats", 1]
-    said = command("generate", TEXTS[0], *named).stderr
-    assert "alpha -, acceptance rate -, " in said
-    assert "alpha -, 1.00 tokens a row and round" in said
-
-
 @pytest.mark.parametrize("form", ["medusa safetensors", "medusa"])
 def test_heads(tmp_path: Path, form: str):
     """A head by its folder, whatever its file is called; in a pickle it is refused with what to do."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from command import command
 
-from hf_specx import DraftTargetPair, SuffixDraft
+from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.fetch import Files
@@ -33,12 +33,6 @@ def test_card_of_a_folder(folder, config, tmp_path):
     assert output("card", folder, "org/name") == render(config, "org/name")
     assert output("card", folder, "--out", tmp_path / "card.md") == ""
     assert (tmp_path / "card.md").read_text() == here
-
-
-def test_a_folder_comes_before_a_known_pair(folder, config, tmp_path, monkeypatch):
-    (tmp_path / KNOWN).symlink_to(folder)
-    monkeypatch.chdir(tmp_path)
-    assert output("card", KNOWN, "org/name") == render(config, "org/name")
 
 
 def test_all_cards(tmp_path):
@@ -87,18 +81,6 @@ def test_publish_into_a_folder(folder, tmp_path):
     output("publish", folder, "--out", tmp_path / "repository", "--overwrite")
     assert not old.exists()
     assert output("card", tmp_path / "repository") == (tmp_path / "repository" / "README.md").read_text()
-
-
-def test_what_becomes_of_a_pair_that_decodes_plainly(folder, tmp_path, monkeypatch):
-    """A warning is one line; and what has no weights is not said to be inside."""
-    given = DraftTargetPair.from_pretrained(folder)
-    pair = DraftTargetPair(given.target, SuffixDraft(), given.tokenizer)
-    pair.save_pretrained(tmp_path / "pair")
-    monkeypatch.setattr(PairConfig, "pays", False)
-    result = command("publish", tmp_path / "pair", "--out", tmp_path / "repository")
-    warned, written = result.stderr.strip().splitlines()
-    assert warned.startswith("warning: when this pair was measured nothing was faster than plain generate")
-    assert written == f"written to {tmp_path / 'repository'}: target inside, draft SuffixDraft"
 
 
 def test_export(folder, config):

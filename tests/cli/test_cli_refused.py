@@ -28,7 +28,6 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "other.jsonl, prompt 2: give a text in quotes, or an object with": "generate --pair no/pair --prompts OTHER",
     "there is no folder": "bench --out no/such/folder.json",
     "'' is neither a folder nor an id": "bench NOTHING",
-    "error: '' is neither a folder": "tune NOTHING suffix --repeats 0",
     "has no results of this version": "bench --out NOTES",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
     "--max-new-tokens 1 leaves no round to time": "bench --max-new-tokens 1",
@@ -44,15 +43,9 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     f"did you mean '{KNOWN}'": f"card {KNOWN[:-1]}",
     "give either the repository's name, or --out": "publish x/y",
     "is no name of a repository": "publish x/y a/b/c",
-    "--temperature 0.0 is not above 0; give a positive number, or --no-do-sample": "generate a --temperature 0",
-    "--no-do-sample draws nothing; leave --temperature": "tune T D --no-do-sample --top-k 3",
     "--draft exit:1 needs a target; name one": "generate a --draft exit:1",
-    "the draft 'ngram:4' means nothing; give one of: suffix (": "tune T ngram:4",
-    "names no number of layers; give one of 1 or more, like layers:4": "bench T --draft layers:",
     "cannot be used here: it is a new head, which specx distill trains": "generate a --target T --draft eagle3",
-    "cannot be used here: it stands for several numbers of layers": "check T --draft exits",
     "suffix has no weights to train; give layers:2": "distill T suffix --out x",
-    "--set has no los; did you mean 'loss'? give one of loss, passes": "distill T eagle3 --out x --set los=1",
 }
 OF_MODELS = {
     "999 new ones are more than the 128 positions": "generate a --pair PAIR --max-new-tokens 999",
@@ -60,13 +53,9 @@ OF_MODELS = {
     "prompt 1 is empty or has half a character": "generate --pair PAIR HALF",
     "brings no prompts of its own": "generate --demo --pair PAIR",
     "has no tokenizer, so it cannot read text": "bench UNREAD",
-    "my-pair is a pair, and no draft; name the draft in it": "bench PAIR --draft PAIR",
     "/draft, or give the pair alone": "generate a --target MODEL --draft PAIR",
-    "my-pair brings no prompts of its own; give some with --prompts FILE": "check PAIR",
     "is a model and no pair (it has no specx_config.json); name a draft for it, as --draft": "check MODEL",
     "'org/ngram' cannot be got from the Hub, and there is no folder of that name here": "bench PAIR --draft org/ngram",
-    ": what follows head: is a model and no head; leave head: out": "generate a --target MODEL --draft head:MODEL",
-    "is a folder, which has no revision 'v1'; leave that out": "tune PAIR@v1 D --prompts NOTES",
 }
 
 
@@ -75,30 +64,23 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
     """What words in capitals mean."""
     root, target = tmp_path_factory.mktemp("refused"), tiny()
     files = {
-        "notes.txt": "notes",
-        "messages.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
-        "empty.jsonl": '"a"\n""',
-        "notes.jsonl": '"a"\nnotes',
-        "other.jsonl": '{"prompt": "a"}\n{"other": "a"}',
-        "full/thesis.txt": "years of it",
-        "begun.json.unfinished": "notes",
+        "NOTES": ("notes.txt", "notes"),
+        "MESSAGES": ("messages.jsonl", '{"messages": [{"role": "user", "content": "a"}]}'),
+        "EMPTY": ("empty.jsonl", '"a"\n""'),
+        "NO_JSON": ("notes.jsonl", '"a"\nnotes'),
+        "OTHER": ("other.jsonl", '{"prompt": "a"}\n{"other": "a"}'),
+        "THESIS": ("full/thesis.txt", "years of it"),
+        "UNFINISHED": ("begun.json.unfinished", "notes"),
     }
-    for name, text in files.items():
-        (root / name).parent.mkdir(exist_ok=True)
+    (root / "full").mkdir()
+    for name, text in files.values():
         (root / name).write_text(text)
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
     target.save_pretrained(root / "model")
-    places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
-    places |= {"UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
-    places |= {"NO_JSON": "notes.jsonl", "OTHER": "other.jsonl"}
-    found = {
-        "NOTHING": "",
-        "HALF": "a\udcff",
-        "PAIR": folder,
-        "PAIR@v1": f"{folder}@v1",
-        "head:MODEL": f"head:{root / 'model'}",
-    }
-    return found | {word: str(root / name) for word, name in places.items()}
+    places = {word: name for word, (name, _) in files.items()}
+    places |= {"FULL": "full", "UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
+    found = {word: str(root / name) for word, name in places.items()}
+    return found | {"NOTHING": "", "HALF": "a\udcff", "PAIR": folder}
 
 
 def refused(line: str, told: str, names: dict[str, str], lines: int = 1) -> str:

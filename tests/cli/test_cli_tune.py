@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import fields
 
 import pytest
 from command import command
@@ -11,11 +10,8 @@ from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
-from hf_specx.bench.compatibility import Finding
 from hf_specx.bench.study import DraftTrial
-from hf_specx.cli import tune as cli_tune
-from hf_specx.cli.console import Output
-from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
+from hf_specx.hub.pair_config import PairConfig
 
 
 QUICK = ["--batch-size", "1", "--batch-size", "2", "--max-new-tokens", "4", "--repeats", "1"]
@@ -47,36 +43,6 @@ def test_tables_and_json(folders, texts, tmp_path):
         assert [m["batch"] for m in draft["config"]["measurements"]] == [1, 2]
         assert draft["error"] is None
         assert all(finding["follows"][:30] in shown for finding in draft["findings"])
-
-
-MEDIAN = "2.00 times as fast as plain generate, the median over batch sizes (1.00 to 4.00)"
-HEADLINES = [
-    ([2.0], "best: d, "),
-    ([0.7, 1.1], "\nbest: d, "),
-    ([0.5], "none is faster than plain generate here"),
-    ([1.0, 2.0, 4.0], MEDIAN),
-]
-
-
-@pytest.mark.parametrize(("speeds", "says"), HEADLINES)
-def test_the_headline_is_the_median_and_a_slow_draft_is_called_slow(capsys, speeds, says):
-    unknown = dict.fromkeys(field.name for field in fields(Measurement))
-    measured = [Measurement(**unknown | {"measured_speedup": speed}) for speed in speeds]
-    config = PairConfig(ModelSource(), ModelSource(), measurements=measured)
-    cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
-    assert says in capsys.readouterr().out
-
-
-def test_what_was_found_is_a_table_of_80_columns(capsys):
-    findings = [Finding("layout", "ragged", "lockstep", "note", "all rows of a batch advance by the fewest accepted")]
-    findings += [Finding("tokens", "151,936 [b]", "32,000")]
-    findings += [Finding("decoding", "", "", "error", "word " * 40 + "x" * 99)]
-    cli_tune.show_drafts("t", [DraftTrial("d", findings)], Output(width=80))
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert sum(line.count("x") for line in lines) == 99
-    assert next(line for line in lines if "lockstep" in line).startswith("note   layout")
-    assert any(line.split() == ["ok", "tokens", "151,936", "[b]", "32,000"] for line in lines)
 
 
 def test_options_reach_the_study(folders, monkeypatch):

@@ -32,32 +32,13 @@ OF_ONE_MODEL = """
     DiaEOSDelayPatternLogitsProcessor
 """  # put there by generate methods of single models, with meanings of their own
 CRITERIA = {"MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria"}
-BUILT = {
-    "sequence_bias": {(3,): 1.0, (4, 5): 2.0},
-    "encoder_repetition_penalty": 1.2,
-    "repetition_penalty": 1.3,
-    "no_repeat_ngram_size": 3,
-    "encoder_no_repeat_ngram_size": 3,
-    "bad_words_ids": [[7], [8, 9]],
-    "min_length": 13,
-    "min_new_tokens": 2,
-    "forced_bos_token_id": 5,
-    "forced_eos_token_id": 6,
-    "remove_invalid_values": True,
-    "exponential_decay_length_penalty": (3, 1.1),
-    "suppress_tokens": [10],
-    "begin_suppress_tokens": [11],
-    "temperature": 0.7,
-    "top_h": 0.9,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "typical_p": 0.98,
-    "epsilon_cutoff": 0.001,
-    "eta_cutoff": 0.001,
-    "watermarking_config": WatermarkingConfig(),
-    "renormalize_logits": True,
-}
+BUILT: dict[str, Any] = {"sequence_bias": {(3,): 1.0, (4, 5): 2.0}, "bad_words_ids": [[7], [8, 9]]}
+BUILT |= {"repetition_penalty": 1.3, "encoder_repetition_penalty": 1.2, "exponential_decay_length_penalty": (3, 1.1)}
+BUILT |= {"no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3, "min_length": 13, "min_new_tokens": 2}
+BUILT |= {"forced_bos_token_id": 5, "forced_eos_token_id": 6, "suppress_tokens": [10], "begin_suppress_tokens": [11]}
+BUILT |= {"temperature": 0.7, "top_h": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.98}
+BUILT |= {"epsilon_cutoff": 0.001, "eta_cutoff": 0.001, "renormalize_logits": True, "remove_invalid_values": True}
+BUILT |= {"watermarking_config": WatermarkingConfig()}
 
 
 def test_arguments_of_generate():

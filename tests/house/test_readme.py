@@ -112,13 +112,6 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(place), link
 
 
-def test_one_word_for_one_thing():
-    """Plain `generate`, and assisted generation; the changes say what these were called before."""
-    others = re.compile(r"\bstock\b|transformers itself|assisted decoding")
-    pages = [page for page in PAGES if page.name != "CHANGES.md"]
-    assert [page for page in pages if others.search(page.read_text(encoding="utf-8"))] == []
-
-
 def test_it_begins_with_the_two_commands_and_is_short():
     lines = README.read_text(encoding="utf-8").splitlines()
     commands = [line.partition("#")[0].strip() for line in lines[3:5]]

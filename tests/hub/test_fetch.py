@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
-from hf_specx.common.checkpoints import find_file
 from hf_specx.hub import fetch
-from hf_specx.hub.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_pair
+from hf_specx.hub.fetch import SMALL_FILES, fingerprint, get_model, get_pair
 
 
 COMMIT = "c" * 40
@@ -64,13 +63,6 @@ def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
     get_model(files, config.draft, False, True)
     assert here(files.root / "draft") == small - settings | {of_model}
     assert all(asked["revision"] == COMMIT for asked in downloads[1:])
-
-
-def test_what_is_not_found_is_named(tmp_path: Path):
-    with pytest.raises(OSError, match="'org/none' cannot be got from the Hub, and there is no folder of that name"):
-        get_files("org/none", None, ["*.json"], cache_dir=str(tmp_path), local_files_only=True)
-    with pytest.raises(ValueError, match="'no:id' cannot be got from the Hub, and there is no folder of that name"):
-        find_file("no:id", "config.json")
 
 
 def test_no_request_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):

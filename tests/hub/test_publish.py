@@ -136,13 +136,3 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     assert "specx_config.json" in hub.files(NAME)
     assert hub.api.call_args.kwargs == {"token": "hf_owner"}
     assert hub.api.return_value.create_repo.call_args.kwargs["private"] is True
-
-
-class TransportError(Exception):
-    """Of the Hub's client, by its name."""
-
-
-def test_no_network_is_said(hub: HubOnDisk):
-    hub.api.return_value.create_repo.side_effect = TransportError("no route")
-    with pytest.raises(ConnectionError, match="'org/pair' was not published: the Hub cannot be reached"):
-        a_pair().push_to_hub(NAME)

@@ -6,21 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from repositories import Change, code, edit, load, load_draft, pair, pickled, put, ran, weights_equal, with_code
-from repository_cases import CASES as OF_CONFIGS
-from repository_files import CASES as OF_FILES
+from repository_cases import CASES
 from tiny import prompts
 
 
-CASES = OF_CONFIGS + OF_FILES
 COMMIT = "c0ffee" + 34 * "0"
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def test_what_is_whole_is_loaded(folder: Path):
-    loaded = load(folder)
-    assert weights_equal(loaded.target, pair().target)
-    assert weights_equal(loaded.draft, pair().draft)
-    load_draft(folder)
 
 
 @pytest.mark.parametrize(("message", "misuse"), CASES, ids=[message for message, _ in CASES])
@@ -102,12 +93,6 @@ def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
         load(folder, target=pair().target, trust_remote_code=True)  # the tokenizer alone would be read by it
 
 
-def test_code_that_is_not_trusted_is_not_asked_for(folder: Path):
-    """A model of transformers' own may keep the name of the code that it once came with."""
-    edit("config.json", auto_map={"AutoConfig": "org/other--own.Config"})(folder)
-    assert weights_equal(load(folder).target, pair().target)
-
-
 def test_a_folder_of_code_is_not_looked_at(folder: Path):
     """The `custom_generate` of a pair is for those who have nothing of ours installed, and trust it."""
     with_code("custom_generate/generate.py", "generate")(folder)
@@ -121,14 +106,16 @@ def test_a_folder_of_code_is_not_looked_at(folder: Path):
 
 
 def test_code_and_pickles_that_are_not_needed_are_left_alone(folder: Path):
-    """Of a model type that transformers knows, and beside safetensors."""
+    """Of a model type that transformers knows, which may keep the name of code that is elsewhere, and beside
+    safetensors."""
     with_code("own.py", "Config Model Tokenizer")(folder)
     weights = (folder / "model.safetensors").read_bytes()
     pickled("pytorch_model.bin")(folder)
     (folder / "model.safetensors").write_bytes(weights)
-    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", None]}
-    edit("config.json", auto_map=classes)(folder)
-    assert weights_equal(load(folder).target, pair().target)
+    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", None]}
+    for classes in (own, {"AutoConfig": "org/other--own.Config"}):
+        edit("config.json", auto_map=classes)(folder)
+        assert weights_equal(load(folder).target, pair().target)
     assert not ran(folder)
 
 

@@ -66,9 +66,3 @@ def test_how_candidates_are_judged(verification: str | None, method: str):
     mapped = vllm(by_reference(draft=ModelSource("org/draft", vocab_size=40)), "org/pair").speculative_config
     assert mapped["use_heterogeneous_vocab"] is True
     assert not SAMPLED.keys() & mapped.keys()
-
-
-@pytest.mark.parametrize(("speedup", "warned"), [(0.9, True), (1.1, False)])
-def test_a_pair_that_does_not_pay_says_so(speedup: float, warned: bool):
-    export = vllm(by_reference(measurements=[measured(measured_speedup=speedup)]), "org/pair")
-    assert ("no draft was faster than the target alone" in str(export)) == warned

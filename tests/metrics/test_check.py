@@ -7,7 +7,6 @@ import pytest
 import torch
 from check_cases import PROMPTS, quick, tiny_pair
 from counting import counting
-from tiny import near
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, check
@@ -118,24 +117,17 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
 
 
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
-    """Where one of seed, prompts, models, their own settings, tokenizers, drafts or code is another."""
-    target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
-    pairs = [
-        tiny_pair(),
-        tiny_pair(),
-        DraftTargetPair(near(target, 0.1), draft, own),
-        DraftTargetPair(target, draft, tiny_tokenizer(fewer_merges=8)),
-        DraftTargetPair(target, draft, own, draft_tokenizer=tiny_tokenizer(["other words"])),
-        DraftTargetPair(target, SuffixDraft(1), own),
-        DraftTargetPair(target, SuffixDraft(2), own),
-    ]
-    settings = Settings(**GREEDY)
-    asked = [checking.asked_of(Subject(pair, PROMPTS, settings)) for pair in pairs]
-    asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS[:3], settings)))
-    asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, Settings(**GREEDY, seed=5))))
+    """Where one of seed, prompts, tokenizers, the models' own settings or code is another; or of what tells calls of
+    `complete` apart, like models and drafts."""
+    settings, own = Settings(**GREEDY), tiny_pair()
+    other = DraftTargetPair(own.target, own.draft, own.tokenizer, draft_tokenizer=tiny_tokenizer(["other words"]))
+    suffixes = (DraftTargetPair(own.target, SuffixDraft(count), own.tokenizer) for count in (1, 2))
+    asked = [checking.asked_of(Subject(pair, PROMPTS, settings)) for pair in (own, own, other, *suffixes)]
+    asked.append(checking.asked_of(Subject(own, PROMPTS[:3], settings)))
+    asked.append(checking.asked_of(Subject(own, PROMPTS, Settings(**GREEDY, seed=5))))
     with monkeypatch.context() as changed:
-        changed.setattr(target.generation_config, "repetition_penalty", 1.5)
-        asked.append(checking.asked_of(Subject(tiny_pair(), PROMPTS, settings)))
+        changed.setattr(own.target.generation_config, "repetition_penalty", 1.5)
+        asked.append(checking.asked_of(Subject(own, PROMPTS, settings)))
     assert asked[0] == asked[1]
     assert len(set(asked)) == len(asked) - 1
     for package in (checking.PACKAGE, checking.PACKAGE, tmp_path):

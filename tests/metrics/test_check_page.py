@@ -10,7 +10,6 @@ import pytest
 from check_cases import inject, quick
 
 from hf_specx import CheckResult
-from hf_specx.metrics import check as checking
 from hf_specx.metrics.page import number, page
 from hf_specx.metrics.settings import Settings
 
@@ -97,10 +96,3 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
     tokens = [token for each in result.trace["rounds"] for token in each["tokens"]]
     assert [origin for origin, _ in re.findall(TOKEN, source)] == [token["origin"] for token in tokens]
     assert len(tokens) == 8
-
-
-def test_refused_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setattr(checking, "subject_of", None)
-    with pytest.raises(ValueError, match="does not end in .html"):
-        quick(report=tmp_path / "report.txt")
-    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from counting import counting
 from head_files import random_head, write
+from other_tokens import pair_of
 from safetensors.torch import save_file
 from tiny import prompts, tiny, without_layers
 from tiny_tokenizer import tiny_tokenizer
@@ -23,7 +24,6 @@ from hf_specx.pairs.fingerprint import arguments_of
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}
 SIZE = 280
-CALL = {"max_new_tokens": 12, "do_sample": False}
 OPTIONS = {"max_candidates": 7, "min_match": 1, "max_match": 9}
 KINDS: dict[str, tuple[Any, dict[str, int]]] = {  # a draft, and its entry in the config
     "suffix": (SuffixDraft(**OPTIONS), OPTIONS),
@@ -101,31 +101,6 @@ def test_a_draft_by_the_name_of_commands(tmp_path: Path):
     assert arguments_of(one, 0, {}) != arguments_of(other, 0, {})
 
 
-@pytest.mark.parametrize(("name", "kind"), [("suffix", "suffix"), ("exit:1", "early_exit")])
-def test_a_draft_by_its_name_in_place_of_the_pairs_own(tmp_path: Path, name: str, kind: str):
-    target = predicting()
-    DraftTargetPair(target, tiny(seed=1)).save_pretrained(tmp_path / "pair")
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name)
-    assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
-    pair.save_pretrained(tmp_path / "again")
-    assert getattr(PairConfig.from_file(tmp_path / "again" / CONFIG_NAME), kind) is not None
-    with pytest.raises(ValueError, match="^draft_kwargs= says how .* draft of this pair has no weights of its own"):
-        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name, draft_kwargs={"dtype": torch.float64})
-
-
-def test_by_string(tmp_path: Path):
-    """With a head that spoils the candidates all layers run more often, so that it is seen to draft."""
-    target, seen = predicting(), {}
-    for name, draft in {"exit": EarlyExitDraft(1), "head": with_trained_head(target), "suffix": SuffixDraft()}.items():
-        save(DraftTargetPair(target, draft), tmp_path / name, with_code=True)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        with counting(model.model.layers[-1]) as calls:  # which a draft of the first layers does not run
-            options = {"custom_generate": str(tmp_path / name), "trust_remote_code": True}
-            assert torch.equal(model.generate(**prompts(4), **GREEDY, **options), plain(target, 4))
-        seen[name] = len(calls)
-    assert seen["exit"] < 12 < seen["head"]
-
-
 def other_tensors(path: Path, **tensors: torch.Tensor) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
@@ -181,7 +156,7 @@ def head_folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def pair(target, head_folder) -> DraftTargetPair:
     pair = DraftTargetPair(target, DraftHead.from_pretrained(head_folder, target=target), tiny_tokenizer())
-    pair.strategy.num_draft_tokens = 2
+    pair.config.num_draft_tokens = 2
     return pair
 
 
@@ -192,33 +167,47 @@ def test_a_pair_is_saved_and_loaded_with_its_head(pair, tmp_path: Path):
     assert again.config.draft.model_type == "eagle3"
     same = again.draft.state_dict()
     assert all(torch.equal(same[name], tensor) for name, tensor in pair.draft.state_dict().items())
-    wanted = pair.target.generate(**prompts(3), **CALL)
-    assert torch.equal(again.generate(**prompts(3), **CALL, num_draft_tokens=2), wanted)
+    assert torch.equal(again.generate(**prompts(3), **GREEDY), plain(pair.target, 3))
     assert again.report.drafted > 0
     assert vllm(again.config, str(tmp_path / "pair")).speculative_config["method"] == "eagle3"
 
 
-def test_a_head_in_place_of_a_pairs_draft(pair, head_folder, tmp_path: Path):
-    DraftTargetPair(pair.target, tiny(vocab_size=SIZE, seed=1), tiny_tokenizer()).save_pretrained(tmp_path / "pair")
-    for name in (head_folder, f"head:{head_folder}"):
-        again = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=name)
-        assert isinstance(again.draft, DraftHead)
-        assert torch.equal(again.generate(**prompts(2), **CALL), pair.target.generate(**prompts(2), **CALL))
+@pytest.mark.parametrize("name", ["suffix", "exit:1", "HEAD", "head:HEAD"])
+def test_a_draft_by_its_name_in_place_of_the_pairs_own(name: str, target, head_folder, tmp_path: Path):
+    folder, kinds = tmp_path / "pair", {"suffix": SuffixDraft, "exit:1": EarlyExitDraft}
+    DraftTargetPair(target, tiny(vocab_size=SIZE, seed=1), tiny_tokenizer()).save_pretrained(folder)
+    pair = DraftTargetPair.from_pretrained(folder, draft=name.replace("HEAD", str(head_folder)))
+    assert type(pair.draft) is kinds.get(name, DraftHead)
+    assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
+    pair.save_pretrained(tmp_path / "again")
+    assert type(DraftTargetPair.from_pretrained(tmp_path / "again").draft) is type(pair.draft)
+
+
+def test_what_stands_in_place_of_a_draft_is_refused(target, tmp_path: Path):
+    folder = tmp_path / "pair"
+    DraftTargetPair(target, tiny(vocab_size=SIZE, seed=1), tiny_tokenizer()).save_pretrained(folder)
     with pytest.raises(ValueError, match="what follows head: is a model and no head"):
-        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=f"head:{tmp_path / 'pair' / 'draft'}")
+        DraftTargetPair.from_pretrained(folder, draft=f"head:{folder / 'draft'}")
     with pytest.raises(ValueError, match="pair is a pair, and no draft; name the draft in it, as .*pair/draft"):
-        DraftTargetPair.from_pretrained(tmp_path / "pair", draft=tmp_path / "pair")
+        DraftTargetPair.from_pretrained(folder, draft=folder)
 
 
-def test_a_published_pair_with_a_head_by_string(pair, tmp_path: Path):
-    """With what is published alone: transformers loads its code, and that the head."""
-    folder = tmp_path / "published"
-    save(pair, folder, with_code=True)
-    assert "eagle3" in (folder / "README.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    wanted = model.generate(**prompts(2), **CALL)
-    options = {"return_dict_in_generate": True, "num_draft_tokens": 2, "trust_remote_code": True}
-    out = model.generate(**prompts(2), **CALL, **options, custom_generate=str(folder))
-    assert torch.equal(out.sequences, wanted)
-    assert out.speculation_report.drafted > 0
-    assert type(out.speculation_report).__module__.startswith("transformers_modules")
+def test_published_pairs_by_string(pair, tmp_path: Path):
+    """With what is published alone: transformers loads its code, and that the draft, its head and its tokenizer."""
+    target, reports = predicting(), {}
+    pairs = {"exit": EarlyExitDraft(1), "spoilt": with_trained_head(target), "suffix": SuffixDraft()}
+    pairs = {name: DraftTargetPair(target, draft) for name, draft in pairs.items()}
+    pairs |= {"eagle3": pair, "other tokenizer": pair_of("byte-level", "byte-level, other merges")}
+    for name, published in pairs.items():
+        folder = tmp_path / name
+        save(published, folder, with_code=True)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        options = {"custom_generate": str(folder), "trust_remote_code": True, "return_dict_in_generate": True}
+        output = model.generate(**prompts(4), **GREEDY, **options)
+        assert torch.equal(output.sequences, plain(published.target, 4))
+        reports[name] = output.speculation_report
+        assert type(reports[name]).__module__.startswith("transformers_modules")
+    assert reports["exit"].acceptance_rate > 0.9 > reports["spoilt"].acceptance_rate
+    assert reports["eagle3"].num_draft_tokens == 4  # that of the call, not the pair's
+    assert reports["eagle3"].drafted > 0 < reports["other tokenizer"].drafted
+    assert reports["other tokenizer"].tokenizer_match["match"] == "tokens"

@@ -64,17 +64,12 @@ def test_devices_of_the_target(device_map: object, folder: Path, target: PreTrai
         ("draft", {"draft_kwargs": {"dtype": torch.float64}}),
     ],
 )
-def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dict, folder: Path):
+def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dict, folder: Path, tmp_path: Path):
+    """Before a model is fetched: here there is none. Of a draft without weights they are refused too."""
     name = next(iter(options))
-    with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
-        DraftTargetPair.from_pretrained(folder, **{role: tiny()}, **options)
-
-
-def test_such_arguments_are_refused_before_a_model_is_fetched(folder: Path, tmp_path: Path):
-    """Here there is none; of a draft without weights they are refused too."""
     shutil.copy(folder / CONFIG_NAME, tmp_path)
-    with pytest.raises(ValueError, match="and the draft is given as a model"):
-        DraftTargetPair.from_pretrained(tmp_path, draft=tiny(), draft_device_map="cpu")
+    with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
+        DraftTargetPair.from_pretrained(tmp_path, **{role: tiny()}, **options)
     put("suffix", {})(tmp_path)
     put("draft", {})(tmp_path)
     with pytest.raises(ValueError, match="and the draft of this pair has no weights of its own"):

@@ -37,8 +37,6 @@ def test_without_indices_texts_go_by_prompts(saved: Path):
 
 
 def test_misuse(saved: Path):
-    with pytest.raises(ValueError, match="batch_size=0"):
-        CompleteBatches(saved, batch_size=0)
     with pytest.raises(ValueError, match="no column 'prompt' among text, id; name"):
         CompleteBatches(saved)({"text": ["a"], "id": [0]})
     for column, values in {"prompt": ["a", 3], "id": [0, -1]}.items():

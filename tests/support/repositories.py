@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from hf_specx.hub.pair_config import CONFIG_NAME
 Change = Callable[[Path], object]
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 32}
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 RAN = "RAN"  # a file that hostile code would make
 
 
@@ -145,26 +144,6 @@ def swap_ids(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(values))
 
 
-def header(change: Callable[[dict[str, Any]], object]) -> Change:
-    """Use a pair whose target's weights have another header."""
-
-    def rewrite(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        content = path.read_bytes()
-        start = 8 + struct.unpack("<Q", content[:8])[0]
-        values = json.loads(content[8:start])
-        change(values)
-        new = json.dumps(values).encode()
-        path.write_bytes(struct.pack("<Q", len(new)) + new + content[start:])
-
-    return after(rewrite)
-
-
-def begins(text: bytes) -> Change:
-    """Use a pair whose target's weights have this header and nothing else."""
-    return after(write("model.safetensors", struct.pack("<Q", len(text)) + text))
-
-
 def shard(folder: Path) -> None:
     """Put the target's weights into two files with an index."""
     weights = load_file(folder / "model.safetensors")
@@ -177,19 +156,14 @@ def shard(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
 
 
+def weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], name: str = WEIGHTS) -> Change:
+    """Save what a function makes of the target's weights, perhaps next to them."""
+    return lambda folder: save_file(change(load_file(folder / WEIGHTS)), folder / name, metadata={"format": "pt"})
+
+
 def indexed(**changes: Any) -> Change:
     """Use a pair in shards with another index."""
     return after(shard, edit(INDEX, **changes))
-
-
-def other_weights(name: str) -> Change:
-    """Put other weights of the same shapes next to those of the target."""
-
-    def change(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        save_file({name: 3 * weight for name, weight in weights.items()}, folder / name, metadata={"format": "pt"})
-
-    return change
 
 
 def pickled(name: str, bare: bool = False) -> Change:
