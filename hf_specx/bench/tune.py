@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft
 from hf_specx.common.errors import require
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.heads.named import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -180,7 +181,8 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
         strategy.calibrate(target, batches[size][0]["input_ids"])
     for size in study.batches:
         if not chooses:
-            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification)
+            most = make_drafter(pair.draft, target).max_candidates
+            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification, most)
         found = compare(target, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target, strategy, found, study.command)
         if report.rounds and not chooses:

@@ -44,7 +44,7 @@ def check(
     """
     check_packages()
     for path in out or ():
-        check_out(path)
+        check_out(path, ": specx check" if path.suffix.lower() in PAGES else '"_evaluate_version"')
     verifications = tuple(verification or CHECKED)
     how = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.given
     settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **how)

@@ -39,7 +39,7 @@ def card(
             from hf_specx.hub.cards import write_cards
         say("\n".join(map(str, write_cards(out))))
     else:
-        check_out(out)
+        check_out(out, "library_name: transformers")
         check_known(name, repo_id)
         with imports():
             from .loading import card_of

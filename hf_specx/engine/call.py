@@ -37,7 +37,7 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-SWITCHED_OFF = "num_draft_tokens=0, as of a pair for which nothing was faster; pass 'auto' to draft all the same"
+SWITCHED_OFF = "num_draft_tokens=0, given or of a pair for which nothing was faster; pass 'auto' to draft all the same"
 DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
 
 

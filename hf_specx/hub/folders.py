@@ -32,14 +32,16 @@ def check_repository(repo_id: str) -> None:
     require(known, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
 
 
-def check_out(path: Path | None) -> None:
-    """Whether a file could be written at a path."""
+def check_out(path: Path | None, own: str = "") -> None:
+    """Whether a file could be written at a path; one that is there is only replaced if it has what is its `own`."""
     if path is not None:
         require(not path.is_dir(), f"{path} is a folder; name a file in it.")
         folder = path.resolve().parent
         require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
         writable = not path.exists() or os.access(path, os.W_OK)
         require(writable, f"{path} is there and cannot be written; name another file.")
+        replaced = not (own and path.is_file() and path.stat().st_size) or own in path.read_text("utf-8", "replace")
+        require(replaced, f"{path} is there already, and this command has not written it; name another file.")
         check_writable(folder, path)
 
 

@@ -120,7 +120,7 @@ class DistillationTrainer(Trainer):
         callbacks: Sequence[TrainerCallback],
     ):
         self.learner, self.recipe, self.judge, self.start, self.tell = learner, learner.recipe, judge, start, tell
-        self.phases, self.remembered = phases, remembered
+        self.phases, self.remembered, self.news = phases, remembered, ""
         super().__init__(
             learner.trained,
             args,
@@ -159,7 +159,7 @@ class DistillationTrainer(Trainer):
         losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
         phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"
         self.log(metrics)
-        self.tell(f"{phase}, α {metrics[ALPHA]:.3f}{''.join(losses[-1:])}", 0, 0)
+        self.news = f"{phase}, α {metrics[ALPHA]:.3f}{''.join(losses[-1:])}"
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -188,6 +188,7 @@ class _EachPhase(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             write_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
+        self.trainer.tell(self.trainer.news, 0, 0)  # only now does an interrupted training go on from it
 
 
 def alphas_of(state: TrainerState) -> list[float]:

@@ -29,6 +29,8 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "there is no folder": "bench --out no/such/folder.json",
     "'' is neither a folder nor an id": "bench NOTHING",
     "has no results of this version": "bench --out NOTES",
+    "is there already, and this command has not written it": "check no/pair --out NOTES",
+    "written it; name another file": f"card {KNOWN} --out NOTES",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
     "--max-new-tokens 1 leaves no round to time": "bench --max-new-tokens 1",
     "--texts-per-phase 0 is not an int of 1 or more": "distill T eagle3 --out x --texts-per-phase 0",

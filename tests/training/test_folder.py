@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from tiny import tiny
 from training_cases import Stop, same, some_prompts, trained, weights
 
-from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, enough_room
+from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, enough_room, last_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,16 @@ def test_a_checkpoint_that_is_half_written_does_not_count(tmp_path):
     (last / COMPLETE).unlink()
     (last / "trainer_state.json").write_text("{")
     assert same(weights(trained(folder=tmp_path).pair.draft), weights(trained().pair.draft))
+
+
+def test_a_phase_that_was_told_of_is_kept(tmp_path):
+    def stop(doing, done, total):
+        if doing.startswith("phase 1 of"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, progress=stop)
+    assert last_checkpoint(tmp_path) is not None
 
 
 @pytest.mark.parametrize(
