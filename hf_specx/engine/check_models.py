@@ -52,7 +52,7 @@ def why_plain(prompt: Prompt) -> str:
     if any(type(module).__module__.startswith(QUANTISES_ALL) for module in prompt.model.modules()):
         return f"the scores of {name} depend on what else is in a forward, all of which it quantises by one scale"
     if adapts_rows(prompt.model):
-        return "PEFT says what adapter each row has (adapter_names), or where it begins (aLoRA), for whole batches only"
+        return "PEFT says what adapter each row has (adapter_names), or where it begins (aLoRA), for whole batches"
     return f"{name} is exact without a cache only" if kind in WHOLE else ""
 
 
