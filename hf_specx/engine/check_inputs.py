@@ -39,7 +39,8 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
         value = getattr(config, name, None)
         instead = "for greedy decoding or sampling"
         if name in DRAFTS_INSTEAD:
-            instead = f"a draft here: use SpeculativeDecoding({DRAFTS_INSTEAD[name].format(value)}) and"
+            draft = DRAFTS_INSTEAD[name].format(value)
+            instead = f"give SpeculativeDecoding({draft}), or a list of it and other drafts, and"
         told = f"{name}={value!r} selects {mode}; {instead} leave it out, also of model.generation_config."
         require(value is None or value is False, told)
     used, cache, past = prompt.kwargs.get("use_cache"), config.cache_implementation, prompt.kwargs.get(CACHE)
