@@ -49,14 +49,6 @@ def test_a_graph_gives_for_other_tensors_what_the_forward_gives():
         model.linear.weight, model.table = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4)
 
 
-@torch.no_grad()
-def test_operations_know_the_module_that_they_were_made_in():
-    model = Model()
-    graph, _, _ = record(Model.forward, (model, *inputs()), {}, model, nn.Linear)
-    kinds = [kind for node in graph.graph.nodes for _, kind in node.meta.get("nn_module_stack", {}).values()]
-    assert kinds == [nn.Linear]
-
-
 def branches(model, x):
     return x if x.sum() > 0 else -x
 
@@ -93,16 +85,8 @@ def reads_an_array(model, x):
     return x * torch.from_numpy(model.scale.numpy())
 
 
-REFUSED = [
-    reads_values,
-    reads_an_array,
-    branches,
-    switches,
-    leaves_a_tensor,
-    leaves_a_tensor_and_fails,
-    counts,
-    reads_from_elsewhere,
-]
+REFUSED = [reads_values, reads_an_array, branches, switches, counts, reads_from_elsewhere]
+REFUSED += [leaves_a_tensor, leaves_a_tensor_and_fails]
 
 
 @torch.no_grad()

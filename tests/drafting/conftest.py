@@ -1,9 +1,34 @@
 """What several files of this room use."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
+from hf_specx.common.round import Round
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.models.decoder import Decoder
+
+
+class Forced(Schedule):
+    """Given numbers in turns; each row is `between` rounds ahead of the row before."""
+
+    def __init__(self, numbers: Sequence[int], between: int = 0):
+        super().__init__(MAX_DRAFT_TOKENS)
+        self.numbers, self.between, self.rounds = numbers, between, 0
+
+    def number(self, row: int) -> int:
+        return self.numbers[(self.rounds + self.between * row) % len(self.numbers)]
+
+    def observe(self, done: Round) -> None:
+        self.rounds += any(done.before)  # which the prompts' own step has not
+
+
+@pytest.fixture
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has calls draft so many candidates, round by round."""
+    return lambda *given: monkeypatch.setattr("hf_specx.engine.run.Run._make_schedule", lambda run: Forced(*given))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import zoo
 from all_pairs import once
 from enumerated import ENOUGH, draw, exact_distribution, p_values
-from runs import COUPLED, GREEDY, KNOWN, drafted, in_turns, run
+from repeating import LAYOUTS, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
@@ -20,8 +20,10 @@ from hf_specx.common.round import Round
 from hf_specx.drafting.schedule import Schedule
 
 
+KNOWN = {"target": {1: 1.0, 9: 1.6}, "draft": 0.1}
+GREEDY = {"do_sample": False, "max_new_tokens": 60}
+COUPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 60}
 NUMBERS = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
-LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 EXACT = [("llama", layout) for layout in LAYOUTS]
 EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qwen3_next", "lfm2")]
 EXACT += [("t5", "padded"), ("t5", "lockstep")]
@@ -29,10 +31,10 @@ EXACT += [("t5", "padded"), ("t5", "lockstep")]
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize(("how", "model"), once(product([0, 4], [GREEDY, COUPLED]), EXACT))
-def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPatch, how: tuple, model: tuple):
+def test_numbers_that_change_give_the_text_of_stock(in_turns: Callable, how: tuple, model: tuple):
     """Rows end at different steps, so that some leave while the draft is away."""
     (between, settings), (model_type, layout) = how, model
-    in_turns(monkeypatch, NUMBERS, between)
+    in_turns(NUMBERS, between)
     kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
     inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
@@ -51,9 +53,9 @@ def test_numbers_that_change_give_the_text_of_stock(monkeypatch: pytest.MonkeyPa
             assert (len(set(rounds)) == 1) is not bool(between)
 
 
-def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_absence_costs_one_forward(in_turns: Callable):
     """And none when it begins."""
-    in_turns(monkeypatch, (4, *[0] * 30, 3, *[0] * 100))
+    in_turns((4, *[0] * 30, 3, *[0] * 100))
     target = tiny()
     for noise in (0.0, 0.5):
         draft = near(target, noise)
@@ -93,7 +95,7 @@ def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(
         costs.clock = Wild(seed)
         strategy = SpeculativeDecoding(draft, verification=mode, costs=costs)
         texts.append(run(target, prompts(4), strategy, **COUPLED))
-        numbers.append(drafted(strategy))
+        numbers.append([record.drafted for record in strategy.report.history[0][1:]])
         assert costs.to_dict()["rounds"] != saved["rounds"]
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])

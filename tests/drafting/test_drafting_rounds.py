@@ -20,25 +20,26 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, near(target, 0.05)
 
 
+FORMS = {
+    "strategy": lambda target, draft, **call: target.generate(**call, custom_generate=SpeculativeDecoding(draft)),
+    "function": lambda target, draft, **call: generate(**call, model=target, draft_model=draft),
+    "pair": lambda target, draft, **call: DraftTargetPair(target, draft).generate(**call),
+}
+
+
 @pytest.mark.parametrize("where", ["argument", "config", "draft"])
-@pytest.mark.parametrize("form", ["strategy", "function", "pair"])
+@pytest.mark.parametrize("form", FORMS)
 def test_the_number_counts_wherever_it_is_set(models: Any, form: str, where: str):
-    target, draft = models
     settings: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
     if where == "argument":
         settings |= ASKED
     elif where == "config":
         settings = {"generation_config": GenerationConfig(**settings, **ASKED)}
     else:
-        draft.generation_config.num_assistant_tokens = 3
-    if form == "strategy":
-        output = target.generate(**prompts(3), **settings, custom_generate=SpeculativeDecoding(draft))
-    elif form == "function":
-        output = generate(**prompts(3), **settings, model=target, draft_model=draft)
-    else:
-        output = DraftTargetPair(target, draft).generate(**prompts(3), **settings)
+        models[1].generation_config.num_assistant_tokens = 3
+    output = FORMS[form](*models, **prompts(3), **settings)
     assert output.speculation_report.num_draft_tokens == 3
-    assert torch.equal(output.sequences, target.generate(**prompts(3), **GREEDY))
+    assert torch.equal(output.sequences, models[0].generate(**prompts(3), **GREEDY))
 
 
 def drafted(report: SpeculationReport) -> list[int]:

@@ -1,23 +1,26 @@
 """A draft reads prompts when candidates are wanted of them first, however late that is, and else nothing."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from all_pairs import once
+from many import assert_alone
 from other_tokens import draft_of, target_of, texts, tokenizer_of
-from runs import COUPLED, in_turns
+from repeating import LAYOUTS
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
 from hf_specx.models.decoder import Decoder
 
 
-LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+COUPLED = {"do_sample": True, "top_k": 0}
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])
-def test_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, layout: str, between: int, compared: list[bool]):
-    in_turns(monkeypatch, [0] * 12 + [4] * 5, between)
+def test_after_rows_have_left(in_turns: Callable, layout: str, between: int, compared: list[bool]):
+    in_turns([0] * 12 + [4] * 5, between)
     target = tiny()
     draft = near(target, 0.02)
     settings = COUPLED | {"max_new_tokens": 40, "eos_token_id": [7, 23, 31, 46], "pad_token_id": 0}
@@ -31,9 +34,9 @@ def test_after_rows_have_left(monkeypatch: pytest.MonkeyPatch, layout: str, betw
     assert all(compared)
 
 
-def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, compared: list[bool]):
+def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, in_turns: Callable, compared: list[bool]):
     """A control: what was rejected is taken for text."""
-    in_turns(monkeypatch, [0] * 12 + [4] * 5)
+    in_turns([0] * 12 + [4] * 5)
     monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1))
@@ -55,21 +58,14 @@ def queued(kind: str | None) -> tuple:
 
 
 @pytest.mark.parametrize(("kind", "pause"), once([None, "byte-level"], [3, 12, 30]))
-def test_prompts_that_have_come_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, kind: str | None, pause: int, compared: list[bool]
-):
+def test_prompts_that_have_come_meanwhile(in_turns: Callable, kind: str | None, pause: int, compared: list[bool]):
     """In the places of rows that ended, some of them wider than all before; some have ended before they were read."""
-    in_turns(monkeypatch, [0] * pause + [4] * 5)
+    in_turns([0] * pause + [4] * 5)
     target, draft, options, ids = queued(kind)
     asked = [Request(one, 3 + 7 * (n % 3), seed=n) for n, one in enumerate(ids)]
     settings = COUPLED | {"pad_token_id": 1}
     strategy = SpeculativeDecoding(draft, verification="coupled", **options)
-    done = list(strategy.generate_many(target, asked, batch_size=3, ordered=True, **settings))
-    for request, one in zip(asked, done, strict=True):
-        torch.manual_seed(request.seed)
-        given = {"input_ids": request.input_ids[None], "attention_mask": torch.ones_like(request.input_ids[None])}
-        plain = target.generate(**given, max_new_tokens=request.max_new_tokens, **settings)
-        assert one.tokens == plain[0, len(request.input_ids) :].tolist()
+    assert_alone(strategy, target, asked, batch_size=3, **settings)
     assert strategy.report.drafted > 0
     assert len(compared) > 5
     assert all(compared)

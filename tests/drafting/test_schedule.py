@@ -16,11 +16,8 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks
 
 
-DRAFTS_OWN = {
-    "num_assistant_tokens": 3,
-    "num_assistant_tokens_schedule": "heuristic",
-    "assistant_confidence_threshold": 0.1,
-}
+DRAFTS_OWN = {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.1}
+DRAFTS_OWN |= {"num_assistant_tokens_schedule": "heuristic"}
 TRANSIENT = {"num_assistant_tokens_schedule": "heuristic_transient", "assistant_confidence_threshold": 0.0}
 ASKED = {  # the strategy's number, what the call is known to say, what is filled in, the draft's own file
     "nothing": (("auto", {}, {}, {}), (None, "constant", 0.0)),

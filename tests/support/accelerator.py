@@ -45,14 +45,8 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "OnDevice":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=CUDA,
-        )
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **layout, device=CUDA)
         made.inner = inner
         return made
 
@@ -353,12 +347,7 @@ def rms_norm(given: torch.Tensor, shape: Any, weight: torch.Tensor | None = None
 
 
 BINDINGS: dict[Any, Callable] = {
-    torch.Tensor.tolist: waiting("tolist"),
-    torch.Tensor.nonzero: waiting("nonzero"),
     torch.nonzero: waiting("nonzero"),
-    torch.Tensor.__int__: waiting("__int__"),
-    torch.Tensor.__index__: waiting("__index__"),
-    torch.Tensor.__float__: waiting("__float__"),
     torch.Tensor.__invert__: torch.bitwise_not,
     torch.Tensor.contiguous: lambda tensor: tensor if tensor.is_contiguous() else tensor.clone(memory_format=DENSE),
     torch.Tensor.__getitem__: get_item,
@@ -369,3 +358,5 @@ BINDINGS: dict[Any, Callable] = {
     nn.functional.scaled_dot_product_attention: attention,
     nn.functional.rms_norm: rms_norm,
 }
+for name in ("tolist", "nonzero", "__int__", "__index__", "__float__"):
+    BINDINGS[getattr(torch.Tensor, name)] = waiting(name)

@@ -177,20 +177,12 @@ def _layer(head: TinyHead) -> dict:
 def _speculators(head: TinyHead) -> tuple[dict, dict]:
     eagle = head.kind in ("eagle3", "peagle")
     greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    config = {
-        "architectures": ["Eagle3Speculator" if eagle else "DFlashSpeculator"],
-        "speculators_model_type": head.kind,
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": head.draft_vocab,
-        "target_hidden_size": None,
-        "transformer_layer_config": _layer(head),
-        "speculators_config": {
-            "algorithm": head.kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
-            "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
-        },
-    }
+    proposal = {"algorithm": head.kind, "default_proposal_method": "greedy", "proposal_methods": [greedy]}
+    proposal["verifier"] = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
+    config = {"architectures": ["Eagle3Speculator" if eagle else "DFlashSpeculator"]}
+    config |= {"speculators_model_type": head.kind, "speculators_version": "0.9.0", "speculators_config": proposal}
+    config |= {"draft_vocab_size": head.draft_vocab, "target_hidden_size": None}
+    config["transformer_layer_config"] = _layer(head)
     if eagle:
         config |= {"norm_before_residual": head.norm_before_residual, "norm_output": head.norm_output}
         config |= {"norm_before_fc": "input_norm.weight" in head.weights, "embed_requires_grad": head.kind == "peagle"}

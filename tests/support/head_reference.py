@@ -5,7 +5,7 @@ count from the first token of a row, without pads. x_0 .. x_n is the text so far
 x_n; candidates are x_{n+1} and on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from head_files import EPS, GROUPS, HEAD_DIM, HEADS, TinyHead
@@ -200,13 +200,7 @@ def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
     return weights[f"{number}.{head.layers}.weight"] @ z
 
 
-PROPOSALS: dict[str, Callable[..., Tensor]] = {
-    "eagle3": _eagle3,
-    "peagle": _peagle,
-    "dflash": _dflash,
-    "dspark": _dspark,
-    "medusa": _medusa,
-}
+PROPOSALS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark, "medusa": _medusa}
 
 
 def target_states(model: nn.Module, layer_ids: Sequence[int], input_ids: Tensor, **inputs) -> list[Tensor]:

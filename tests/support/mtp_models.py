@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import GROUPED, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
@@ -11,35 +12,22 @@ from hf_specx.drafting.heads.mtp import known_layers
 
 
 VOCAB_SIZE = 8  # so that candidates of random layers are often right
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+COMMON = SIZES | GROUPED | {"vocab_size": VOCAB_SIZE, "moe_intermediate_size": 16, "max_position_embeddings": 256}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 TYPES = {
     "deepseek_v3": EXPERTS | LATENT | {"num_nextn_predict_layers": 1},
     "deepseek_v3 of three": EXPERTS | LATENT | {"num_nextn_predict_layers": 3},
-    "glm4_moe": EXPERTS | {"head_dim": 8, "num_nextn_predict_layers": 2},
-    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_nextn_predict_layers": 1}
+    "glm4_moe": EXPERTS | {"num_nextn_predict_layers": 2},
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1}
     | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "step3p7": {"head_dim": 8, "num_nextn_predict_layers": 2, "sliding_window": 6, "n_routed_experts": 4}
+    "step3p7": {"num_nextn_predict_layers": 2, "sliding_window": 6, "n_routed_experts": 4}
     | {"num_experts_per_tok": 2, "share_expert_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"mlp_layer_types": ["dense", "sparse", "dense", "dense"]},
-    "inkling_text": {"head_dim": 8, "num_mtp_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "inkling_text": {"num_mtp_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
 }
-LINEAR = {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
 LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16}
 RECURRENT = {  # which transformers does not draft with
@@ -49,10 +37,10 @@ RECURRENT = {  # which transformers does not draft with
 }
 
 
-def mtp_target(name: str, folder: Path, monkeypatch=None, seed: int = 0) -> PreTrainedModel:
+def mtp_target(name: str, folder: Path, monkeypatch=None) -> PreTrainedModel:
     """A target of `TYPES` or `RECURRENT`, loaded from the folder, where its files and those of its layers are put."""
     kind, settings = name.split()[0], COMMON | (TYPES | RECURRENT)[name]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     if kind == "step3p7":
         vision = {"width": 16, "layers": 1, "heads": 2, "image_size": 28, "patch_size": 14}
         config = AutoConfig.for_model(kind, text_config=settings, vision_config=vision, image_token_id=VOCAB_SIZE - 1)

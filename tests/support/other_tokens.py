@@ -42,6 +42,11 @@ def _unigram(size: int) -> PreTrainedTokenizerFast:
     made.train_from_iterator(
         TEXTS * 9, trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="<unk>")
     )
+    return _begun(made)
+
+
+def _begun(made: Tokenizer) -> PreTrainedTokenizerFast:
+    """Texts begin with a special token."""
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **roles)
@@ -59,10 +64,7 @@ def _fallback(size: int) -> PreTrainedTokenizerFast:
     learned = [*values["model"]["vocab"]]
     tokens = [*special, *(f"<0x{number:02X}>" for number in range(256)), *learned[len(special) :]]
     values["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer.from_str(json.dumps(values))
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **roles)
+    return _begun(Tokenizer.from_str(json.dumps(values)))
 
 
 def _word_piece(lowercase: bool = False) -> PreTrainedTokenizerFast:
@@ -119,7 +121,7 @@ def vocabularies_of(kind: str, draft_kind: str) -> VocabularyMap:
 
 
 @cache
-def draft_of(kind: str, draft_kind: str, noise: float = 0.02, **changes) -> PreTrainedModel:
+def draft_of(kind: str, draft_kind: str, **changes) -> PreTrainedModel:
     """A draft with another kind of tokenizer that mostly agrees with `target_of(kind)`.
 
     It is the target with embeddings for the draft's own tokens: those of the target's that mean the same, or the mean
@@ -131,7 +133,7 @@ def draft_of(kind: str, draft_kind: str, noise: float = 0.02, **changes) -> PreT
     generator = torch.Generator().manual_seed(2)
     for name, weight in own.items():
         if weight.shape == weights[name].shape:
-            moved = noise * weight.std() * torch.randn(weight.shape, generator=generator)
+            moved = 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
             weight.copy_(weights[name] + (moved if weight.ndim > 1 else 0))
     for number, content in enumerate(vocabularies.draft.contents):
         meant = vocabularies.to_target[number]

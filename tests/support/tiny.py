@@ -9,19 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB_SIZE = 48
 WINDOW = 8
 
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.4}
+SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.4},

@@ -46,12 +46,8 @@ def test_a_killed_training_goes_on_to_the_same_weights(tmp_path, options):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-HOW = {
-    "all weights": {},
-    "lora": {"lora": 4, "learning_rate": 2e-2},
-    "a head": {"draft": "eagle3"},
-    "blocks": {"draft": "dspark"},
-}
+HOW = {"all weights": {}, "lora": {"lora": 4, "learning_rate": 2e-2}}
+HOW |= {"a head": {"draft": "eagle3"}, "blocks": {"draft": "dspark"}}
 
 
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)

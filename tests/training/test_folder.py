@@ -11,15 +11,10 @@ from training_cases import Stop, same, some_prompts, trained, weights
 from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, enough_room, last_checkpoint
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["settings.json"],
-        ["settings.json", "checkpoint-best/model.safetensors", "thesis.tex"],
-        ["texts/validation.json"],
-    ],
-    ids=str,
-)
+TUNED = ["settings.json", "checkpoint-best/model.safetensors", "thesis.tex"]
+
+
+@pytest.mark.parametrize("names", [TUNED[:1], TUNED, ["texts/validation.json"]], ids=str)
 def test_the_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, names: list[str]):
     """As that of the target's own fine-tuning: no file is deleted, written over or added."""
     for name in names:

@@ -16,6 +16,7 @@ from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.training.draft import Learner
 from hf_specx.training.head import EVERY, HeadDraft, new_head
+from hf_specx.training.losses import Predicted
 from hf_specx.training.reading import Remembered, Text
 from hf_specx.training.recipe import TrainingRecipe
 
@@ -28,6 +29,7 @@ FORMS = {
     "eagle3 whose normed states go on": {"norm_output": True, "norm_before_residual": True, "norms": "one"},
     "eagle3, narrow": {"width": 16, "own_embeddings": True, "own_head": True},
     "dspark": {"draft_vocab": 20},
+    "dspark gated": {"markov": "gated"},
     "dspark rnn, narrow": {"markov": "rnn", "width": 16, "confidence": True, "block": 4},
     "dspark with a window": WINDOW,
     "dflash with a window of blocks": WINDOW | {"window_non_causal": True},
@@ -39,6 +41,15 @@ def learner_of(draft: DraftHead, target, **options) -> Learner:
     return HeadDraft(target, draft, TrainingRecipe(**options), (None, None))
 
 
+def predicted(learner: Learner, draw: int | None = None) -> tuple[dict[tuple[int, int], torch.Tensor], Predicted]:
+    """What a head says of the texts, by row and candidate, and all else that it says."""
+    said = Remembered(learner.target, learner.places, 4, 0).said(TEXTS)
+    with torch.no_grad():
+        found = learner.predict(learner.trained, TEXTS, said, None if draw is None else [draw] * len(TEXTS))
+    places = zip(found.rows.tolist(), found.steps.tolist(), strict=True)
+    return dict(zip(places, found.logits, strict=True)), found
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_it_learns_from_the_drafts_that_it_would_make(form: str, tmp_path: Path):
     """Each prediction beside the reference: the law of the candidate of a draft that began so many tokens before.
@@ -47,33 +58,22 @@ def test_it_learns_from_the_drafts_that_it_would_make(form: str, tmp_path: Path)
     """
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
     head = random_head(form.split()[0].strip(","), **FORMS[form])
-    learner = learner_of(DraftHead.from_pretrained(write(head, tmp_path), target=target), target, num_draft_tokens=3)
-    said = Remembered(target, learner.places, 4, 0).said(TEXTS)
-    with torch.no_grad():
-        found = learner.predict(learner.trained, TEXTS, said)
+    draft = DraftHead.from_pretrained(write(head, tmp_path), target=target)
+    found, whole = predicted(learner_of(draft, target, num_draft_tokens=3))
     owners = [(text, place) for text in TEXTS for place in range(len(text.new))]
-    seen = set()
-    for logits, row, step in zip(found.logits, found.rows.tolist(), found.steps.tolist(), strict=True):
+    for (row, step), logits in found.items():
         text, place = owners[row]
         ids, end = text.prompt + text.new, len(text.prompt) + place
         known, drafted = ids[: end - step], ids[end - step : end]
         states = [one[0] for one in target_states(target, head.layer_ids, torch.tensor([known[:-1]]))]
         output = target.get_output_embeddings().weight
         wanted = head_logits(head, target.get_input_embeddings().weight, output, known, states, drafted)
-        wanted = wanted if found.ids is None else wanted[found.ids]
+        wanted = wanted if whole.ids is None else wanted[whole.ids]
         torch.testing.assert_close(logits.double(), wanted, atol=2e-4, rtol=1e-3)
-        seen.add((row, step))
     ends = [(len(text.prompt) + place, max(2, len(text.prompt))) for text, place in owners]
-    assert seen == {(row, step) for row, (end, least) in enumerate(ends) for step in range(3) if end - step >= least}
-
-
-def predicted(learner: Learner, draw: int | None) -> tuple[dict[tuple[int, int], torch.Tensor], float]:
-    """What a head says of the texts, by row and candidate, and what each is worth in a loss."""
-    said = Remembered(learner.target, learner.places, 4, 0).said(TEXTS)
-    with torch.no_grad():
-        found = learner.predict(learner.trained, TEXTS, said, None if draw is None else [draw] * len(TEXTS))
-    places = zip(found.rows.tolist(), found.steps.tolist(), strict=True)
-    return dict(zip(places, found.logits, strict=True)), found.share
+    assert found.keys() == {
+        (row, step) for row, (end, least) in enumerate(ends) for step in range(3) if end - step >= least
+    }
 
 
 @pytest.mark.parametrize("kind", NEW_HEADS)
@@ -85,12 +85,12 @@ def test_each_draft_is_learned_in_one_of_so_many_steps(kind: str, tmp_path: Path
     learner = learner_of(head, target, num_draft_tokens=3)
     trained = dict(learner.trained.draft_head.named_parameters())
     assert not any(weight.requires_grad for name, weight in trained.items() if "confidence" in name)
-    whole, share = predicted(learner, None)
+    whole, every = predicted(learner)
     monkeypatch.setattr("hf_specx.training.places.AT_ONCE", 2)
     parts = [predicted(learner, draw) for draw in range(EVERY, 2 * EVERY)]
     assert sum(len(part) for part, _ in parts) == len(whole)
-    assert {worth for _, worth in parts} == {EVERY * share}
-    for part in (predicted(learner, None)[0], *(part for part, _ in parts)):
+    assert {found.share for _, found in parts} == {EVERY * every.share}
+    for part in (predicted(learner)[0], *(part for part, _ in parts)):
         for place, logits in part.items():
             torch.testing.assert_close(logits, whole[place], atol=1e-5, rtol=1e-4)
 

@@ -117,11 +117,9 @@ def test_alpha_is_the_mean_overlap_where_the_target_wrote():
 
 
 def test_the_interval_holds_the_truth():
-    """Texts with α of their own: of 400 intervals 95% should hold the true mean.
+    """Texts with α of their own: 95% of 400 intervals hold the true mean, or 94%, as the bootstrap has a bias.
 
-    The number that do is binomial, but for the bias of the percentile bootstrap with 30 texts, about a percent: it is
-    between 360 and 394 but for once in 1e5 at 94%. Intervals that take tokens as independent fail: they hold it in
-    about half of the cases.
+    At 94% it is 360 to 394 but for once in 1e5. Intervals that take tokens as independent hold it in about half.
     """
     generator = torch.Generator().manual_seed(0)
     held = naive = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from counting import counting
 from tiny import tiny
-from training_cases import models, some_prompts, trained
+from training_cases import models, some_prompts
 
 from hf_specx.training.reading import Remembered, Text, collate, logits_where_written
 
@@ -59,10 +59,3 @@ def test_texts_beyond_the_room_are_read_each_time():
         with torch.no_grad():
             plain = logits_where_written(target, collate([TEXTS[number] for number in numbers]))
         torch.testing.assert_close(said(remembered, numbers), plain, atol=1e-5, rtol=1e-5)
-
-
-def test_a_training_is_the_same_without(monkeypatch):
-    """But for rounding, which other neighbours in a forward change."""
-    with_it = trained(phases=1)
-    monkeypatch.setattr("hf_specx.training.distill.REMEMBERED_BYTES", 0)
-    assert with_it.alphas == pytest.approx(trained(phases=1).alphas, abs=1e-4)

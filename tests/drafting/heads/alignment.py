@@ -1,6 +1,6 @@
 """Whether a head proposes what it must: each candidate of each round beside the reference, over the whole text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from plain import assert_plain
 from tiny import tiny
 from transformers import PreTrainedModel
 
-from hf_specx import Completion, DraftHead, SpeculativeDecoding
+from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.round import Round
 
 
@@ -33,7 +33,7 @@ class Aligned:
         compared: candidates so far; `wrong`: rounds and rows where one is not what it must be.
         lengths: candidates of each round and row.
         cut, most: below which confidence of its own a head ends a row, of so many candidates.
-        prefix: tokens of each row of whose states nothing is known.
+        prefix: tokens of each row of whose states nothing is known; `row`, the one that is compared.
     """
 
     def __init__(self, head: TinyHead, target: PreTrainedModel, cut: float = 0.0, most: int = 3, prefix: int = 0):
@@ -50,6 +50,7 @@ class Aligned:
                 self._compare(done, index, text.tolist(), length)
 
     def _compare(self, done: Round, index: int, text: list[int], length: int) -> None:
+        self.row = done.rows[index]
         drafted, states = done.draft.tokens[index, :length].tolist(), self.states(text)
         for place in range(length):
             logits = self.logits(text, states, drafted[:place])
@@ -60,9 +61,9 @@ class Aligned:
                 found = done.draft.probs[index, place].double()
                 right = torch.allclose(found, (logits / LOOSE).softmax(-1), atol=2e-4)
             if not right:
-                self.wrong.append(f"round {len(self.lengths)}, row {done.rows[index]}, candidate {place}")
+                self.wrong.append(f"round {len(self.lengths)}, row {self.row}, candidate {place}")
         if self.cut:
-            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.limits[done.rows[index]] - 1
+            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.limits[self.row] - 1
             sure = confidences(self.head, embeddings, text, states, [*drafted, 0])[: self.most] >= self.cut
             wanted = min(self.most, wanted - done.before[index])
             assert sure[:wanted].tolist() == [True] * length + [False] * (wanted > length)
@@ -111,14 +112,6 @@ def assert_aligned(
     target.generate(**inputs, **settings or GREEDY, custom_generate=strategy)
     watch.check(least)
     return watch
-
-
-def assert_own_texts(target: PreTrainedModel, done: Iterable[Completion], asked: list[list[int]], **call: Any) -> None:
-    """Completions of a queue have the greedy texts of batches of one."""
-    texts = {one.index: one.tokens for one in done}
-    for index, prompt in enumerate(asked):
-        alone = target.generate(torch.tensor([prompt]), do_sample=False, **call)
-        assert texts[index] == alone[0, len(prompt) :].tolist()
 
 
 def assert_equals_stock(

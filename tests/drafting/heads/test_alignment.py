@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import (
-    GREEDY,
-    SAMPLED,
-    assert_aligned,
-    assert_equals_stock,
-    assert_own_texts,
-    loaded,
-    target_of,
-    watched,
-)
+from alignment import GREEDY, SAMPLED, assert_aligned, assert_equals_stock, loaded, target_of, watched
 from head_files import EPS, random_head
+from many import assert_alone
 from tiny import prompts
 
-from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx import DraftHead, Request, SpeculativeDecoding
+from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
+from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.reading import read_head
 from hf_specx.drafting.heads.running import head_forward
 from hf_specx.models import regions
@@ -121,9 +116,8 @@ def test_compiled_queues(name: str, traced: None, tmp_path: Path):
     target, head = target_of(num_hidden_layers=4), head_of(name, layer_ids=(1, 2, 3))
     strategy = SpeculativeDecoding(loaded(head, tmp_path / "head", target), num_draft_tokens=2, compile=True)
     watch = watched(strategy, head, target)
-    asked = [[1 + (number + place) % 40 for place in range(size)] for number, size in enumerate((1, 4, 6, 90, 3))]
-    done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=8)
-    assert_own_texts(target, done, asked, max_new_tokens=8)
+    asked = [Request([1 + (number + place) % 40 for place in range(n)]) for number, n in enumerate((1, 4, 6, 90, 3))]
+    assert_alone(strategy, target, asked, batch_size=3, do_sample=False, max_new_tokens=8)
     watch.check(20)
 
 
@@ -131,10 +125,6 @@ def swapped(draft: DraftHead) -> None:
     attention = draft.body.layers[0].self_attn
     for part in (attention.q_proj, attention.k_proj, attention.v_proj):
         part.weight = torch.nn.Parameter(part.weight.roll(part.in_features // 2, 1), requires_grad=False)
-
-
-def renormed(draft: DraftHead) -> None:
-    draft.config.norm_output = not draft.config.norm_output
 
 
 def unshifted(feed: Feed, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
@@ -155,27 +145,52 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
     OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
-OBSERVE, TOKENS = Feed.observe, Feed.tokens
-CONTROLS: dict[str, dict[str, Any]] = {
+def begun_early(feed: Feed, batch: Batch) -> None:
+    """A block begins with the last token whose states are known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
+        BEGIN(feed, batch)
+
+
+def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
+    """A place is told of the token before the one before it."""
+    earlier, inner = memory or (tokens, None)
+    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
+    return scores, (tokens, inner), sure
+
+
+OBSERVE, TOKENS, BEGIN, LAST = Feed.observe, Feed.tokens, Feed.begin, Batch.last
+FORWARD, SCORED = Eagle.forward, Block.scored
+CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is said
     "ids one off": {"layer_ids": [3, 5, 6]},
+    "states in another order": {"layer_ids": [4, 2, 5]},
     "halves swapped": {"change": swapped},
-    "wrong norm fed back": {"change": renormed},
+    "wrong norm fed back": {"patch": ("config", "norm_output", True)},
     "offsets as ids": {"patch": (DraftHead, "ids", property(lambda draft: draft.d2t))},
     "tokens not shifted": {"patch": (Feed, "tokens", unshifted)},
+    "states for tokens": {"patch": (Eagle, "forward", lambda body, entries, *two: FORWARD(body, entries, *two[::-1]))},
     "own states kept": {"patch": (Feed, "observe", own_states_kept)},
     "rejected states kept": {"patch": (Feed, "observe", rejected_states_kept)},
+    "places for their own tokens": {"head": "dspark", "patch": ("config", "sample_from_anchor", False)},
+    "a block that begins early": {"head": "dspark", "patch": (Feed, "begin", begun_early)},
+    "no word of the token before": {
+        "head": "dspark gated",
+        "patch": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
+    },
+    "word of an earlier token": {"head": "dspark rnn", "patch": (Block, "scored", told_early)},
 }
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_wrong_variants_are_seen(control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wrong = dict(CONTROLS[control])
-    change, patch = wrong.pop("change", None), wrong.pop("patch", None)
-    target, head = target_of(), head_of("eagle3")
+    change, patch, name = wrong.pop("change", None), wrong.pop("patch", None), wrong.pop("head", "eagle3")
+    target, head = target_of(), head_of(name)
     draft = loaded(head, tmp_path / "head", target, **wrong)
     if change is not None:
         change(draft)
     if patch is not None:
-        monkeypatch.setattr(*patch)
+        owner, *what = patch
+        monkeypatch.setattr(draft.config if owner == "config" else owner, *what)
     with pytest.raises(AssertionError, match="round "):
         assert_aligned(head, draft, target, prompts(4), SAMPLED)

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from alignment import GREEDY, SAMPLED, assert_aligned, assert_own_texts, loaded, target_of, watched
+from alignment import GREEDY, SAMPLED, assert_aligned, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
+from many import assert_alone, completed, requests
 from plain import assert_plain
 from tiny import prompts
-from tiny_tokenizer import tiny_tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specx import DraftHead, Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.bench.trace import trace
+from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
@@ -33,13 +32,6 @@ def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, Pre
     return head, loaded(head, folder / "head", target), target
 
 
-def requests(number: int, seeded: bool = False) -> list[Request]:
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, 14, (number,), generator=generator).tolist()
-    texts = [torch.randint(1, 48, (length,), generator=generator).tolist() for length in lengths]
-    return [Request(text, seed=number if seeded else None) for number, text in enumerate(texts)]
-
-
 @pytest.mark.parametrize(("kind", "alike"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)])
 def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows come in the places of others and bring their states, also those of what they begin with alike; each has
@@ -47,41 +39,24 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
     head, draft, target = made(kind, tmp_path)
-    strategy, asked = SpeculativeDecoding(draft, num_draft_tokens=3), requests(12)
-    cut = 0.0 if alike else CUT.get(kind, 0.0)
-    if alike:
-        asked = [Request([*range(1, 10), *request.input_ids]) for request in asked]
+    strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=3), 0.0 if alike else CUT.get(kind, 0.0)
+    begun = [*range(1, 10)] if alike else []
+    asked = [Request([*begun, *request.input_ids.tolist()]) for request in requests(12)]
     watch, options = watched(strategy, head, target, cut=cut), ENDS | {"assistant_confidence_threshold": cut}
-    done = strategy.generate_many(target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **options)
-    assert_own_texts(target, done, [request.input_ids for request in asked], max_new_tokens=12, **ENDS)
+    assert_alone(strategy, target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **options)
     assert (strategy.report.copied > 60) == alike
     watch.check(50 if cut else 200)
-
-
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-def test_a_trace_has_q_in_the_ids_of_the_target(verification: str, tmp_path: Path):
-    """Of a token that is not in the vocabulary of the head it is 0."""
-    head, draft, target = made("eagle3", tmp_path)
-    own = set(head.weights["t2d"].nonzero()[:, 0].tolist())
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
-    torch.manual_seed(3)
-    found = trace(target, strategy, prompts(1), SAMPLED | {"max_new_tokens": 24}, tiny_tokenizer())["rounds"]
-    candidates = [candidate for each in found for candidate in each["candidates"]]
-    assert len(candidates) > 30
-    assert all(candidate["q"] > 0 and candidate["token"] in own for candidate in candidates)
-    others = [token for each in found for token in each["tokens"] if token["token"] not in own]
-    assert {token["q"] for token in others if token["q"] is not None} == {0.0}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)
-    strategy, asked, found = SpeculativeDecoding(draft, num_draft_tokens=3), requests(8, seeded=True), []
+    strategy, found = SpeculativeDecoding(draft, num_draft_tokens=3), []
     cut = CUT.get(kind, 0.0)
     watch, options = watched(strategy, head, target, cut=cut), SAMPLED | ENDS | {"assistant_confidence_threshold": cut}
     for size in (1, 3):
-        done = strategy.generate_many(target, asked, batch_size=size, **options | {"max_new_tokens": 10})
-        found.append({one.index: one.tokens for one in done})
+        done = completed(strategy, target, requests(20), batch_size=size, **options)
+        found.append({index: one.tokens for index, one in done.items()})
     assert found[0] == found[1]
     watch.check(50 if cut else 100)
 
@@ -112,17 +87,6 @@ def test_quantised_targets(kind: str, tmp_path: Path):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
         assert_plain(target, strategy, prompts(3), **settings)
         assert strategy.report.drafted > 0
-
-
-def test_a_long_queue(tmp_path: Path):
-    """Beside one without a head."""
-    _, draft, target = made("eagle3", tmp_path)
-    asked, options = requests(300), {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
-    texts = []
-    for each in (draft, SuffixDraft()):
-        done = SpeculativeDecoding(each, num_draft_tokens=2).generate_many(target, asked, **options)
-        texts.append({one.index: one.tokens for one in done})
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

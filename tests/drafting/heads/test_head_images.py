@@ -21,10 +21,6 @@ CALL = {"max_new_tokens": 16, "pad_token_id": 0, "suppress_tokens": [IMAGE]}
 class Seen(Aligned):
     """The comparison, with the row's picture for the target and Qwen's positions for the head."""
 
-    def _compare(self, done, index: int, text: list[int], length: int) -> None:
-        self.row = done.rows[index]
-        super()._compare(done, index, text, length)
-
     def states(self, text):
         ids = torch.tensor([list(text[:-1])])
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}

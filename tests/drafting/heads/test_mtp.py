@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from alignment import assert_own_texts
+from many import assert_alone
 from mtp_models import RECURRENT, TYPES, VOCAB_SIZE, mtp_target
 from plain import assert_plain
 from rounds import Heard
@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 import hf_specx
-from hf_specx import MtpDraft, SpeculativeDecoding
+from hf_specx import MtpDraft, Request, SpeculativeDecoding
 from hf_specx.drafting.heads.mtp import read_layers
 
 
@@ -125,24 +125,23 @@ def test_sampled_texts_and_queues(tmp_path: Path, monkeypatch, name):
     strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), verification="coupled")
     assert_plain(target, strategy, left_padded(), max_new_tokens=NEW, do_sample=True, top_k=0)
     assert strategy.report.accepted > 0
-    requests = [prompt[0].tolist() for prompt in PROMPTS * 2]
-    done = strategy.generate_many(target, requests, batch_size=3, max_new_tokens=9, do_sample=False)
-    assert_own_texts(target, done, requests, max_new_tokens=9)
+    requests = [Request(prompt[0]) for prompt in PROMPTS * 2]
+    assert_alone(strategy, target, requests, batch_size=3, max_new_tokens=9, do_sample=False)
     assert strategy.report.accepted > 0
 
 
-def test_targets_without_such_layers_are_refused():
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no multi-token layers.*give a draft model"):
-        tiny().generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+def refused(target, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        target.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
 
 
-def test_layers_that_the_files_lack_or_an_older_transformers_cannot_run_are_named(tmp_path: Path, monkeypatch):
+def test_targets_whose_layers_are_not_there_are_refused(tmp_path: Path, monkeypatch):
+    """They have none, transformers is too old to run them, or the files lack them."""
+    refused(tiny(), r"LlamaForCausalLM has no multi-token layers.*give a draft model")
     target = mtp_target("mellum", tmp_path)
     with monkeypatch.context() as patch:
         patch.delattr(MtpModel, "forward_layer")
-        with pytest.raises(ValueError, match=r"cannot be read from .*: transformers is older than 5\.20"):
-            target.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+        refused(target, r"cannot be read from .*: transformers is older than 5\.20")
     target.save_pretrained(tmp_path / "without")
     again = type(target).from_pretrained(tmp_path / "without").eval()
-    with pytest.raises(ValueError, match=r"cannot be read from .*without.*missing"):
-        again.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
+    refused(again, r"cannot be read from .*without.*missing")

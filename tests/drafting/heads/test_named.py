@@ -11,7 +11,7 @@ from tiny import prompts, tiny
 from transformers import PreTrainedModel
 
 import hf_specx
-from hf_specx import DraftHead, SpeculativeDecoding, SuffixDraft
+from hf_specx import SpeculativeDecoding
 
 
 @pytest.fixture(scope="module")
@@ -29,32 +29,29 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in root.iterdir()}
 
 
+def refused(target: PreTrainedModel, draft: str | Path, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(draft))
+
+
 CLASSES = {"model": "LlamaForCausalLM", "head": "DraftHead", "plain config": "DraftHead", "medusa": "DraftHead"}
+NAMES = CLASSES | {"suffix": "SuffixDraft", "exit:2": "EarlyExitDraft", "layers:2": "EarlyExitDraft"}
+NAMES |= {"head:head": "DraftHead"}
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_what_the_files_say_is_loaded(target, folders, name):
-    inputs, strategy = prompts(3), SpeculativeDecoding(str(folders[name]), num_draft_tokens=2)
-    assert strategy.draft_model == str(folders[name])
-    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_name_says_is_drafted_by(target, folders, monkeypatch, name: str):
+    """As commands have names, or by what the files of a folder say; once and again, in a list, and in `generate`."""
+    monkeypatch.chdir(folders["head"].parent)
+    options = prompts(3) | {"max_new_tokens": 8, "do_sample": False}
+    wanted, strategy = target.generate(**options), SpeculativeDecoding(name, num_draft_tokens=2)
     for _ in range(2):
-        out = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=strategy)
-        assert torch.equal(out, wanted)
-    assert type(strategy.draft_model).__name__ == CLASSES[name]
-    assert strategy.report.drafted > 0
-
-
-def test_names_in_calls_and_in_lists(target, folders):
-    inputs = prompts(2)
-    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
-    options = {"model": target, "max_new_tokens": 8, "do_sample": False, "num_draft_tokens": 2}
-    assert torch.equal(hf_specx.generate(**inputs, draft_model=folders["head"], **options), wanted)
-    both = SpeculativeDecoding([SuffixDraft(), folders["head"]], num_draft_tokens=2)
-    out = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=both)
-    assert torch.equal(out, wanted)
-    assert isinstance(both.draft_model[1], DraftHead)
-    with pytest.raises(ValueError, match=r"2 drafts that run forwards"):
-        SpeculativeDecoding([str(folders["head"]), str(folders["model"])])
+        assert torch.equal(target.generate(**options, custom_generate=strategy), wanted)
+    assert type(strategy.draft_model).__name__ == NAMES[name]
+    assert strategy.report.drafted > 0 or name == "suffix"
+    both = strategy if name == "suffix" else SpeculativeDecoding(["suffix", name])
+    assert torch.equal(target.generate(**options, custom_generate=both), wanted)
+    assert torch.equal(hf_specx.generate(**options, model=target, draft_model=folders.get(name, name)), wanted)
 
 
 @pytest.mark.parametrize("name", ["model", "head"])
@@ -68,10 +65,7 @@ def test_a_revision_is_that_of_the_hub(target, folders, tmp_path, monkeypatch, n
     strategy = SpeculativeDecoding(f"org/{name}@v1", num_draft_tokens=2)
     target.generate(**prompts(2), max_new_tokens=4, custom_generate=strategy)
     assert type(strategy.draft_model).__name__ == CLASSES[name]
-    with pytest.raises(
-        ValueError, match=rf"org/{name} has no config\.json here, nor on the Hub if that can be reached"
-    ):
-        target.generate(**prompts(2), max_new_tokens=4, custom_generate=SpeculativeDecoding(f"org/{name}@v2"))
+    refused(target, f"org/{name}@v2", rf"org/{name} has no config\.json here, nor on the Hub if that can be reached")
 
 
 def changed(folder: Path, to: Path, **config) -> Path:
@@ -84,68 +78,40 @@ def changed(folder: Path, to: Path, **config) -> Path:
     return to
 
 
-@pytest.mark.parametrize(
-    ("source", "config", "told"),
-    [
-        ("model", {"draft_vocab_size": 48}, r"is ambiguous.*DraftHead\.from_pretrained"),
-        ("model", {"attn_implementation": "org/kernel"}, r"names code for parts of the model"),
-        ("model", {"num_hidden_layers": 5}, r"lacks .* of the model's weights"),
-        ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, r"without code of its own"),
-        ("head", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping"),
-    ],
-)
+REFUSED = [  # what is changed of which files, and what is said
+    ("model", {"draft_vocab_size": 48}, r"is ambiguous.*DraftHead\.from_pretrained"),
+    ("model", {"attn_implementation": "org/kernel"}, r"names code for parts of the model"),
+    ("model", {"num_hidden_layers": 5}, r"lacks .* of the model's weights"),
+    ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, r"without code of its own"),
+    ("head", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping"),
+]
+
+
+@pytest.mark.parametrize(("source", "config", "told"), REFUSED)
 def test_files_that_are_refused(target, folders, tmp_path: Path, source, config, told):
-    folder = changed(folders[source], tmp_path / "changed", **config)
-    with pytest.raises(ValueError, match=told):
-        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
+    refused(target, changed(folders[source], tmp_path / "changed", **config), told)
 
 
-def test_names_that_lead_nowhere_and_pairs_are_refused(target, folders, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"org/no-such-draft has no config\.json"):
-        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding("org/no-such-draft"))
-    folder = changed(folders["model"], tmp_path / "pair")
-    (folder / "specx_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is a pair; give its draft, as .*/draft"):
-        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
-
-
-DRAFTS = {"suffix": "SuffixDraft", "exit:2": "EarlyExitDraft", "layers:2": "EarlyExitDraft", "head:head": "DraftHead"}
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_names_are_those_of_commands(target, folders, monkeypatch, name: str):
-    """Also in a list, and in `generate`."""
-    monkeypatch.chdir(folders["head"].parent)
-    options = prompts(3) | {"max_new_tokens": 8, "do_sample": False}
-    wanted, strategy = target.generate(**options), SpeculativeDecoding(name)
-    assert torch.equal(target.generate(**options, custom_generate=strategy), wanted)
-    assert type(strategy.draft_model).__name__ == DRAFTS[name]
-    both = strategy if name == "suffix" else SpeculativeDecoding(["suffix", name])
-    assert torch.equal(target.generate(**options, custom_generate=both), wanted)
-    assert torch.equal(hf_specx.generate(**options, model=target, draft_model=name), wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("exit:0", "names no number of layers"),
-        ("ngram:4", "means nothing; give one of: suffix"),
-        ("sufix", "means nothing; did you mean 'suffix'"),
-        ("exit2", "means nothing; give one of: suffix"),
-        ("layers-2", "means nothing; give one of: suffix"),
-        ("exits", "stands for several numbers of layers"),
-        ("head:model", "is a model and no head; leave head: out"),
-    ],
-)
-def test_names_that_mean_nothing(target, folders, monkeypatch, name: str, told: str):
-    monkeypatch.chdir(folders["head"].parent)
-    with pytest.raises(ValueError, match=told):
-        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(name))
-
-
-def test_a_model_in_a_pickle_is_refused(target, folders, tmp_path: Path):
+def test_models_in_pickles_and_pairs_are_refused(target, folders, tmp_path: Path):
     folder = changed(folders["model"], tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(tiny(seed=1).state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"cannot be loaded as a model.*safetensors"):
-        target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(folder))
+    refused(target, folder, r"cannot be loaded as a model.*safetensors")
+    folder = changed(folders["model"], tmp_path / "pair")
+    (folder / "specx_config.json").write_text("{}")
+    refused(target, folder, r"is a pair; give its draft, as .*/draft")
+
+
+MEANINGLESS = {
+    "org/no-such-draft": r"org/no-such-draft has no config\.json",
+    "sufix": "means nothing; did you mean 'suffix'",
+    "exit2": "means nothing; give one of: suffix",
+    "exits": "stands for several numbers of layers",
+    "head:model": "is a model and no head; leave head: out",
+}
+
+
+@pytest.mark.parametrize("name", MEANINGLESS)
+def test_names_that_mean_nothing(target, folders, monkeypatch, name: str):
+    monkeypatch.chdir(folders["head"].parent)
+    refused(target, name, MEANINGLESS[name])
