@@ -58,8 +58,8 @@ def why_plain(prompt: Prompt) -> str:
 
 def adapts_rows(model: PreTrainedModel) -> bool:
     """Whether rows of a call of PEFT's `generate` have adapters of their own, or such as begin at some token."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any(BY_ROW & getattr(hook, "keywords", {}).keys() for hook in hooks)
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    return not BY_ROW.isdisjoint([name for hook in hooks for name in getattr(hook, "keywords", ())])
 
 
 def check_adapter(inner: PreTrainedModel) -> None:
