@@ -71,6 +71,8 @@ NOT_SERVED = [
     (Request([1], seed=-1), "seed=-1"),
     (Request([1], max_new_tokens=200), "position"),
     ([1.5], r"input_ids=\[1.5\] is no prompt; give"),
+    ("a text", "is no prompt"),
+    ([[1, 2]], "is no prompt"),
     (torch.ones(3, dtype=torch.int64, device="meta"), "device='meta'.* is no prompt; give"),
     ([1, VOCAB_SIZE], f"the token id {VOCAB_SIZE}"),
     ([-1], "the token id -1"),
@@ -87,7 +89,7 @@ def test_requests_that_cannot_be_served(batch_size: int):
     asked = [[1, 2], *(wrong for wrong, _ in NOT_SERVED), [3]]
     found = completed(strategy, target, asked, batch_size=batch_size, **GREEDY)
     for number, (_, told) in enumerate(NOT_SERVED, 1):
-        assert found[number].finish_reason == "refused"
+        assert (found[number].finish_reason, found[number].tokens) == ("refused", None)
         assert re.search(f"request {number}: .*{told}", found[number].error)
     for number in (0, len(asked) - 1):
         assert found[number].tokens == alone(target, Request(asked[number]), **GREEDY)
@@ -141,15 +143,10 @@ def test_an_error_that_no_request_has_brought_is_that_of_all(stateless: bool):
 
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
 def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
-    """So it is an error at once; a later one is refused alone, and its tokens are none that could be an answer."""
+    """So it is an error at once."""
     target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
     with pytest.raises(ValueError, match="is no prompt; give a list of token ids"):
-        list(strategy.generate_many(target, [wrong, wrong], **GREEDY))
-    found = completed(strategy, target, [[1, 2], wrong], **GREEDY)
-    assert found[1].tokens is None
-    assert "is no prompt" in found[1].error
-    assert found[0].tokens == alone(target, Request([1, 2]), **GREEDY)
+        list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [wrong, wrong], **GREEDY))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from collectors import Collector, RowCollector, Words
+from collectors import Collector, RowCollector
 from criteria import Counting, RowSumIs
 from plain import coupled
 from tiny import prompts, tiny
@@ -18,16 +18,6 @@ from hf_specx import BatchStreamer
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 TIMEOUT = 60
-
-
-def test_the_parts_of_rows_come_with_their_numbers():
-    streamer = BatchStreamer(Words(), timeout=TIMEOUT)
-    for row, tokens in ((0, [1, 2]), (1, []), (1, [3]), (0, [4])):
-        streamer.put_row(row, torch.tensor(tokens, dtype=torch.int64))
-    streamer.end_row(1)
-    streamer.put_row(0, torch.tensor([5]))
-    streamer.end()
-    assert list(streamer) == [(0, "1 2 "), (1, "3 "), (0, "4 "), (0, "5 ")]
 
 
 def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():

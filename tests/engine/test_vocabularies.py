@@ -14,7 +14,7 @@ from hf_specx import SpeculativeDecoding
 
 
 WORDS = [f"w{number}" for number in range(VOCAB_SIZE)]
-OTHERS, RENAMED = WORDS[::-1], [*WORDS[:-2], "user", "system"]
+OTHERS = WORDS[::-1]
 APART = "and whether these are the same tokens is not known, since"
 
 

@@ -5,8 +5,8 @@ Each streams its text to a reader in another thread, and ends the stream once.
 
 import copy
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +153,6 @@ def test_options(world: SimpleNamespace, form: str, layout: str):
 
 
 def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
-    """It is what the call asks for, and so it is what is called."""
     expected = world.target.generate(**prompts(2), **GREEDY)
     strategy = SpeculativeDecoding(world.draft, num_draft_tokens=2)
     assert torch.equal(world.own.generate(**prompts(2), **GREEDY, custom_generate=strategy), expected)
@@ -166,7 +165,6 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, GREEDY | {"stop_sequence": "an"}])
 def test_a_pipeline(world: SimpleNamespace, options: dict):
-    """In batches, the last one of which is not full."""
     write = pipeline("text-generation", model=world.target, tokenizer=world.tokenizer)
     texts = ["def read(self):", "import", "class Reader(Base):\n    def", "for line in", "if"]
     settings = options | {"batch_size": 4, "return_full_text": False}
@@ -193,20 +191,10 @@ def call_of(world: SimpleNamespace, form: str, **kwargs: Any) -> Callable[[], An
 
 
 def read(streamer: BatchStreamer | TextIteratorStreamer, job: Callable[[], Any]) -> tuple[list, Any]:
-    """The parts that come while a job runs in another thread, and its result or error."""
-    found = []
-
-    def finish() -> None:
-        try:
-            found.append(job())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=finish)
-    thread.start()
-    parts = list(streamer)
-    thread.join()
-    return parts, found[0]
+    """The parts that come while a job runs in another thread, and its result."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(job)
+        return list(streamer), found.result()
 
 
 def parts_of_stock(tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, text: torch.Tensor) -> list[str]:

@@ -155,11 +155,3 @@ def test_what_was_learned_is_forgotten_with_the_models():
     del draft
     gc.collect()
     assert gone[1]() is None
-
-
-@pytest.mark.parametrize("name", ["can_generate", "generation_config", "eval"])
-def test_what_is_taken_for_a_model_says_that_it_is_none(name: str):
-    """As `pipeline(model=pair)` and `pipeline(assistant_model=strategy)` take it."""
-    for given in (SpeculativeDecoding(tiny()), DraftTargetPair(tiny(), tiny())):
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}' and is no model; give the model itself"):
-            getattr(given, name)

@@ -19,7 +19,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 
 
 def repetitive(rows: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A target of few tokens, and prompts of them."""
     inputs = prompts(rows)
     return tiny("llama", vocab_size=8), inputs | {"input_ids": inputs["input_ids"] % 8}
 

@@ -76,7 +76,6 @@ def models(name: str) -> dict[str, PreTrainedModel]:
 
 
 def everything(both: dict[str, PreTrainedModel]) -> list[Any]:
-    """All that a call might leave changed."""
     modules = [module for model in both.values() for module in model.modules()]
     weights = [weight.clone() for model in both.values() for weight in model.state_dict().values()]
     own = [

@@ -10,11 +10,9 @@ from tiny import prompts, tiny
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
-from hf_specx.models.choose import choose_layout
 
 
 def in_lockstep(verification: str, batches: int) -> torch.Tensor:
-    """First tokens of batches of four rows."""
     strategy = SpeculativeDecoding(models()[1], num_draft_tokens=3, verification=verification, layout="lockstep")
     return first_tokens(strategy, batches, rows=4)
 
@@ -35,12 +33,6 @@ def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.
 
     monkeypatch.setattr(Batch, "append", wrong)
     assert min(p_values(in_lockstep("token", batches=100), exact_distribution([]))) < 1e-8
-
-
-def test_the_choice_and_its_reason_are_reported():
-    reason = "llama takes positions and a 4D mask by position under sdpa"
-    assert choose_layout(tiny("llama")) == ("ragged", f"chosen: {reason}")
-    assert choose_layout(tiny("llama"), "packed") == ("packed", f"asked for: {reason}, so that all rows can be one")
 
 
 def test_lockstep_says_once_what_it_costs():

@@ -71,13 +71,14 @@ CALLS = {
     "decoder prompts": {"decoder_input_ids": START},
     "padded decoder prompts": PADDED,  # stock goes by the mask, and by the columns for positions
     "several sequences": {"num_return_sequences": 2},
+    "a first token for each row": {"decoder_start_token_id": [5, 6, 7, 8]},
+    "what the text must not repeat": {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5},
     "first and last tokens": {"eos_token_id": list(range(4, 9)), "forced_bos_token_id": 50, "max_new_tokens": 24},
 }
 
 
 @pytest.mark.parametrize(("model_type", "layout", "name"), all_pairs(MODEL_TYPES, LAYOUTS, CALLS))
 def test_other_calls(model_type: str, layout: str, name: str):
-    """A first token may be forced, as of a language, and rows end one after another."""
     target, drafts = models(model_type)
     call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": 12} | CALLS[name]
     text = assert_equals_stock(target, drafts, layout, **call)
@@ -129,11 +130,15 @@ def test_text_up_to_the_last_position(layout: str):
     assert assert_equals_stock(target, {"near": near(target, 0.1)}, layout, **call).shape[1] == 21
 
 
-def test_inputs_for_the_draft():
-    """A draft that shares the encoder can go by `encoder_outputs` alone."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_encodings_that_are_given(layout: str):
+    """With what was encoded, for a draft with an encoder of its own; or as embeddings."""
     target, drafts = models("bart")
     inputs = zoo.inputs(target, 4)
+    call = {"attention_mask": inputs["attention_mask"], "max_new_tokens": 12}
     with torch.no_grad():
-        encoded = target.get_encoder()(**inputs)
-    call = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"], "max_new_tokens": 12}
-    assert_equals_stock(target, {"shared": drafts["shared"]}, "padded", **call)
+        encoded = {"encoder_outputs": target.get_encoder()(**inputs)}
+        embeds = target.get_encoder().get_input_embeddings()(inputs["input_ids"])
+    assert_equals_stock(target, {"shared": drafts["shared"]}, layout, **call, **encoded)
+    assert_equals_stock(target, drafts, layout, **call, **encoded, input_ids=inputs["input_ids"])
+    assert_equals_stock(target, {"near": drafts["near"]}, layout, **call, inputs_embeds=embeds)

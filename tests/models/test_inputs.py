@@ -28,17 +28,10 @@ def same(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, settings
     return assert_plain(target, strategy(draft, **options), {}, lambda: copy.deepcopy(inputs), **settings).forwards
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-def test_several_texts_from_one_prompt(layout: str):
-    target = tiny("qwen2")
-    assert same(target, near(target, 0.05), prompts(2), SAMPLED | {"num_return_sequences": 3}, layout=layout) < 20
-
-
 @pytest.mark.parametrize(
     ("model_type", "layout", "size"), [("llama", "ragged", 4), ("mistral", "padded", 1), ("mistral", "lockstep", 30)]
 )
 def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int):
-    """By the draft as well."""
     target = tiny(model_type)
     with Forwards(draft := near(target, 0.05)) as of_draft:
         count = same(target, draft, prompts(3), SAMPLED | {"prefill_chunk_size": size}, layout=layout)
@@ -67,7 +60,6 @@ def test_labels_are_left_out_as_in_stock():
 
 
 def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, torch.Tensor]:
-    """The next turn: everything so far and some words of the user."""
     more = torch.randint(1, VOCAB_SIZE, (len(text), words), generator=torch.Generator().manual_seed(3))
     ids = torch.cat([text, more], -1)
     return {"input_ids": ids, "attention_mask": torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - 11)], -1)}
@@ -162,18 +154,6 @@ def test_a_draft_with_fewer_positions_than_the_prompt_or_the_text(positions: int
     draft = tiny("gpt2", seed=3, max_position_embeddings=positions)
     for number in (4, "auto"):
         assert_plain(tiny("gpt2"), SpeculativeDecoding(draft, num_draft_tokens=number), **GREEDY)
-
-
-def test_what_the_draft_would_generate_by_does_not_matter():
-    """Its own generation config says nothing about this call, and is left as it was."""
-    target = tiny()
-    draft = near(target, 0.05)
-    hostile = {"num_return_sequences": 3, "use_cache": False, "stop_strings": ["a"], "cache_implementation": "static"}
-    for name, value in hostile.items():
-        setattr(draft.generation_config, name, value)
-    before = draft.generation_config.to_dict()
-    assert same(target, draft, prompts(3), SAMPLED) < 20
-    assert draft.generation_config.to_dict() == before
 
 
 def test_a_draft_that_draws_random_numbers_is_coupled_all_the_same():

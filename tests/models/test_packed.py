@@ -27,7 +27,6 @@ K = 4
 
 
 def unequal(lengths: tuple[int, ...], first: int = 1, last: int = VOCAB_SIZE - 1) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths."""
     width = max(lengths)
     attention_mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     ids = torch.randint(first, last + 1, attention_mask.shape, generator=torch.Generator().manual_seed(0))
@@ -71,36 +70,3 @@ def test_positions_of_the_user():
     places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     inputs["position_ids"] = places + torch.tensor([[7], [0], [20]])
     packed(target, inputs, **GREEDY, max_new_tokens=20)
-
-
-def test_the_prompt_is_read_without_pads():
-    """Two prompts, a b and v w x y, are read as v w (a x) (b y); a window of two hides what lies further back."""
-    target, seen = tiny("mistral", sliding_window=2), []
-    inputs = {"input_ids": torch.tensor([[0, 0, 1, 2], [5, 6, 7, 8]])}
-    inputs["attention_mask"] = (inputs["input_ids"] > 0).long()
-    strategy = SpeculativeDecoding(near(target, 0.05), layout="packed")
-    target.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    target.generate(**inputs, **GREEDY, max_new_tokens=4, custom_generate=strategy)
-    assert seen[0]["input_ids"].tolist() == [[5, 6, 1, 7, 2, 8]]
-    assert seen[0]["position_ids"].tolist() == [[0, 1, 0, 2, 1, 3]]
-    visible = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 1, 0, 1, 0, 0],
-        [0, 0, 1, 0, 1, 0],
-        [0, 0, 0, 1, 0, 1],
-    ]
-    assert seen[0]["attention_mask"].int().tolist() == [[visible]]
-
-
-@pytest.mark.parametrize("name", ["inputs_embeds", "token_type_ids"])
-def test_what_cannot_be_packed_is_refused(name: str):
-    target, inputs = tiny("gpt2"), unequal((5, 5))
-    ids = inputs["input_ids"]
-    inputs[name] = target.get_input_embeddings()(ids) if name == "inputs_embeds" else torch.ones_like(ids)
-    strategy = SpeculativeDecoding(near(target, 0.05), layout="packed")
-    said = pytest.raises(ValueError, match=f"'packed' .*{name}.* use layout='ragged' or 'auto'")
-    with Forwards(target) as forwards, said:
-        target.generate(**inputs, max_new_tokens=5, custom_generate=strategy)
-    assert not forwards.ids

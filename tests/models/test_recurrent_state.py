@@ -1,20 +1,13 @@
 """Models whose past is a state: put back as it was, and fed again what was accepted since."""
 
 import pytest
-import torch
 import zoo
 from all_pairs import all_pairs
 from plain import assert_plain, coupled
 from sweep import MODES
-from tiny import near
-from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.architectures import INEXACT
-from hf_specx.common.batch import Batch
-from hf_specx.models.choose import layouts_of
-from hf_specx.models.lockstep import LockstepDecoder
-from hf_specx.models.prompts import prepare
 
 
 STATEFUL = """
@@ -38,38 +31,6 @@ def test_equals_stock(model_type: str, mode: str, rows: int):
         # round is fed again
         assert found.forwards <= 2 + (rounds if model_type == "lfm2" else 2 * rounds)
     assert strategy.report.accepted < strategy.report.drafted
-
-
-def logits_in_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six greedy tokens of stock and the logits [B, 6, V] that they were chosen by."""
-    output = model.generate(
-        **zoo.inputs(model), do_sample=False, max_new_tokens=6, return_dict_in_generate=True, output_logits=True
-    )
-    return output.sequences[:, -6:], torch.stack(output.logits, 1)
-
-
-def logits_at_once(model_type: str) -> torch.Tensor:
-    """The same logits, when five of the tokens are fed in one forward behind the prompt."""
-    model = zoo.build("causal", model_type)
-    prompt = prepare(model, NEW_TOKENS, zoo.inputs(model))
-    lockstep, batch = LockstepDecoder(prompt), Batch(prompt.input_ids, prompt.kwargs["attention_mask"], 0)
-    tokens, _ = logits_in_steps(model)
-    with torch.no_grad():
-        lockstep.read()
-        batch.emit(tokens[:, :5], [5] * len(tokens))
-        return torch.cat([lockstep.after_prompt, lockstep.feed(batch, 5, 0, 5)], 1)
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "jamba", "zamba"])
-def test_where_they_do_not_the_target_is_refused(model_type: str):
-    """If this fails because transformers has become right, the type belongs into the sweep again."""
-    model = zoo.build("causal", model_type)
-    _, expected = logits_in_steps(model)
-    assert (logits_at_once(model_type) - expected).abs().max() > 1e-3
-    assert model_type in INEXACT
-    with pytest.raises(ValueError, match=f"model type '{model_type}' cannot be a target.*other logits than single"):
-        model.generate(**zoo.inputs(model), custom_generate=SpeculativeDecoding(near(model, 0.0)), max_new_tokens=4)
-    assert layouts_of(model, drafts=True) == ["lockstep"]
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")

@@ -44,10 +44,3 @@ class RowCollector(BatchStreamer):
 
     def end(self) -> None:
         self.ends += 1
-
-
-class Words:
-    """A tokenizer as far as streamers use it: a number and a space for each token."""
-
-    def decode(self, ids, **kwargs):
-        return "".join(f"{int(i)} " for i in ids)
