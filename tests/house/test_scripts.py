@@ -9,13 +9,13 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_304,
+    "call": 11_322,
     "heads": 1_786,
-    "package": 22_170,
-    "tests": 24_165,
+    "package": 22_192,
+    "tests": 22_911,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
-MOST |= {"files": 28, "functions": 223, "calls": 280}  # of a call of `generate`
+MOST |= {"files": 28, "functions": 225, "calls": 280}  # of a call of `generate`
 
 
 @pytest.fixture
