@@ -189,6 +189,13 @@ def later() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.cat([prompts(2, width=6)["attention_mask"], ids[:, 6:]], 1)}
 
 
+def directly(input_ids: torch.Tensor):
+    """What `generate` would call, which fills up an empty prompt itself."""
+    config = copy.deepcopy(get("target").generation_config)
+    config.max_length = 5
+    return strategy()(get("target"), input_ids, [], [], config)
+
+
 @torch.no_grad()
 def only_encoded():
     encoder = get("encoder").get_encoder()
@@ -289,6 +296,7 @@ PLAIN = [
     # Its text
     ("of shape .2, 6, 1. is no batch.*; pass", partial(call, input_ids=IDS[..., None], attention_mask=...)),
     ("input_ids has dtype torch.float32; pass int", partial(call, input_ids=IDS.float())),
+    ("the prompt is empty.*pass at least one token", lambda: directly(IDS[:, :0])),
     ("of shape .2, 1, 6. is no 2D mask .*; pass", partial(masked, lambda mask: mask[:, None] * 0, **embeds())),
     # What ties rows together
     ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),

@@ -81,7 +81,7 @@ def with_grammars(library: str, cases: dict[str, tuple[int, str | None]]) -> lis
     made = []
     for seed, (text, (limit, case)) in enumerate(cases.items()):
         ids = pair().tokenizer(text)["input_ids"]
-        made.append(Request(ids, limit, seed, None, case and [make(library, case)]))
+        made.append(Request(ids, limit, seed, None, case and [make(library, case, 0)]))
     return made
 
 
@@ -101,7 +101,7 @@ def test_grammars_share_a_batch(of_call: bool, options: dict, library: str):
     asked, given = with_grammars(library, cases), {}
     if of_call:
         asked = [replace(request, logits_processor=None) for request in asked]
-        given = {"logits_processor": [make(library, "date")]}
+        given = {"logits_processor": [make(library, "date", 0)]}
     strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=3, verification="coupled")
     found = completed(strategy, target, asked, batch_size=3, **options, **given)
     assert [found[index].tokens for index in range(6)] == expected

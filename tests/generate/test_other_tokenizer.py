@@ -4,19 +4,22 @@ Equality is met by any draft, so what the draft reads is compared with its own f
 it is fed is counted by hooks.
 """
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from many import assert_alone
-from other_tokens import KINDS, draft_of, target_of, texts, tokenizer_of, vocabularies_of
+from other_tokens import KINDS, draft_of, pair_of, target_of, texts, tokenizer_of, vocabularies_of
 from plain import assert_plain
 from tiny import Forwards
 from transformers import BartConfig, BartForConditionalGeneration
 
-from hf_specx import Request, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
 from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.other_tokenizer import OwnText
+from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"
@@ -182,3 +185,25 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
         run(strategy)
     strategy.tokenizer_match = "tokens"
     assert torch.equal(run(strategy), run())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    pair_of(KIND, OTHER).save_pretrained(tmp_path / "pair")
+    return tmp_path / "pair"
+
+
+def test_pairs_keep_both_tokenizers(saved: Path):
+    config = json.loads((saved / CONFIG_NAME).read_text())
+    assert config["tokenizers"]["method"] == "own"
+    assert config["draft_tokenizer"]["tokens"] == len(tokenizer_of(OTHER))
+    assert 0.9 < config["draft_tokenizer"]["overlap"] < 1
+    pair = DraftTargetPair.from_pretrained(saved, dtype=torch.float32)
+    assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
+    torch.manual_seed(4)
+    given = texts(KIND, 4) | SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
+    output = pair.generate(**given, num_draft_tokens=4, verification="coupled")
+    assert torch.equal(output, run())
+    assert pair.report.tokenizer_match["match"] == "tokens"
+    pair.save_pretrained(saved.parent / "again")
+    assert json.loads((saved.parent / "again" / CONFIG_NAME).read_text()) == config

@@ -10,7 +10,6 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.engine.report import SpeculationReport
 from hf_specx.models.compiled import has_compiler
 
 
@@ -30,21 +29,10 @@ def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return target.to(DEVICE), draft.to(DEVICE)
 
 
-def run(
-    model_type: str, rows: int, compile: bool, verification: str = "coupled", **call: Any
-) -> tuple[torch.Tensor, SpeculationReport]:
-    target, draft = pair(model_type)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=2, verification=verification, compile=compile)
-    torch.manual_seed(3)
-    output = target.generate(**moved(prompts(rows)), **call, custom_generate=strategy)
-    assert strategy.report is not None
-    return output, strategy.report
-
-
-def plain(model_type: str, rows: int, **call: Any) -> torch.Tensor:
+def text(model_type: str, rows: int, strategy: SpeculativeDecoding | None = None, **call: Any) -> torch.Tensor:
     target, _ = pair(model_type)  # before the seed, since making it draws
     torch.manual_seed(3)
-    return target.generate(**moved(prompts(rows)), **call)
+    return target.generate(**moved(prompts(rows)), **call, custom_generate=strategy)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +41,20 @@ def plain(model_type: str, rows: int, **call: Any) -> torch.Tensor:
 )
 def test_equals_generate(model_type: str, rows: int, ends: dict, record_property):
     """Where rows end one after another, smaller sizes follow; a second call finds all of them compiled."""
+    _, draft = pair(model_type)
     for call in (SAMPLED | ends, {"do_sample": False, "max_new_tokens": 30} | ends):
-        expected = plain(model_type, rows, **call)
-        compilations = []
+        expected, compilations = text(model_type, rows, **call), []
         for _ in range(2):
-            output, report = run(model_type, rows, True, **call)
-            assert torch.equal(output, expected)
-            compilations.append(report.compilations)
+            strategy = SpeculativeDecoding(draft, num_draft_tokens=2, verification="coupled", compile=True)
+            assert torch.equal(text(model_type, rows, strategy, **call), expected)
+            compilations.append(strategy.report.compilations)
         assert compilations[1] == 0
         record_property("compilations", compilations[0])
 
 
 @pytest.mark.parametrize("verification", ["block", "token"])
 def test_equals_eager(verification: str):
-    outputs = [run("llama", 3, compile, verification, **SAMPLED)[0] for compile in (True, False)]
-    assert torch.equal(*outputs)
+    _, draft = pair("llama")
+    options = {"num_draft_tokens": 2, "verification": verification}
+    strategies = [SpeculativeDecoding(draft, compile=compiles, **options) for compiles in (True, False)]
+    assert torch.equal(*(text("llama", 3, strategy, **SAMPLED) for strategy in strategies))

@@ -38,7 +38,6 @@ class Layers(torch.nn.Module):
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights that are packed."""
     shapes, pack = [], torch.ops.mkldnn._reorder_linear_weight
 
     def packing(weight: torch.Tensor) -> torch.Tensor:

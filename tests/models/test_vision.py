@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from plain import assert_plain
+from rounds import Heard
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from vision import IMAGE, MODEL_TYPES, inputs, seeing
@@ -45,7 +46,6 @@ def strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
 
 @pytest.fixture
 def any_layout(monkeypatch: pytest.MonkeyPatch):
-    """Let every layout be asked for."""
     for name in ("llama", *MODEL_TYPES):
         monkeypatch.setitem(layouts.LAYOUTS_OF, name, LAYOUTS)
 
@@ -125,21 +125,16 @@ def test_embeddings_as_the_prompt(layout: str):
         generated(target, embeds, custom_generate=strategy(narrow, layout))
 
 
-class Words:
-    """A listener that compares greedy candidates with those of the draft alone, for the text without images."""
-
-    def __init__(self, draft: PreTrainedModel):
-        self.draft, self.compared = draft, 0
-
-    def observe(self, done: Round) -> None:
-        for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-            text = done.batch.row(row)[: done.batch.prompt_lengths[row] + done.before[index]]
-            words = text[text != IMAGE]
-            for token in done.draft.tokens[index, :length]:
-                scores = self.draft(words[None]).logits[0, -1].index_fill(0, torch.tensor([IMAGE]), -torch.inf)
-                assert scores.argmax() == token
-                words = torch.cat([words, token[None]])
-                self.compared += 1
+def compared(draft: PreTrainedModel, done: Round) -> int:
+    """How many greedy candidates there are, which have to be those of the draft alone for the text without images."""
+    for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
+        text = done.batch.row(row)[: done.batch.prompt_lengths[row] + done.before[index]]
+        words = text[text != IMAGE]
+        for token in done.draft.tokens[index, :length]:
+            scores = draft(words[None]).logits[0, -1].index_fill(0, torch.tensor([IMAGE]), -torch.inf)
+            assert scores.argmax() == token
+            words = torch.cat([words, token[None]])
+    return sum(done.draft.lengths)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -148,7 +143,7 @@ class Words:
 def test_a_draft_of_text_reads_the_words_alone(model_type: str, layout: str):
     """What stands for an image is hidden from it, and its positions count the words."""
     target, draft = seeing(model_type), tiny()
-    watch, chosen = Words(draft), strategy(draft, layout)
-    chosen.listeners = (watch,)
+    chosen = strategy(draft, layout)
+    chosen.listeners = (watch := Heard(partial(compared, draft)),)
     generated(target, inputs(target, (1, 0, 1)), do_sample=False, custom_generate=chosen, suppress_tokens=[IMAGE])
-    assert watch.compared > NEW_TOKENS
+    assert sum(watch) > NEW_TOKENS

@@ -42,8 +42,6 @@ class Unsure(StoppingCriteria):
 
 
 class Counted(StoppingCriteria):
-    """Ends rows one after another."""
-
     def __init__(self):
         self.steps = 0
 
@@ -109,7 +107,6 @@ def test_each_reason_is_told_once():
 
 @pytest.mark.parametrize("model_type", ["t5", "mamba2", "openai-gpt"])
 def test_any_architecture(model_type: str):
-    """Positions, encoders, states, and no cache at all."""
     target = zoo.build("seq2seq" if model_type == "t5" else "causal", model_type)
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 14}
     assert_plain(target, coupled(target, 0.03), zoo.inputs(target, 4), CASES["processor: trail"], **settings)
@@ -148,18 +145,17 @@ def test_layers_of_a_dict_output(model_type: str, do_sample: bool):
     assert "output_attentions=True" in strategy.report.layout_reason
 
 
-def test_one_seed_is_that_of_a_row_alone():
+def test_seeds():
+    """One is that of a row alone; those of several rows are refused, unless they say nothing."""
     target, settings = tiny(), {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
+    given = {"logits_processor": [Trail()], "custom_generate": SpeculativeDecoding(near(target, 0.05))}
     torch.manual_seed(8)
     expected = target.generate(**prompts(1), **settings, logits_processor=[Trail()])
-    strategy, before = SpeculativeDecoding(near(target, 0.05)), torch.get_rng_state()
-    output = target.generate(**prompts(1), **settings, logits_processor=[Trail()], seeds=[8], custom_generate=strategy)
-    assert torch.equal(output, expected)
+    before = torch.get_rng_state()
+    assert torch.equal(target.generate(**prompts(1), **settings, **given, seeds=[8]), expected)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_seeds_of_several_rows_are_refused():
-    given = {"logits_processor": [Trail()], "seeds": [1, 2], "custom_generate": SpeculativeDecoding(tiny())}
+    given["logits_processor"] = [Trail()]
     with pytest.raises(ValueError, match="seeds= for 2 rows .* Trail may keep state.*call generate for each row"):
-        tiny().generate(**prompts(2), do_sample=True, max_new_tokens=4, **given)
-    assert tiny().generate(**prompts(2), do_sample=False, max_new_tokens=4, **given).shape == (2, 15)
+        target.generate(**prompts(2), **settings, **given, seeds=[1, 2])
+    greedy = target.generate(**prompts(2), do_sample=False, max_new_tokens=4, **given, seeds=[1, 2])
+    assert greedy.shape == (2, 15)

@@ -46,20 +46,6 @@ SETTINGS = {
         "eos_token_id": 7,
     },
     "of a chat": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "temperature": 0.7, "top_p": 0.9},
-    "of long texts": {
-        "min_new_tokens": 20,
-        "eos_token_id": [5, 6],
-        "bad_words_ids": [[3, 4], [7]],
-        "begin_suppress_tokens": [9],
-    },
-    "of marked texts": {
-        "sequence_bias": [[[9], 2.0], [[5, 6], -3.0]],
-        "encoder_repetition_penalty": 1.2,
-        "exponential_decay_length_penalty": (4, 1.1),
-        "forced_eos_token_id": 5,
-        "eos_token_id": 5,
-        "watermarking_config": {"bias": 2.0},
-    },
     "own and others": {
         "logits_processor": [RowAndPrefix(), host.NoRepeatNGramLogitsProcessor(2)],
         "repetition_penalty": 1.2,

@@ -16,6 +16,7 @@ from automaton import Automaton
 from enumerated import NUM_DRAFT_TOKENS, PROMPT, exact_distribution, first_tokens, models, p_values
 from enumerated import VOCAB_SIZE as FEW
 from plain import assert_plain
+from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor
@@ -42,7 +43,6 @@ def draft(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def automaton(**options) -> list[Automaton]:
-    """A new one, in a list as `generate` takes it."""
     return [Automaton(VOCAB_SIZE, 11, **options)]
 
 
@@ -140,21 +140,17 @@ class Fails(LogitsProcessor):
 @pytest.mark.parametrize(("drafts", "fails"), [("model", True), ("suffix", True), ("model", False)])
 def test_a_processor_is_left_where_the_text_is(target, draft, drafts: str, fails: bool):
     """With all emitted tokens but the last, as plain `generate` leaves it; also after an exception within a round."""
-    processor, texts = Automaton(VOCAB_SIZE, 11, states=5), [[] for _ in range(3)]
+    processor = Automaton(VOCAB_SIZE, 11, states=5)
+    texts = Heard(lambda done: [done.batch.row(row).tolist()[-done.batch.counts[row] :] for row in range(3)])
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3)
-
-    class Keep:
-        def observe(self, done):
-            texts[:] = [done.batch.row(row).tolist()[-done.batch.counts[row] :] for row in range(3)]
-
-    strategy.listeners = (Keep(),)
+    strategy.listeners = (texts,)
     inputs = prompts(3)
     given = [processor, Fails(inputs["input_ids"].shape[1] + 16)] if fails else [processor]
     options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "logits_processor": given}
     with pytest.raises(OSError, match="the disk is full") if fails else nullcontext():
         target.generate(**inputs, **options, custom_generate=strategy)
-    assert max(map(len, texts)) > 1
-    assert [processor.texts.get(row, []) for row in range(3)] == [text[:-1] for text in texts]
+    assert max(map(len, texts[-1])) > 1
+    assert [processor.texts.get(row, []) for row in range(3)] == [text[:-1] for text in texts[-1]]
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -41,7 +41,6 @@ def by_stock(warpers: list, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each sort looked at."""
     seen, sort = [], torch.sort
 
     def noted(scores, *args, **kwargs):

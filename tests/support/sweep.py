@@ -121,11 +121,8 @@ def _stock_texts(model: PreTrainedModel, inputs: dict, greedy: torch.Tensor) -> 
     new = sampled[:, -NEW_TOKENS:]
     ends = MODES["coupled"] | {"eos_token_id": [int(new[0, 6]), int(new[1, 11])], "pad_token_id": 0}
     ended = _generate(model, inputs, ends)
-    return {
-        "greedy": Text(MODES["greedy"], greedy),
-        "coupled": Text(MODES["coupled"], sampled),
-        "ends": Text(ends, ended),
-    }
+    texts = {"greedy": Text(MODES["greedy"], greedy), "coupled": Text(MODES["coupled"], sampled)}
+    return texts | {"ends": Text(ends, ended)}
 
 
 def _check_exact(

@@ -9,17 +9,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB_SIZE = 48
 WINDOW = 8
 
-SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.4}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.4}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+MIXED = ["sliding_attention", "full_attention"]
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.4},
     "mistral": GROUPED | {"sliding_window": WINDOW},
     "qwen2": GROUPED | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "gemma2": GROUPED | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
-    "smollm3": GROUPED
-    | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": GROUPED | {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
     "phi3": GROUPED | {"sliding_window": WINDOW},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "phi": {},

@@ -11,22 +11,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 IMAGE, START, END = 40, 42, 43  # ids that stand for images; those of words are lower
 
 TEXT = SIZES | GROUPED
-TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-QWEN_TOWER = {
-    "depth": 2,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER |= {"image_size": 8, "patch_size": 4}
+QWEN_TOWER = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2}
+QWEN_TOWER |= {"patch_size": 4, "out_hidden_size": 32}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 TOWERS = {  # what differs from TOWER or QWEN_TOWER
@@ -66,16 +54,10 @@ def config(model_type: str, **changes) -> PreTrainedConfig:
     """A tiny config; changes go to the text model."""
     qwen = model_type.startswith("qwen")
     whole = {"image_token_id": IMAGE, "tie_word_embeddings": False} | WHOLES.get(model_type, {})
-    whole |= (
-        {"vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": END + 1}
-        if qwen
-        else {"image_token_index": IMAGE}
-    )
-    return CONFIG_MAPPING[model_type](
-        vision_config=(QWEN_TOWER if qwen else TOWER) | TOWERS[model_type],
-        text_config=TEXT | TEXTS[model_type] | changes,
-        **whole,
-    )
+    of_qwen = {"vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": END + 1}
+    whole |= of_qwen if qwen else {"image_token_index": IMAGE}
+    tower, text = (QWEN_TOWER if qwen else TOWER) | TOWERS[model_type], TEXT | TEXTS[model_type] | changes
+    return CONFIG_MAPPING[model_type](vision_config=tower, text_config=text, **whole)
 
 
 @cache
@@ -109,11 +91,8 @@ def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.T
     given = {"input_ids": ids, "attention_mask": mask}
     if qwen:
         pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * 4 * 4, generator=generator)
-        return given | {
-            "pixel_values": pixels,
-            "image_grid_thw": torch.tensor(grids),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-        }
+        given |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+        return given | {"mm_token_type_ids": (ids == IMAGE).long()}
     if name in ("idefics3", "smolvlm"):  # a row without an image has one of zeros
         pixels = torch.randn(len(images), 1, 3, 16, 16, generator=generator)
         return given | {"pixel_values": pixels * torch.tensor(images).view(-1, 1, 1, 1, 1)}

@@ -195,7 +195,5 @@ def _sounds(name: str, shape: tuple, frames: int, lengths: torch.Tensor, generat
     if not frames:
         return {name: features}
     attention_mask = (torch.arange(shape[0]) < frames * lengths[:, None]).long()
-    return {
-        name: features * attention_mask.reshape(*attention_mask.shape, *[1] * (len(shape) - 1)),
-        "attention_mask": attention_mask,
-    }
+    heard = attention_mask.reshape(*attention_mask.shape, *[1] * (len(shape) - 1))
+    return {name: features * heard, "attention_mask": attention_mask}

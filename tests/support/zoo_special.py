@@ -2,11 +2,8 @@
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA4 = {"global_head_dim": 16}
-SHARED_KV = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+SHARED_KV = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+SHARED_KV |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 ASSISTANT = {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4}
 HYBRID = {"layer_types": ["full_attention", "sliding_attention"]}
@@ -36,12 +33,8 @@ CONFIGS: dict[str, dict] = {
     "vibevoice_acoustic_tokenizer_encoder": CODEC,
     "speecht5": CONVOLUTIONS,
     "wav2vec2": CONVOLUTIONS,
-    "kyutai_speech_to_text": {
-        "num_codebooks": 4,
-        "codebook_vocab_size": 33,
-        "audio_bos_token_id": 32,
-        "codec_config": {"num_quantizers": 4, "codebook_size": 32, "num_filters": 2},
-    },
+    "kyutai_speech_to_text": {"num_codebooks": 4, "codebook_vocab_size": 33, "audio_bos_token_id": 32}
+    | {"codec_config": {"num_quantizers": 4, "codebook_size": 32, "num_filters": 2}},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": 2},
     "cohere_compass_text": {
@@ -79,28 +72,14 @@ CONFIGS: dict[str, dict] = {
     "pop2piano": {"composer_vocab_size": 1},
     "whisper": {"max_source_positions": 16},
     "qwen3_asr": EOS,
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-        "ple_layer_ids": [1],
-        "ple_embed_dim": 32,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 64,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 1,
-    }
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4}
+    | {"indexer_compress_ratio": 2, "ple_layer_ids": [1]}
+    | {"ple_embed_dim": 32, "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 1}
+    | {"make_ngram_vocab_size_divisible_by": 8}
     | EOS,
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {
-        "attn_layers": ["local", "lsh"],
-        "axial_pos_embds": False,
-        "local_attn_chunk_length": 8,
-        "lsh_attn_chunk_length": 8,
-        "hash_seed": 0,
-    },
+    "reformer": {"local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}
+    | {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "hash_seed": 0},
     "rwkv": {"attention_hidden_size": 32},
     "vibevoice": EOS,
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
