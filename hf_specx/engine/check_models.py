@@ -27,7 +27,7 @@ OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose r
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
 TOKENIZER_FILE = "tokenizer.json"
 QUANTISES_ALL = "torch.ao.nn.quantized.dynamic"  # layers that quantise what they are given: all tokens of all rows
-BY_ROW = {"adapter_names", "alora_offsets"}  # what hooks of PEFT's `generate` hand to layers
+BY_ROW = {"adapter_names", "alora_offsets", "task_ids"}  # what hooks of PEFT's `generate` hand to layers
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
@@ -52,14 +52,19 @@ def why_plain(prompt: Prompt) -> str:
     if any(type(module).__module__.startswith(QUANTISES_ALL) for module in prompt.model.modules()):
         return f"the scores of {name} depend on what else is in a forward, all of which it quantises by one scale"
     if adapts_rows(prompt.model):
-        return "PEFT says what adapter each row has (adapter_names), or where it begins (aLoRA), for whole batches"
+        return (
+            "PEFT says what adapter each row has (as by adapter_names), or where it begins (aLoRA), for whole batches"
+        )
     return f"{name} is exact without a cache only" if kind in WHOLE else ""
 
 
 def adapts_rows(model: PreTrainedModel) -> bool:
     """Whether rows of a call of PEFT's `generate` have adapters of their own, or such as begin at some token."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return not BY_ROW.isdisjoint([name for hook in hooks for name in getattr(hook, "keywords", ())])
+    for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
+        given = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
+        if not BY_ROW.isdisjoint(given):
+            return True
+    return False
 
 
 def check_adapter(inner: PreTrainedModel) -> None:

@@ -12,6 +12,8 @@ from hf_specx.common.errors import require
 from .schema import HUB_ID
 
 
+OF_CARD = "hf_specx"  # in each card of a pair
+LOOKED_AT = 2**20  # bytes of a file, for what tells that it may be replaced
 INSIDE, REFERENCE = "inside", "reference"
 OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
@@ -40,8 +42,11 @@ def check_out(path: Path | None, own: str = "") -> None:
         require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
         writable = not path.exists() or os.access(path, os.W_OK)
         require(writable, f"{path} is there and cannot be written; name another file.")
-        replaced = not (own and path.is_file() and path.stat().st_size) or own in path.read_text("utf-8", "replace")
-        require(replaced, f"{path} is there already, and this command has not written it; name another file.")
+        if own and path.is_file():
+            with path.open("rb") as file:
+                begun = file.read(LOOKED_AT)
+            told = f"{path} is there already, and is nothing that would be written there; name another file."
+            require(not begun or own.encode() in begun, told)
         check_writable(folder, path)
 
 

@@ -11,9 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_specx.hub.folders import check_out
+
 from .settings import UNITS, Settings
 
 
+OF_RESULT = '"comparisons": '  # in the file of each
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
 GAP = "{gap:.2g} where {limit:.2g} may be rounding"  # of a difference of two texts
 LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
@@ -91,10 +94,14 @@ class CheckResult:
         return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
-        """Write JSON in the form of `evaluate.save`; in a folder that is there the file is named by the time."""
+        """Write JSON in the form of `evaluate.save`; in a folder that is there the file is named by the time.
+
+        A ValueError for a file that is there and is none of these.
+        """
         now, path = datetime.now(), Path(path)
         file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
+        check_out(file, OF_RESULT)
         where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
         file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
         return file

@@ -186,9 +186,12 @@ class _EachPhase(TrainerCallback):
         self.trainer.tell(f"phase {phase + 1}, training", step + 1, state.max_steps // int(args.num_train_epochs))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self.trainer.news:  # saved by a user's own callback, in the middle of a phase
+            return
         if state.is_world_process_zero:
             write_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
         self.trainer.tell(self.trainer.news, 0, 0)  # only now does an interrupted training go on from it
+        self.trainer.news = ""
 
 
 def alphas_of(state: TrainerState) -> list[float]:

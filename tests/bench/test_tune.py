@@ -10,12 +10,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from head_files import random_head, write
 from repositories import edit, pickled, ran, with_code
 from tiny import Forwards
 from tiny_tokenizer import TEXTS, saved, saved_models, tiny_tokenizer
-from transformers import BartConfig, LlamaConfig
+from transformers import AutoConfig, BartConfig, LlamaConfig
 
-from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding
+from hf_specx import Costs, DraftTargetPair, SpeculationReport, SpeculativeDecoding
 from hf_specx.bench import tune
 from hf_specx.bench.prediction import Prediction, expected_rounds
 from hf_specx.bench.study import Study
@@ -49,6 +50,17 @@ def costs(monkeypatch):
     measured = tune._measurement
     monkeypatch.setattr(tune, "_measurement", lambda *args: replace(measured(*args), measured_speedup=1.5))
     return table
+
+
+def test_no_more_candidates_than_a_head_has(folders, costs, monkeypatch, tmp_path):
+    """However many would pay."""
+    monkeypatch.setattr(Costs, "forward_limited_speedup", lambda costs, batch, tokens, number: float(number))
+    config = AutoConfig.from_pretrained(folders["target"])
+    sizes = {"vocab": config.vocab_size, "states": config.hidden_size, "width": config.hidden_size}
+    write(random_head("dspark", block=3, layer_ids=(0, 1), **sizes), tmp_path)
+    (trial,) = tune.tune(folders["target"], [str(tmp_path)], QUICK)
+    assert trial.error is None
+    assert {measured.num_draft_tokens for measured in trial.config.measurements} == {3}
 
 
 def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
@@ -131,13 +143,18 @@ def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
 
 
 def test_a_prediction_goes_by_the_rounds_of_this_machine():
-    """By those of the warm-up: ten steps, or one and 6.2 rounds."""
+    """By those of the warm-up, and what is otherwise is told."""
     report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
     report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
     report.seconds = {"total": 38.4}
-    plain = Timing([TimedCall(24.0, 10, None, 10)])
-    ours = Timing([TimedCall(24.0, 10, report, 10)], warm_up=TimedCall(38.4, 10, report))
-    assert Prediction(0.5, 1).speedup(Comparison(plain, ours)) == pytest.approx(0.97, abs=0.01)
+    found, warm_up = Prediction(0.5, 1), TimedCall(38.4, 10, report)
+    plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)], warm_up=warm_up)
+    assert found.speedup(Comparison(plain, same)) == pytest.approx(0.97, abs=0.01)  # 10 steps, or 1 and 6.2 rounds
+    assert found.why_not(Comparison(plain, same)) == ""
+    slower = replace(report, gained=15, seconds={"total": 74.4})
+    slower.drafted_per_row, slower.rounds_per_row = [10], [10]
+    told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)], warm_up=warm_up)))
+    assert told == "predicted 0.97, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
 
 
 def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch):
@@ -178,16 +195,20 @@ def test_encoder_decoders(tmp_path, costs, t5):
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)
 
 
-def test_what_exits_stand_for():
+def test_what_exits_stand_for(monkeypatch):
     tried = [tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 12)]
     assert tried == [[], [1], [1, 2, 3, 4, 6]]
     assert tune.exit_layers(BartConfig()) == []
+    for name in ("find_files", "get_settings"):
+        monkeypatch.setattr(tune, name, lambda *args: None)
+    monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
+    assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
+    assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
 
 
 def test_all_kinds_are_ranked(folders, costs):
     costs |= {1: (FREE[0], 0.3), 2: (FREE[0], 0.3)}
-    assert tune.drafts_to_try(folders["target"], [], QUICK) == ["suffix", "exit:1"]
-    names = tune.drafts_to_try(folders["target"], [folders["draft"], "suffix", "exit:1", "exits"], QUICK)
+    names = tune.drafts_to_try(folders["target"], [folders["draft"], "suffix", "exits"], QUICK)
     assert names == [folders["draft"], "suffix", "exit:1"]
     found = tune.tune(folders["target"], names, QUICK)
     assert {trial.name: trial.error for trial in found} == dict.fromkeys(names)
@@ -214,24 +235,26 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
 
 
 FIGURES = [field.name for field in fields(Measurement)]
+HOSTILE = {
+    "model": (
+        "brings code of its own",
+        [with_code("own.py", "Config"), edit("config.json", model_type="own", auto_map={"AutoConfig": "own.Config"})],
+    ),
+    "tokenizer": (
+        "the tokenizer in .* brings code of its own",
+        [with_code("own.py", "T"), edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]})],
+    ),
+    "weights": ("pytorch_model.bin, a pickle, which may run code", [pickled("pytorch_model.bin")]),
+}
 
 
-OWN_MODEL = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
-OWN_TOKENIZER = {"auto_map": {"AutoTokenizer": ["own.T", None]}}
-
-
-@pytest.mark.parametrize(
-    ("role", "change", "message"),
-    [
-        ("target", edit("config.json", **OWN_MODEL), "brings code of its own"),
-        ("draft", edit("tokenizer_config.json", **OWN_TOKENIZER), "the tokenizer in .* brings code of its own"),
-        ("draft", pickled("pytorch_model.bin"), "pytorch_model.bin, a pickle, which may run code"),
-    ],
-)
-def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, role, change, message):
-    folder = shutil.copytree(folders["draft"], tmp_path / "hostile")
-    with_code("own.py", "Config T")(folder)
-    change(folder)
+@pytest.mark.parametrize(("kind", "role"), [("model", "target"), ("tokenizer", "draft"), ("weights", "draft")])
+def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
+    message, changes = HOSTILE[kind]
+    folder = tmp_path / "hostile"
+    shutil.copytree(folders["draft"], folder)
+    for change in changes:
+        change(folder)
     if role == "target":
         with pytest.raises(ValueError, match=message):
             tune.tune(str(folder), [folders["draft"]], QUICK)

@@ -29,8 +29,9 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "there is no folder": "bench --out no/such/folder.json",
     "'' is neither a folder nor an id": "bench NOTHING",
     "has no results of this version": "bench --out NOTES",
-    "is there already, and this command has not written it": "check no/pair --out NOTES",
-    "written it; name another file": f"card {KNOWN} --out NOTES",
+    "is there already, and is nothing that would be": "check no/pair --out NOTES",
+    "would be written there; name another file": f"card {KNOWN} --out FOREIGN",
+    "embedded.md is there already, and is nothing that": "card --out CARDS",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
     "--max-new-tokens 1 leaves no round to time": "bench --max-new-tokens 1",
     "--texts-per-phase 0 is not an int of 1 or more": "distill T eagle3 --out x --texts-per-phase 0",
@@ -72,15 +73,18 @@ def names(tmp_path_factory, folder) -> dict[str, str]:
         "NO_JSON": ("notes.jsonl", '"a"\nnotes'),
         "OTHER": ("other.jsonl", '{"prompt": "a"}\n{"other": "a"}'),
         "THESIS": ("full/thesis.txt", "years of it"),
+        "FOREIGN": ("foreign.md", "---\nlibrary_name: transformers\n---\nyears of it"),
+        "OF_ANOTHER": ("cards/embedded.md", "years of it"),
         "UNFINISHED": ("begun.json.unfinished", "notes"),
     }
     (root / "full").mkdir()
+    (root / "cards").mkdir()
     for name, text in files.values():
         (root / name).write_text(text)
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
     target.save_pretrained(root / "model")
     places = {word: name for word, (name, _) in files.items()}
-    places |= {"FULL": "full", "UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model"}
+    places |= {"FULL": "full", "UNREAD": "unread", "BEGUN": "begun.json", "MODEL": "model", "CARDS": "cards"}
     found = {word: str(root / name) for word, name in places.items()}
     return found | {"NOTHING": "", "HALF": "a\udcff", "PAIR": folder}
 

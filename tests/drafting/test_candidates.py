@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from enumerated import PROMPT, exact_distribution, models, p_value
-from tiny import near, prompts, tiny
+from enumerated import Tokenizer
+from scipy.stats import chisquare
+from tiny import Forwards, near, prompts, tiny
 from transformers import LlamaForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
-from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers.generation.logits_process import LogitsProcessorList
 from wrong_rules import GreedyDraft
 
 from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
@@ -44,13 +45,24 @@ def test_stock_loop_greedy_equals_plain(monkeypatch: pytest.MonkeyPatch):
 
 def stock_loop_p_value(rule: type[RejectionRule]) -> float:
     """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
-    target, draft = models()
-    model, settings = assisted(target), {"do_sample": True, "temperature": 0.9, "top_k": 3, "max_new_tokens": 5}
+    sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
+    target, draft, prompt = tiny("llama", **sizes), tiny("llama", seed=5, **sizes), torch.tensor([[1, 2, 3]])
+    model = assisted(target)
     model.rule = rule
     torch.manual_seed(0)
-    texts = [model.generate(PROMPT, **settings, assistant_model=draft) for _ in range(900)]
-    exact = exact_distribution([TemperatureLogitsWarper(0.9), TopKLogitsWarper(3)])
-    return p_value(torch.cat(texts)[:, 5:7], exact.sum((0, 1)))
+    counts = torch.zeros(4, 4)
+    for _ in range(900):
+        text = model.generate(
+            prompt, do_sample=True, top_k=3, temperature=0.9, max_new_tokens=5, assistant_model=draft
+        )
+        counts[text[0, 5], text[0, 6]] += 1
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(256, -1), texts], 1)).logits[:, 2:-1].double() / 0.9
+    laws = logits.masked_fill(logits < logits.topk(3).values[..., -1:], -torch.inf).softmax(-1)
+    joint = laws.gather(-1, texts[..., None])[..., 0].prod(-1).view(4, 4, 4, 4).sum((0, 1))
+    assert counts[joint == 0].sum() == 0
+    return chisquare(counts[joint > 0], 900 * joint[joint > 0]).pvalue
 
 
 @pytest.mark.slow
@@ -130,3 +142,29 @@ def test_generators_that_cannot_serve_are_refused():
     for generator in (assistant, ours):
         with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
             SpeculativeDecoding(generator)
+
+
+@pytest.mark.parametrize("sizes", [(48, 40), (40, 48)])
+def test_padded_vocabularies_of_one_tokenizer(sizes: tuple[int, int]):
+    """Sizes may differ where the tokenizers are known to be the same; the law with them is in test_law."""
+    target, draft = (tiny("llama", seed=seed, vocab_size=size) for seed, size in zip((0, 3), sizes, strict=True))
+    inputs = prompts(4)
+    inputs["input_ids"] %= 40
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    torch.manual_seed(1)
+    expected = target.generate(**inputs, **settings)
+    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
+    torch.manual_seed(1)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **both)
+    assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
+
+
+def test_the_draft_is_fed_no_more_than_it_has_not_seen():
+    target = tiny()
+    for noise in (0.0, 0.05, 2.0):
+        draft = near(target, noise)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled")
+        with Forwards(draft) as forwards:
+            target.generate(**prompts(4), do_sample=True, max_new_tokens=40, custom_generate=strategy)
+        assert forwards.lengths[:2] == [11, 1]
+        assert max(forwards.lengths[1:]) <= 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_specx.drafting.draft_length import PRIOR_ALPHA, Survival, expected_tokens
+from hf_specx.drafting.draft_length import PRIOR_ALPHA, Survival, best_number, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
@@ -26,6 +26,13 @@ def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
     return survival.chances(5)
 
 
+def test_a_first_round_is_weighed_against_what_is_assumed():
+    """(5 + 1) / (10 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
+    survival = Survival(0.5)
+    survival.take([[1.0]])
+    assert survival.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
+
+
 def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
     """Beyond the deepest candidate the mean ratio of all depths goes on."""
     rounds = [[[1.0, 0.5, 0.5], [0.6, 0.3, 0.1]], [[0.8, 0.4, 0.3], [0.4, 0.0, 0.0]]]
@@ -41,3 +48,14 @@ def test_depths_are_not_censored_by_short_rounds():
 
 def test_rows_that_advance_together_keep_what_all_keep():
     assert taken([[0.5, 0.2], [0.8, 0.5]], together=True)[:2] == pytest.approx([0.4, 0.1], rel=0.08)
+
+
+def test_the_best_number_is_that_with_the_most_tokens_a_second():
+    """A step between: 4 to 8 candidates cost little more than 3; none is as good as any if nothing is kept."""
+    stairs = [1.0, 1.3, 1.6, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]
+    assert best_number([0.9**i for i in range(1, 9)], stairs)[0] == 8
+    line = [1 + 0.2 * number for number in range(9)]
+    number, gain = best_number([0.7**i for i in range(1, 9)], line)
+    assert (number, gain) == (3, pytest.approx(expected_tokens(0.7, 3) / (3 * 0.2 + 1)))
+    assert best_number([0.0] * 8, line) == (0, 1.0)
+    assert best_number([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))

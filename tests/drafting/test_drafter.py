@@ -1,24 +1,20 @@
-"""Drafts that are not what they claim to be, and the hidden states of the target that drafters read.
-
-Which states they are in every layout is seen by what heads make of them, in `heads/test_alignment`.
-"""
+"""Drafters of a user's own that read the target's hidden states, and drafts that are not what they claim to be."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from head_files import random_head, write
+from plain import assert_plain
 from tiny import prompts, tiny
 
-from hf_specx import DraftHead, SpeculativeDecoding
-from hf_specx.common.round import Draft
+from hf_specx import SpeculativeDecoding
+from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.models.decoder import HiddenStates
 
 
-ENDS = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [5, 6], "pad_token_id": 0}
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 
 
 class Misshapen(Drafter):
@@ -33,15 +29,54 @@ def test_a_draft_is_what_it_claims_to_be():
         tiny().generate(**prompts(2), **ENDS, custom_generate=SpeculativeDecoding(Misshapen()))
 
 
+ENDS = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [5, 6], "pad_token_id": 0}
+
+
+class Heads(Drafter):
+    """Linear heads on the state that the last token was chosen by, one for each candidate (Medusa, 2401.10774)."""
+
+    needs_hidden = True
+
+    def __init__(self, target: torch.nn.Module, number: int = 3):
+        torch.manual_seed(3)
+        self.heads = [torch.nn.Linear(32, 48, bias=False) for _ in range(number)]
+        self.target, self.alike = target, 0
+
+    def read(self, reading):
+        self.states = None
+
+    def propose(self, batch, lengths):
+        number = 0 if self.states is None else min(max(lengths), len(self.heads))
+        chosen = [head(self.states).argmax(-1) for head in self.heads[:number]]
+        tokens = torch.stack(chosen, 1) if chosen else batch.index.new_empty(len(batch.rows), 0)
+        return Draft(tokens, [min(length, number) for length in lengths], None, "heads")
+
+    def observe(self, done: Round):
+        hidden = done.forward.hidden
+        assert hidden.shape == (len(done.rows), done.draft.tokens.shape[1] + 1, 32)
+        torch.testing.assert_close(self.target.lm_head(hidden), done.forward.logits, atol=1e-4, rtol=1e-4)
+        states = hidden[torch.arange(len(hidden)), torch.tensor(done.accepted)]
+        self.states = states if done.stay is None else states[done.stay]
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_those_that_logits_come_from(layout: str, rows: int):
+    target = tiny()
+    strategy = SpeculativeDecoding(Heads(target), layout=layout)
+    assert_plain(target, strategy, prompts(rows), **ENDS)
+    assert strategy.report.drafted > 0
+
+
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_states_of_compiled_forwards(traced: None, tmp_path: Path):
+def test_states_of_compiled_forwards(traced: None):
     """Those of a later call have been compiled, also while hooks of another thread's forward are there."""
     target = tiny(num_hidden_layers=3, seed=1)
-    draft = DraftHead.from_pretrained(write(random_head("medusa"), tmp_path), target=target)
     other = HiddenStates([(target.model.layers[0], False)], target.device)
     expected, compilations = target.generate(**prompts(4), **ENDS), []
     for context in (contextlib.nullcontext(), other):
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, compile=True)
+        strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
         with context, ThreadPoolExecutor(1) as pool:
             found = pool.submit(target.generate, **prompts(4), **ENDS, custom_generate=strategy).result()
         assert torch.equal(found, expected)

@@ -6,7 +6,7 @@ of one has the distribution of the target (test_law.py).
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -179,9 +179,9 @@ STOPS = [None, ["a b"], "cd", ["e", "xyz"]]
 CALL = {"repetition_penalty": 1.15, "min_new_tokens": 2, "no_repeat_ngram_size": 4}
 
 
-def made(number: int) -> list[Request]:
+def made(number: int, seed: int = 0) -> list[Request]:
     """Prompts of 1 to 40 tokens, limits of 1 to 40, stop strings and processors of some, seeds of all."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     lengths, limits, kinds = (torch.randint(1, 41, (3, number), generator=generator)).tolist()
     return [
         Request(
@@ -196,12 +196,21 @@ def made(number: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("number", [16, pytest.param(500, marks=pytest.mark.slow)])
-def test_stop_strings_and_processors_of_the_requests(number: int, options: dict):
-    target = tiny(vocab_size=280)
-    strategy = coupled(target, 0.2, num_draft_tokens=3)
-    assert_alone(strategy, target, made(number), batch_size=3, tokenizer=tiny_tokenizer(), **options | CALL)
-    assert strategy.report.accepted > 0
+@pytest.mark.parametrize(
+    ("number", "batch_sizes"), [(16, (3,)), pytest.param(500, (1, 3, 8, 16, 8), marks=pytest.mark.slow)]
+)
+def test_orders_and_batch_sizes(number: int, batch_sizes: Sequence[int], options: dict):
+    """The target runs fewer forwards than plain decoding."""
+    target, asked, options = tiny(vocab_size=280), made(number), options | CALL
+    expected = [alone(target, request, tokenizer=tiny_tokenizer(), **options) for request in asked]
+    draft = near(target, 0.2)
+    for turn, batch_size in enumerate(batch_sizes):
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(turn)).tolist()
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", tokenizer=tiny_tokenizer())
+        with Forwards(target) as forwards:
+            found = completed(strategy, target, [asked[n] for n in order], batch_size=batch_size, **options)
+        assert [found[place].tokens for place in range(number)] == [expected[n] for n in order]
+        assert len(forwards.ids) < sum(map(len, expected)) / min(2, batch_size) + number
 
 
 def test_stop_strings_of_a_config():
@@ -211,6 +220,14 @@ def test_stop_strings_of_a_config():
     options = {"generation_config": config, "tokenizer": tiny_tokenizer()}
     found = assert_alone(coupled(target, 0.2), target, asked, **options)
     assert any(len(found[index].tokens) < request.max_new_tokens for index, request in enumerate(asked))
+
+
+def test_a_request_in_the_place_of_another_has_stop_strings_of_its_own():
+    target, stops = tiny(vocab_size=280), [None, list("aeiou")]
+    asked = [Request(one.input_ids, 24, stop_strings=stops[number % 2]) for number, one in enumerate(made(6))]
+    options = GREEDY | {"tokenizer": tiny_tokenizer()}
+    found = assert_alone(coupled(target, 0.2), target, asked, batch_size=1, **options)
+    assert len(found[0].tokens) == 24 > min(len(found[index].tokens) for index in (1, 3, 5))
 
 
 @pytest.mark.slow

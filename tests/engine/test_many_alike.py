@@ -7,7 +7,7 @@ import torch
 from all_pairs import all_pairs
 from many import DRAFTS, MODES, PENALTIES, SAMPLED, assert_alone
 from plain import assert_plain, coupled
-from tiny import VOCAB_SIZE, Forwards, tiny
+from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import Request, SpeculativeDecoding
 from hf_specx.common.tokenizers import padded_rows
@@ -53,12 +53,34 @@ def test_each_has_its_own_text(model_type: str, order: int, batch_size: int, opt
     assert strategy.report.acceptance_rate > 0.999
 
 
+def after(row: int, ids: torch.Tensor) -> list[int]:
+    """What may follow, by the last token."""
+    return [int(i) for i in (ids[-1] + torch.arange(1, 20)) % VOCAB_SIZE]
+
+
 @pytest.mark.parametrize("kind", ["early exit", "suffix", "mixture"])
-def test_other_drafts(kind: str):
+def test_other_drafts_under_a_mask(kind: str):
     target = tiny()
     strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=3, verification="coupled")
+    assert_alone(strategy, target, requests(), batch_size=3, **SAMPLED | {"prefix_allowed_tokens_fn": after})
+    assert strategy.report.copied > 30
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_seeds_with_rejection(verification: str):
+    target = tiny()
+    strategy = lambda: SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification=verification)  # noqa: E731
+    assert_alone(strategy(), target, requests(), by=strategy, **SAMPLED)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+def test_compiled_forwards(traced: None):
+    target = tiny(num_hidden_layers=1)
+    strategy = coupled(target, 0.0, num_draft_tokens=2, compile=True)
     assert_alone(strategy, target, requests(), batch_size=3, **SAMPLED)
     assert strategy.report.copied > 30
+    assert strategy.report.acceptance_rate > 0.999
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 12])

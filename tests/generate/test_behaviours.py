@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from alike import ENTRIES, models, said, same, stock
-from tiny import VOCAB_SIZE, near, prompts, tiny
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import DynamicCache
 from transformers.generation.logits_process import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -16,6 +17,8 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from hf_specx.models.slots import CACHE
 
 
 SAMPLING = [False, True]
@@ -154,3 +157,28 @@ def test_the_length_of_embeddings_counts():
     embeds = models()[0].get_input_embeddings()(inputs["input_ids"])
     call = {"attention_mask": inputs["attention_mask"], "inputs_embeds": embeds, "do_sample": False}
     assert same(**call, max_length=20).shape == (3, 9)
+
+
+def more(text: torch.Tensor, words: int, seed: int) -> torch.Tensor:
+    ids = torch.randint(1, VOCAB_SIZE, (len(text), words), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([text, ids], -1)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_conversation_goes_on_in_its_cache(model_type: str, entry: Callable):
+    """Three turns in one cache, the user's words between them, as without a cache; and each turn reads only them."""
+    target = tiny(model_type)
+    draft, inputs, cache = near(target, 0.05), prompts(3), DynamicCache()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for turn in range(3):
+        call = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
+        expected = target.generate(ids, **call)
+        with Forwards(target) as forwards:
+            output = entry(target, draft, ids, **call, **{CACHE: cache})
+        assert torch.equal(output, expected)
+        assert forwards.lengths[0] == (11 if turn == 0 else 6)
+        assert len(forwards.lengths) < 12
+        assert cache.get_seq_length() == output.shape[1] - 1
+        ids = more(output, 5, turn)
+        mask = torch.cat([mask, mask.new_ones(3, ids.shape[1] - mask.shape[1])], -1)

@@ -7,7 +7,7 @@ from plain import generator_state
 
 from hf_specx.common.batch import Batch
 from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.rules import CoupledRule, RejectionRule
 from hf_specx.sampling.verify import race
 
 
@@ -47,6 +47,17 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
             assert torch.equal(noise.at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position])
         noise.finish(4)
         assert torch.equal(torch.empty_like(expected[0]).exponential_(), expected[4])
+
+
+def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
+    seeds, expected = [7, 0, 2**40 + 3], []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
+    rule = CoupledRule(3, DEVICE, 4, seeds)
+    rule.begin()
+    drawn = rule.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
+    assert torch.equal(drawn, torch.stack(expected))
 
 
 def test_numbers_for_rejection_are_those_of_a_cpu():

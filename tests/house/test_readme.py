@@ -95,9 +95,8 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = sorted(
-    page for pattern in ("*.md", ".github/*.md", "hf_specx/**/*.md", "model_cards/*.md") for page in ROOT.glob(pattern)
-)
+FOLDERS = (".", ".github", "hf_specx/**", "model_cards", "scripts/results")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -55,6 +55,7 @@ CASES = [
     # What its config says
     ("has more than 4194304 bytes, .*get it again", after(lambda folder: os.truncate(folder / CONFIG_NAME, 2**40))),
     ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
+    ("license has the control", said("license", "\x9b2J")),
     ("target: name is '/models/x', no id on the Hub; .*pass the", said("target.name", "/models/x")),
     ("draft: name is '../x', no id", said("draft.name", "../x")),
     ("name is 'https://host/x', no id", said("draft.name", "https://host/x")),

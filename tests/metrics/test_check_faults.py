@@ -1,10 +1,15 @@
-"""The check rejects each faulty verifier, and accepts the correct ones."""
+"""The check rejects each faulty verifier, and accepts the correct ones as often as it says."""
 
 import pytest
 import torch
-from check_cases import EXACT, FAULTS, failed, inject, quick, tiny_pair
+from check_cases import EXACT, FAULTS, PROMPTS, failed, inject, quick, tiny_pair
+from scipy import stats
 
 from hf_specx import DraftTargetPair, check
+
+
+RUNS, LEVEL = 200, 0.05
+CHEAP = {"batch_sizes": (16,), "max_new_tokens": 6, "samples": 16, "num_draft_tokens": 2, "level": LEVEL}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -34,6 +39,33 @@ def test_right_ones_pass():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_false_alarms_are_as_rare_as_stated(verification: str):
+    """More alarms than this would come with probability 1e-4 if each run had one with probability 0.05."""
+    results = [
+        check(tiny_pair(), PROMPTS, verifications=(verification,), seed=seed, advance=lambda: None, **CHEAP)
+        for seed in range(RUNS)
+    ]
+    assert sum(not result.passed for result in results) <= stats.binom.isf(1e-4, RUNS, LEVEL)
+
+
+@pytest.mark.slow
 def test_the_embedded_pair_passes():
     result = check(DraftTargetPair.embedded(), advance=lambda: None)
     assert result.passed, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_rejected_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch, fault: str):
+    """With default settings, but for the temperature, since at 1 there is no processor that could be skipped.
+
+    A position off by one changes the distribution of this pair too little for 4,600 tokens, so where tokens have to be
+    equal the fault has to be seen there.
+    """
+    checked, rejected = inject(monkeypatch, fault)
+    temperature = 0.8 if "processor" in fault else 1.0
+    result = check(
+        DraftTargetPair.embedded(), verifications=sorted(checked), temperature=temperature, advance=lambda: None
+    )
+    assert failed(result) >= (rejected & EXACT or rejected), str(result)

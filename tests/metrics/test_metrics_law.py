@@ -31,15 +31,21 @@ def target() -> PreTrainedModel:
     return tiny(initializer_range=0.25)
 
 
-def sampled(rows: int = 64, seed: int = 0, model: PreTrainedModel | None = None, **settings) -> dict[str, list]:
-    """Rows as the metric takes them, of padded prompts."""
-    torch.manual_seed(seed)
-    inputs, options = prompts(rows), {"do_sample": True, "max_new_tokens": NEW_TOKENS} | PLAIN | settings
-    texts = (model or target()).generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
-    if (end := options.get("eos_token_id")) is not None:
+def split(inputs: dict, out: torch.Tensor, end: int | None = None) -> dict[str, list]:
+    """Rows as the metric takes them, from padded prompts and what `generate` returned."""
+    width, texts = inputs["input_ids"].shape[1], out[:, inputs["input_ids"].shape[1] :].tolist()
+    if end is not None:
         texts = [row[: row.index(end) + 1] if end in row else row for row in texts]
     given = [ids[mask > 0].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    assert width == max(map(len, given))
     return {"predictions": texts, "references": given}
+
+
+def sampled(rows: int = 64, seed: int = 0, model: PreTrainedModel | None = None, **settings) -> dict[str, list]:
+    torch.manual_seed(seed)
+    inputs, options = prompts(rows), {"do_sample": True, "max_new_tokens": NEW_TOKENS} | PLAIN | settings
+    out = (model or target()).generate(**inputs, **options)
+    return split(inputs, out, options.get("eos_token_id"))
 
 
 @torch.no_grad()
@@ -238,6 +244,7 @@ def test_wrong_samples_are_seen():
     right = sampled()
     wrong = {
         "greedy": sampled(do_sample=False),
+        "drafted": sampled(model=near(target(), 0.3)),
         "shifted": right | {"predictions": [row[1:] for row in right["predictions"]]},
         "wrong prompt": right | {"references": [[1 + row[0] % 9, *row[1:]] for row in right["references"]]},
     }
@@ -327,6 +334,11 @@ def test_tokens_of_the_draft_are_seen_best_where_the_draft_is_known():
     smaller = judge(sampled(8), draft=tiny(vocab_size=VOCAB_SIZE - 5))  # it lacks some that are emitted
     assert smaller["passed"]
     assert smaller["statistics"]["overrated"]["expected"] > 0
+
+
+def test_a_law_of_single_tokens_compares_nothing():
+    found = judge(sampled(do_sample=False), generation_config=GenerationConfig(top_k=1))
+    assert (found["passed"], found["comparisons"], found["p_value"], found["impossible"]) == (True, 0, 1.0, 0)
 
 
 def test_rare_events_are_not_left_to_the_normal():

@@ -11,7 +11,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from all_pairs import all_pairs
 from counting import counting
 from tiny import near, prompts, tiny
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import hf_specx
 
@@ -80,6 +80,28 @@ def test_text_of_the_models_in_memory(case: tuple[str, str], where: str, which: 
         if role in which:
             offload(model, where, tmp_path / role)
     assert torch.equal(speculate(target, draft, settings | {"layout": layout}), expected)
+
+
+@pytest.mark.parametrize(("kind", "all_on_disk"), [("llama", True), ("tied", False), ("t5", True)])
+def test_as_from_pretrained_loads_them(kind: str, all_on_disk: bool, tmp_path: Path):
+    target = build(kind)
+    target.tie_weights()
+    draft = near(target, NOISE.get(kind, 0.05))
+    settings = prompts(3) | SAMPLED | {"max_new_tokens": NEW_TOKENS}
+    torch.manual_seed(0)
+    expected = target.generate(**settings)
+    auto, loaded = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM, []
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(tmp_path / name)
+        device_map = dict.fromkeys(parts(model), "disk") | ({} if all_on_disk else {"lm_head": "cpu"})
+        if kind != "llama":  # what is tied lies in one place
+            device_map |= {x: device_map["lm_head"] for x in device_map if x == "shared" or "embed" in x}
+        loaded.append(
+            auto.from_pretrained(tmp_path / name, device_map=device_map, offload_folder=tmp_path / f"{name} offloaded")
+        )
+        assert any(parameter.is_meta for parameter in loaded[-1].parameters())
+    assert all_on_disk <= (loaded[0].device.type == "meta")
+    assert torch.equal(speculate(*loaded, settings), expected)
 
 
 @pytest.mark.usefixtures("draft_pays")

@@ -6,8 +6,9 @@ from functools import cache, partial
 
 import pytest
 import torch
+import zoo
 from counting import counting
-from test_encoder_decoder import LAYOUTS
+from test_encoder_decoder import LAYOUTS, assert_equals_stock
 from tiny import near
 from transformers import PreTrainedModel, WhisperConfig, WhisperForCausalLM, WhisperForConditionalGeneration
 
@@ -53,6 +54,7 @@ def drafts() -> dict[str, PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The core as it is published."""
     path = tmp_path_factory.mktemp("published")
     write_code(path, str(path))
     return str(path)
@@ -80,6 +82,7 @@ def form(request: pytest.FixtureRequest, folder: str) -> Form:
 
 
 def sounds(rows: int = 4, windows: int = 1) -> dict[str, torch.Tensor]:
+    """Sounds of unequal length where they take several windows."""
     torch.manual_seed(5)
     features = torch.randn(rows, SIZES["num_mel_bins"], WINDOW * windows)
     if windows == 1:
@@ -138,19 +141,20 @@ def test_windows_that_go_on_from_the_last(form: Form):
     assert not torch.equal(plain, conditioned)
 
 
-OTHERS = {
-    "timestamps": {"return_timestamps": True, "suppress_tokens": None},
-    "prompt": {"prompt_ids": torch.tensor([30, 5, 6, 7])},
-    "several sequences": {"num_return_sequences": 2, **SAMPLED},
-    "ends": {"eos_token_id": [2, 10, 20]},
-    "detected language": {"language": None},
-    "up to the last position": {"max_new_tokens": SIZES["max_target_positions"] - 4},
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_calls(name: str, folder: str):
-    assert_same(partial(function, folder=folder), **short(**OTHERS[name]))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"return_timestamps": True, "suppress_tokens": None},
+        {"prompt_ids": torch.tensor([30, 5, 6, 7])},
+        {"num_return_sequences": 2, **SAMPLED},
+        {"eos_token_id": [2, 10, 20]},
+        {"language": None},
+        {"max_new_tokens": SIZES["max_target_positions"] - 4},
+    ],
+    ids=["timestamps", "prompt", "several sequences", "ends", "detected language", "up to the last position"],
+)
+def test_other_calls(changes: dict, folder: str):
+    assert_same(partial(function, folder=folder), **short(**changes))
 
 
 def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.MonkeyPatch):
@@ -184,3 +188,14 @@ def test_times_of_tokens_by_cross_attentions():
     output = eager.generate(**call, custom_generate=SpeculativeDecoding(drafts()["near"], **OPTIONS))
     assert torch.equal(output["sequences"], expected["sequences"])
     torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", ["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"])
+def test_other_types(model_type: str, layout: str):
+    model = zoo.build("speech", model_type)
+    language = {"tgt_lang": "fra"} if model_type == "seamless_m4t" else {}
+    if language:
+        model.generation_config.text_decoder_lang_to_code_id = {"fra": 5}
+    call = zoo.inputs(model, 4) | SAMPLED | {"max_new_tokens": 16} | language
+    assert_equals_stock(model, {"near": near(model, 0.2)}, layout, **call)

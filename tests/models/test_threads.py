@@ -26,6 +26,7 @@ from hf_specx.hub.flatten import published_code
 
 GREEDY = {"do_sample": False, "max_new_tokens": 18}
 LAYOUTS = {"llama": "ragged", "bart": "padded", "nemotron_h": "lockstep"}
+ROUNDS = 3
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
@@ -74,6 +75,7 @@ def meanwhile(name: str, job: Callable[[], Any], forward: int = 3) -> Iterator[l
 
 
 def as_it_was(name: str) -> list:
+    """All that a call could leave behind on the models and in this context."""
     modules = [module for model in models(name) for module in model.modules()]
     return [
         dict(ALL_ATTENTION_FUNCTIONS),
@@ -89,19 +91,44 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     assert as_it_was(request.param) == before
 
 
-def seeded(name: str, rows: int) -> torch.Tensor:
-    sampled = {"do_sample": True, "top_k": 0, "seeds": [4, 5, 6, 7]}
-    return ours(name, rows, verification="coupled", **sampled)
-
-
-@pytest.mark.parametrize("other", [stock, ours, seeded])
+@pytest.mark.parametrize("other", [stock, ours])
 def test_a_whole_call_in_the_middle_of_a_forward(name: str, other: Callable):
-    """Greedy texts are stock's, and a sampled one is that of its seeds."""
-    expected = stock(name), (seeded if other is seeded else stock)(name, rows=4)
+    """Both texts are stock's."""
+    expected = stock(name), stock(name, rows=4)
     with meanwhile(name, lambda: other(name, rows=4)) as found:
         assert torch.equal(ours(name), expected[0])
     (text,) = found
     assert torch.equal(text, expected[1])
+
+
+def test_threads_side_by_side(name: str):
+    """Greedy and sampled texts with other numbers of candidates, beside stock: all begin each round together."""
+    target, _ = models(name)
+    settings = {"do_sample": True, "top_k": 0}
+    jobs = {
+        "three": lambda: ours(name, 3),
+        "four": lambda: ours(name, 4, number=5),
+        "sampled": lambda: ours(name, 2, **settings),
+        "seeded": lambda: ours(name, 2, verification="coupled", **settings, seeds=[4, 5]),
+        "stock": lambda: stock(name, 2),
+    }
+    expected = {"three": stock(name, 3), "four": stock(name, 4), "stock": stock(name, 2), "seeded": jobs["seeded"]()}
+    barrier = threading.Barrier(len(jobs), timeout=60)
+
+    def run(job: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        outputs = []
+        for _ in range(ROUNDS):
+            barrier.wait()
+            outputs.append(job())
+        return outputs
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        outputs = dict(zip(jobs, pool.map(run, jobs.values()), strict=True))
+    for job, text in expected.items():
+        assert all(torch.equal(output, text) for output in outputs[job]), job
+    assert all(output.shape == outputs["stock"][0].shape for output in outputs["sampled"])
+    assert len({tuple(output.flatten().tolist()) for output in outputs["sampled"]}) > 1
+    assert all(output.min() >= 0 and output.max() < target.config.vocab_size for output in outputs["sampled"])
 
 
 @pytest.mark.parametrize("form", ["strategy", "pair"])

@@ -26,11 +26,15 @@ from hf_specx.models.slots import CACHE, MARGIN, columns_of
 
 
 SPARE = 4  # slots beyond the window; a round of more than three candidates makes rings longer
-CHUNKED = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
 KINDS = {
     "mistral": {},
     "smollm3": {},  # a layer with a window, then one without
-    "llama4_text": CHUNKED | {"num_local_experts": 2, "intermediate_size_mlp": 48},
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
 }
 RAGGED = {"ragged": {"layout": "ragged"}, "compiled": {"layout": "ragged", "compile": True}}
 CUT = RAGGED | {"padded": {"layout": "padded"}}  # ways to decode in which layers keep their windows alone
@@ -51,17 +55,25 @@ def _short_rings(traced: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "AGAIN", SPARE // 2)
 
 
-@pytest.mark.parametrize(
-    ("way", "number", "pieces", "model_type"), some(all_pairs(CUT, (3, 7), (None, 5), KINDS), "smollm3")
-)
-def test_rows_of_unequal_length_over_several_windows(way: str, number: int, pieces: int | None, model_type: str):
-    """Prompts are read whole or in pieces."""
+@pytest.mark.parametrize(("way", "number", "model_type"), some(all_pairs(CUT, (3, 7), KINDS), "smollm3"))
+def test_rows_of_unequal_length_over_several_windows(way: str, number: int, model_type: str):
     target, inputs = tiny(model_type, **KINDS[model_type]).double(), prompts(3, width=3 * WINDOW)
     inputs["attention_mask"][1, :-2] = 0  # so that pads lie in a window
     inputs["attention_mask"][0, -3] = 0  # and a gap
     strategy = coupled(target, 0.05, num_draft_tokens=number, **CUT[way])
-    assert_plain(target, strategy, inputs, **LONG, do_sample=True, prefill_chunk_size=pieces)
+    assert_plain(target, strategy, inputs, **LONG, do_sample=True)
     assert 0 < strategy.report.accepted < strategy.report.drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_text_of_compiled_rounds_is_that_of_others(verification: str):
+    target, texts = tiny("smollm3").double(), []
+    for options in RAGGED.values():
+        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification, **options)
+        torch.manual_seed(1)
+        texts.append(target.generate(**prompts(3, 3 * WINDOW), **LONG, do_sample=True, custom_generate=strategy))
+    assert torch.equal(*texts)
 
 
 QUEUES = all_pairs(RAGGED, ["near", "early exit"], KINDS)
@@ -170,6 +182,13 @@ def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.M
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -5:] for row in range(2)])
         found = decoder.feed(batch, 5, 0, keep=5)
         assert torch.allclose(found, expected, rtol=0, atol=1e-9) == (not short)
+
+
+@pytest.mark.parametrize("way", some(CUT))
+def test_prompts_may_be_read_in_pieces(way: str):
+    target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
+    strategy = coupled(target, 0.05, **CUT[way])
+    assert_plain(target, strategy, inputs, **LONG, do_sample=False, prefill_chunk_size=5)
 
 
 @pytest.mark.parametrize("way", some(CUT))

@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 from tiny import tiny
 from training_cases import Stop, same, some_prompts, trained, weights
+from transformers import TrainerCallback
 
 from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, enough_room, last_checkpoint
 
@@ -83,6 +84,24 @@ def test_a_phase_that_was_told_of_is_kept(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trained(folder=tmp_path, progress=stop)
     assert last_checkpoint(tmp_path) is not None
+
+
+def test_a_checkpoint_in_the_middle_of_a_phase_is_none_to_go_on_from(tmp_path):
+    """Such as a callback of the user's own asks for."""
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_save = state.global_step == 1
+
+        def on_save(self, args, state, control, **_):
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    told = []
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Save()], progress=lambda *now: told.append(now))
+    assert all(doing for doing, _, _ in told)
+    assert same(weights(trained(folder=tmp_path).pair.draft), weights(trained().pair.draft))
 
 
 @pytest.mark.parametrize(

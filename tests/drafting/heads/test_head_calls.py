@@ -48,6 +48,12 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     watch.check(50 if cut else 200)
 
 
+def test_a_long_queue(tmp_path: Path):
+    _, draft, target = made("eagle3", tmp_path)
+    options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
+    assert_alone(SpeculativeDecoding(draft, num_draft_tokens=2), target, requests(300), **options)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)

@@ -7,15 +7,12 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from head_files import THETA, TinyHead, random_head, write
-from repositories import Payload, ran
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
-from transformers import PreTrainedModel
 
 from hf_specx import DraftHead
 from hf_specx.drafting.heads.layers import Rotary
@@ -70,6 +67,16 @@ def test_a_head_in_several_files(target, tmp_path: Path):
         read_head(folder, target)
 
 
+def test_a_head_in_the_cache_of_the_hub(target, tmp_path: Path):
+    repository = tmp_path / "models--org--head"
+    write(random_head(), repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    config, _ = read_head("org/head", target, cache_dir=tmp_path, local_files_only=True)
+    assert config.kind == "eagle3"
+    assert read_head("org/head", target, cache_dir=tmp_path, revision="a" * 40)[0].kind == "eagle3"
+
+
 def changed(kind: str = "eagle3", lacks: str = "", has: dict | None = None, **settings) -> TinyHead:
     """A head without one of its tensors, or with others; `extra` is what its config says besides."""
     head = random_head(kind, **settings)
@@ -117,7 +124,9 @@ CASES = {
     "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
     "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
     "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
+    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"of DFlash2"),
     "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
+    "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
     "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
     "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
     "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
@@ -133,39 +142,50 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
     make, told = CASES[case]
-    refused(write(make(), tmp_path), target, told)
-
-
-def refused(folder: Path, target: PreTrainedModel, told: str, **loading: Any) -> None:
     with pytest.raises(ValueError, match=told):
-        DraftHead.from_pretrained(folder, target=target, **loading)
+        DraftHead.from_pretrained(write(make(), tmp_path), target=target)
 
 
-def test_no_code_of_a_pickle_runs(target, tmp_path: Path):
+class Runs:
+    def __reduce__(self):
+        return (print, ("code of a pickle ran",))
+
+
+def test_no_code_of_a_pickle_runs(target, tmp_path: Path, capsys):
     head = random_head(theta=10000.0)
     folder = write(head, tmp_path, "safeailab")
-    torch.save(head.weights | {"more": Payload(tmp_path)}, folder / "pytorch_model.bin")
-    refused(folder, target, r"cannot be read as tensors alone")
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path)))
-    refused(folder, target, r"cannot be read as tensors alone")
+    torch.save(head.weights | {"more": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
+        DraftHead.from_pretrained(folder, target=target)
     torch.save([1, 2], folder / "pytorch_model.bin")
-    refused(folder, target, r"save the weights alone")
-    assert not ran(tmp_path)
+    with pytest.raises(ValueError, match=r"save the weights alone"):
+        DraftHead.from_pretrained(folder, target=target)
+    assert "ran" not in capsys.readouterr().out
 
 
 def test_files_that_are_missing_or_cut(target, tmp_path: Path):
-    refused(tmp_path, target, r"has no config\.json")
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        DraftHead.from_pretrained(tmp_path, target=target)
     folder = write(random_head(), tmp_path)
     (folder / "model.safetensors").write_bytes(b"cut")
-    refused(folder, target, r"cannot be read as tensors")
+    with pytest.raises(ValueError, match=r"cannot be read as tensors"):
+        DraftHead.from_pretrained(folder, target=target)
     (folder / "model.safetensors").unlink()
-    refused(folder, target, r"has no weights; a draft head has one of model\.safetensors")
+    with pytest.raises(ValueError, match=r"has no weights; a draft head has one of model\.safetensors"):
+        DraftHead.from_pretrained(folder, target=target)
     (folder / "config.json").write_text("[")
-    refused(folder, target, r"is no JSON")
+    with pytest.raises(ValueError, match=r"is no JSON"):
+        DraftHead.from_pretrained(folder, target=target)
 
 
 def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
-    refused(folder, target, r"unknown option 'revison'.*did you mean 'revision'", revison="main")
-    refused(folder, target, r"layer_ids='last'", layer_ids="last")
-    refused(folder, "org/model", r"target is a str; give the target itself")
+    with pytest.raises(ValueError, match=r"unknown option 'revison'.*did you mean 'revision'"):
+        DraftHead.from_pretrained(folder, target=target, revison="main")
+    with pytest.raises(ValueError, match=r"layer_ids='last'"):
+        DraftHead.from_pretrained(folder, target=target, layer_ids="last")
+    with pytest.raises(ValueError, match=r"target is a str; give the target itself"):
+        DraftHead.from_pretrained(folder, target="org/model")
