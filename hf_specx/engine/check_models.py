@@ -61,7 +61,7 @@ def why_plain(prompt: Prompt) -> str:
 def adapts_rows(model: PreTrainedModel) -> bool:
     """Whether rows of a call of PEFT's `generate` have adapters of their own, or such as begin at some token."""
     for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
-        given = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
+        given: Any = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
         if not BY_ROW.isdisjoint(given):
             return True
     return False

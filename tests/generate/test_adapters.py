@@ -94,6 +94,16 @@ def test_rows_with_adapters_of_their_own():
         assert torch.equal(target.generate(**asked, custom_generate=strategy), plain)
 
 
+def test_rows_with_tasks_of_their_own():
+    """Of Poly, whose hooks have them in a closure."""
+    poly = peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], n_tasks=3, n_splits=1)
+    target = peft.get_peft_model(tiny(), poly).eval()
+    asked = prompts(3) | GREEDY | {"task_ids": torch.arange(3), "eos_token_id": 17}
+    with pytest.warns(UserWarning, match="for whole batches"):
+        text = target.generate(**asked, custom_generate=SpeculativeDecoding(near(tiny(), 0.05)))
+    assert torch.equal(text, target.generate(**asked))
+
+
 def test_an_adapter_that_begins_at_some_token():
     """PEFT counts from the end of what a forward is given, so a forward over candidates would lack it."""
     target, strategy = adapted(alora_invocation_tokens=[5, 6]), SpeculativeDecoding(near(tiny(), 0.05))
