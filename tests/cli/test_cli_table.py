@@ -5,9 +5,11 @@ gone. Commands that write leave nothing behind.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,7 +109,9 @@ def test_control_c_during_imports(tmp_path: Path, module: str, code: int):
     (tmp_path / module / "__init__.py").write_text(INTERRUPTS_ITSELF)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "hf_specx", "card", "embedded"]
-    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, input="")
+    how = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True, "input": ""}
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # `nohup ... &` has it ignored
+    found = subprocess.run(command, **how, preexec_fn=heard)
     assert (found.returncode, found.stdout, found.stderr) == (code, "", "")
 
 
