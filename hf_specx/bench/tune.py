@@ -179,9 +179,9 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
         strategy.costs.alpha[report.verification] = report.survival_rate
     for size in () if chooses else study.batches:
         strategy.calibrate(target, batches[size][0]["input_ids"])
+    most = make_drafter(pair.draft, target).max_candidates
     for size in study.batches:
         if not chooses:
-            most = make_drafter(pair.draft, target).max_candidates
             strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification, most)
         found = compare(target, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         measured = _measurement(size, target, strategy, found, study.command)

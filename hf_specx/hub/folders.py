@@ -35,7 +35,7 @@ def check_repository(repo_id: str) -> None:
 
 
 def check_out(path: Path | None, own: str = "") -> None:
-    """Whether a file could be written at a path; one that is there is only replaced if it has what is its `own`."""
+    """Whether a file could be written at a path; one that is there may be replaced if it has `own` in it."""
     if path is not None:
         require(not path.is_dir(), f"{path} is a folder; name a file in it.")
         folder = path.resolve().parent

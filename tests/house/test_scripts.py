@@ -12,7 +12,7 @@ MOST = {
     "call": 11_327,
     "heads": 1_786,
     "package": 22_215,
-    "tests": 23_256,
+    "tests": 23_252,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 225, "calls": 280}  # of a call of `generate`

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from head_files import TinyHead, write
 from head_reference import confidences, head_logits, target_states
@@ -12,7 +13,10 @@ from tiny import tiny
 from transformers import PreTrainedModel
 
 from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.drafting.heads.block import Block
+from hf_specx.drafting.heads.driver import HeadDrafter
 
 
 LAYERS = 8
@@ -122,3 +126,25 @@ def assert_equals_stock(
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **options)
         assert_plain(target, strategy, inputs, **settings)
     assert strategy.report.accepted > 0
+
+
+LAST, BEGIN, TOKENS, SCORED = Batch.last, HeadDrafter.begin, HeadDrafter.tokens, Block.scored
+
+
+def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
+    """Tokens of the states themselves, in place of those behind them."""
+    return TOKENS(feed, ids, rows, starts - 1, width)
+
+
+def begun_early(feed: HeadDrafter, batch: Batch) -> None:
+    """A block begins with the last token whose states are known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
+        BEGIN(feed, batch)
+
+
+def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
+    """A place is told of the token before the one before it."""
+    earlier, inner = memory or (tokens, None)
+    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
+    return scores, (tokens, inner), sure

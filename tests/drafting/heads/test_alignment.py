@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, assert_aligned, assert_equals_stock, loaded, target_of, watched
+from alignment import (
+    GREEDY,
+    SAMPLED,
+    assert_aligned,
+    assert_equals_stock,
+    begun_early,
+    loaded,
+    target_of,
+    told_early,
+    unshifted,
+    watched,
+)
 from head_files import EPS, random_head
 from many import assert_alone
 from tiny import prompts
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
-from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
@@ -127,10 +137,6 @@ def swapped(draft: DraftHead) -> None:
         part.weight = torch.nn.Parameter(part.weight.roll(part.in_features // 2, 1), requires_grad=False)
 
 
-def unshifted(feed: Feed, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
-    return TOKENS(feed, ids, rows, starts - 1, width)
-
-
 def own_states_kept(feed: Feed, done: Round) -> None:
     """What was written for accepted candidates while drafting stays, in place of the target's states."""
     OBSERVE(feed, done)
@@ -145,22 +151,7 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
     OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
-def begun_early(feed: Feed, batch: Batch) -> None:
-    """A block begins with the last token whose states are known."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
-        BEGIN(feed, batch)
-
-
-def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """A place is told of the token before the one before it."""
-    earlier, inner = memory or (tokens, None)
-    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
-    return scores, (tokens, inner), sure
-
-
-OBSERVE, TOKENS, BEGIN, LAST = Feed.observe, Feed.tokens, Feed.begin, Batch.last
-FORWARD, SCORED = Eagle.forward, Block.scored
+OBSERVE, FORWARD = Feed.observe, Eagle.forward
 CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is said
     "ids one off": {"layer_ids": [3, 5, 6]},
     "states in another order": {"layer_ids": [4, 2, 5]},

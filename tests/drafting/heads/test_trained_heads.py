@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import loaded
+from alignment import begun_early, loaded, told_early, unshifted
 from head_files import random_head
 from tiny import tiny
 from torch import nn
@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LinearLR
 from transformers import PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding, distill
-from hf_specx.common.batch import Batch
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.drafting.heads.eagle import Eagle
@@ -74,27 +73,7 @@ def acceptance(draft: DraftHead) -> float:
     return strategy.report.acceptance_rate
 
 
-def begun_early(feed: HeadDrafter, batch: Batch) -> None:
-    """A block begins with the last token whose states are known."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
-        BEGIN(feed, batch)
-
-
-def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """A place is told of the token before the one before it."""
-    earlier, inner = memory or (tokens, None)
-    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
-    return scores, (tokens, inner), sure
-
-
-def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
-    """Tokens of the states themselves, in place of those behind them."""
-    return TOKENS(feed, ids, rows, starts - 1, width)
-
-
-LAST, BEGIN, TOKENS = Batch.last, HeadDrafter.begin, HeadDrafter.tokens
-SCORED, FORWARD = Block.scored, Eagle.forward
+FORWARD = Eagle.forward
 OF_BOTH: dict[str, tuple[Any, str, Any]] = {  # what is changed of what; "head" is the head's config
     "states of the layers before": ("head", "layer_ids", [0, 1]),
     "states of the layers behind": ("head", "layer_ids", [2, 3]),
