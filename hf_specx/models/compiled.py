@@ -16,7 +16,7 @@ from .layers import RingLayer
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import capacity_bucket, forward, length_bucket, regions_of
+from .regions import capacity_bucket, forward, length_bucket, regions_of, row_bucket
 from .slots import MARGIN, columns_of, move
 
 
@@ -103,7 +103,7 @@ class CompiledDecoder(RaggedDecoder):
         with PackedLinear(self.regions.prepacked):
             super().read()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
-        self._resize(self.regions.rows(self.rows), capacity_bucket(slots))
+        self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Have what the rows hold in buffers of another size."""
@@ -143,8 +143,6 @@ class CompiledDecoder(RaggedDecoder):
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         held, count = len(self.buffers[0][0]), tokens.shape[1]
-        if (rows := self.regions.rows(len(tokens), held)) < held:
-            self._resize(rows, self.capacity)
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
         starts = batch.ends + (self.width - batch.width + ahead - count)
@@ -153,7 +151,9 @@ class CompiledDecoder(RaggedDecoder):
         window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
         if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
             self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
-            self._resize(len(self.buffers[0][0]), self.capacity)
+            self._resize(held, self.capacity)
+        if (rows := self.regions.rows(len(tokens), held, self.capacity)) < held:
+            self._resize(rows, self.capacity)
         if not self.given:
             self._note_rows(batch.index)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}

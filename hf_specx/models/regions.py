@@ -76,22 +76,23 @@ class Regions:
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.modules = list(model.modules())[1:]  # so that no other module gets the id of one of these
         self.compilations, self.thread = 0, threading.current_thread()
-        self.sizes, self.idle = set[int](), 0  # rows of batches that calls began with, and time lost by idle rows
+        self.sizes, self.idle = set[tuple[int, int]](), 0  # rows and slots of buffers so far; time lost by idle rows
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def rows(self, count: int, held: int = 0) -> int:
-        """Rows of the buffers for `count` decoding ones, where there are `held`, none at the beginning of a call.
+    def rows(self, count: int, held: int, capacity: int) -> int:
+        """Rows of the buffers of `capacity` slots for `count` decoding ones, where there are `held`.
 
-        Once others have ended it is a size that calls began with, until a smaller one pays for being compiled.
+        Once others have ended it is a size that was there before, until a smaller one pays for being compiled.
         """
         wanted = row_bucket(count)
-        if wanted < held and wanted not in self.sizes:
+        known = [rows for rows, slots in self.sizes if slots == capacity and wanted <= rows <= held]
+        if known and wanted not in known:
             self.idle += held // wanted - 1  # what the forward takes longer by
             if self.idle < IDLE_FORWARDS:
-                return min(size for size in (held, *self.sizes) if size >= count)
+                return min(known)
             self.idle = 0
-        self.sizes.add(wanted)
+        self.sizes.add((wanted, capacity))
         return wanted
 
     def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:

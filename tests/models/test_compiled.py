@@ -125,11 +125,15 @@ def test_two_buckets_of_rows(
 
 
 def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
-    """Until then those of a batch that has ended in part are idle, in as few buffer rows as are compiled already."""
+    """Until then those of a batch that has ended in part are idle, in as few buffer rows as are compiled already.
+
+    What was compiled for texts of another length does not count.
+    """
     monkeypatch.setattr(regions, "IDLE_FORWARDS", 30)
     target = tiny(num_hidden_layers=1)
     draft = near(target, 0.05)
-    same(target, draft, rows=1, **SAMPLED, **ENDS)
+    same(target, draft, rows=2, **SAMPLED, max_new_tokens=80)
+    assert {slots for _, slots in taken} == {128}
     taken.clear()
     compilations = [same(target, draft, **SAMPLED, **ENDS).compilations for _ in range(9)]
     assert compilations[0] == sum(compilations[1:]) == 3

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of
+from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of, row_bucket
 from hf_specx.models.slots import MARGIN, Columns, Pool, move
 
 from .body import Body
@@ -31,7 +31,7 @@ class Layers:
         self.rotary = Rotary(config, weight.device)
         self.regions: Regions | None = None if model is None else regions_of(model, weight.device)
         self.compiled_before = 0 if self.regions is None else self.regions.compilations
-        self.rows = rows if self.regions is None else self.regions.rows(rows)
+        self.rows = rows if self.regions is None else row_bucket(rows)
         sizes, layers = (config.num_key_value_heads, 0, config.head_dim), config.num_hidden_layers
         self.buffers: Columns = [2 * (weight.new_zeros(1, *sizes),)] * (layers if body.has_keys else 0)
 
@@ -79,7 +79,7 @@ class Layers:
     def _compiled(self, regions: Regions, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
         first = inputs[0] if places is None else places.slots
         count, before = len(first), self.rows
-        self.rows = rows = regions.rows(count, before)
+        self.rows = rows = regions.rows(count, before, self.capacity)
         if rows < before and self.buffers:
             self._move(self.capacity)
         sizes: tuple[Any, ...] = ()
