@@ -64,7 +64,7 @@ def choose_drafting(
     number, schedule, threshold = found.values()
     if not isinstance(num_draft_tokens, str):
         number = num_draft_tokens
-    if schedule in ("heuristic", "heuristic_transient"):
+    elif schedule in ("heuristic", "heuristic_transient"):
         number = None
     return Drafting(number, schedule, threshold)
 

@@ -204,7 +204,7 @@ class Decoder:
 
     def _at_once(self, batch: Batch) -> int:
         """The most tokens a row that may be missing in one forward: while opening, no row is fed its prompt again."""
-        return min([batch.counts[row] for row in batch.rows]) if self.opening else sys.maxsize
+        return max(1, min([batch.counts[row] for row in batch.rows])) if self.opening else sys.maxsize
 
     def missing(self, batch: Batch) -> list[int]:
         """How many of its last tokens each decoding row has to be fed; the last one was never fed."""

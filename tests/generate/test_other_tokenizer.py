@@ -6,6 +6,7 @@ it is fed is counted by hooks.
 
 import json
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
 from hf_specx.drafting import other_tokenizer
-from hf_specx.drafting.other_tokenizer import OwnText
+from hf_specx.drafting.drafter import no_candidates
+from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OwnText
 from hf_specx.hub.pair_config import CONFIG_NAME
 
 
@@ -108,6 +110,21 @@ def test_many_prompts():
     strategy = made()
     assert_alone(strategy, target_of(KIND), asked, batch_size=3, pad_token_id=1, **SAMPLED)
     assert strategy.report.accepted > 0
+
+
+def test_new_prompts_are_read_when_candidates_are_wanted(monkeypatch: pytest.MonkeyPatch):
+    """By then one row has tokens of its own, and the other, whose prompt has just come, has none."""
+    ask, rounds = OtherTokenizerDrafter.propose, count()
+
+    def late(drafter, batch, lengths):
+        return no_candidates(batch) if next(rounds) < 4 else ask(drafter, batch, lengths)
+
+    monkeypatch.setattr(OtherTokenizerDrafter, "propose", late)
+    ids = tokenizer_of(KIND)("the dog ran")["input_ids"]
+    asked = [Request(ids, number) for number in (1, 1, 3, 9, 9)]
+    strategy = made(draft_of(KIND, "unigram"), draft_tokenizer=tokenizer_of("unigram"))
+    assert_alone(strategy, target_of(KIND), asked, batch_size=2, pad_token_id=1, do_sample=False)
+    assert strategy.report.drafted > 0
 
 
 def test_masks_and_ids_are_the_targets():
