@@ -189,9 +189,8 @@ class Pool:
         size = rows, *slots
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
-            # nor those that its owner has outgrown, but for the last ones, which it still copies from
-            gone = None, owner
-            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1:] == size[1:]]
+            # nor those that its owner has outgrown
+            self.known = [x for x in self.known if x[1]() not in (None, owner) or x[0][1:] == size[1:]]
             for number, (known, user, buffers) in enumerate(self.known):
                 if known == size and user() is None:
                     self.known[number] = size, weakref.ref(owner), buffers
