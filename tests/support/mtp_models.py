@@ -8,7 +8,7 @@ from tiny import GROUPED, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hf_specx.drafting.heads.mtp import known_layers
+from hf_specx.drafting.heads.mtp import with_layers
 
 
 VOCAB_SIZE = 8  # so that candidates of random layers are often right
@@ -51,9 +51,8 @@ def mtp_target(name: str, folder: Path, monkeypatch=None) -> PreTrainedModel:
         numbers = range(COMMON["num_hidden_layers"], COMMON["num_hidden_layers"] + 4)
         patterns = [rf"model\.layers\.{number}\..*" for number in numbers]
         monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
-    text = model.config.get_text_config()
-    with known_layers(text):
-        layers = MtpModel(model, text.num_mtp_layers)
+    known = with_layers(model)
+    layers = MtpModel(known, known.config.get_text_config().num_mtp_layers)
     model.save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
     own = {key: value for key, value in layers.state_dict().items() if key.startswith(("layers.", "shared_post"))}
