@@ -40,8 +40,7 @@ def test_layer_ids_that_nothing_names_are_those_of_the_trainer(target, tmp_path:
 
 
 def test_embeddings_without_numbers_are_the_targets(target, tmp_path: Path):
-    head = random_head()
-    head.weights["embed_tokens.weight"] = torch.full((VOCAB_SIZE, 32), torch.nan)
+    head = changed(has={"embed_tokens.weight": torch.full((VOCAB_SIZE, 32), torch.nan)})
     config, weights = read_head(write(head, tmp_path), target)
     assert not config.own_embeddings
     assert "embed_tokens.weight" not in weights
