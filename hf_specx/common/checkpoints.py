@@ -27,8 +27,7 @@ def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict
     """What is in the config of a repository or folder, or in another such file."""
     path = find_file(name, file, **hub)
     told = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
-    told += "give a folder or a repository of one."
-    require(path is not None, told)
+    require(path is not None, f"{told}give a folder or a repository of one.")
     try:
         raw = json.loads(Path(str(path)).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -49,8 +48,7 @@ def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dic
     for file in files:
         plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin", ".pt"))
         path = find_file(name, file, **hub) if plain else None
-        told = f"{name}: {found} names {file!r}, which is no file of weights beside it; get it again."
-        require(path is not None, told)
+        require(path is not None, f"{name}: {found} names {file!r}, no file of weights beside it; get it again.")
         weights |= _tensors(Path(str(path)), "meta" if names_alone else "cpu")
     return weights
 

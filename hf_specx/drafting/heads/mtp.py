@@ -1,7 +1,7 @@
 """`MtpDraft`: the target's own multi-token layers, which its checkpoint has and transformers leaves out by default."""
 
-import copy
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,7 +92,7 @@ def masks_of_rows(
 def with_layers(target: PreTrainedModel) -> Any:
     """The target with a config that has the layers that transformers leaves out, and the precision of its weights."""
     found = shallow(target)
-    found.config = copy.deepcopy(target.config)
+    found.config = deepcopy(target.config)
     found.config.dtype, text = target.dtype, found.config.get_text_config()
     if text.model_type.startswith(QWEN):
         text.num_mtp_layers, text.mtp_layer_types = getattr(text, "mtp_num_hidden_layers", 1), ["full_attention"]
