@@ -48,8 +48,7 @@ def mtp_target(name: str, folder: Path, monkeypatch=None) -> PreTrainedModel:
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     if monkeypatch is not None:  # the names in real checkpoints have the number of real layers
-        numbers = range(COMMON["num_hidden_layers"], COMMON["num_hidden_layers"] + 4)
-        patterns = [rf"model\.layers\.{number}\..*" for number in numbers]
+        patterns = [rf"model\.layers\.{COMMON['num_hidden_layers'] + number}\..*" for number in range(4)]
         monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
     known = with_layers(model)
     layers = MtpModel(known, known.config.get_text_config().num_mtp_layers)
@@ -57,11 +56,9 @@ def mtp_target(name: str, folder: Path, monkeypatch=None) -> PreTrainedModel:
     found = load_file(folder / "model.safetensors")
     own = {key: value for key, value in layers.state_dict().items() if key.startswith(("layers.", "shared_post"))}
     for key, value in own.items():
-        value = 0.25 * torch.randn(value.shape) + ("norm" in key)
-        found[_name(kind, key)] = value
+        found[_name(kind, key)] = 0.25 * torch.randn(value.shape) + ("norm" in key)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    loader = AutoModelForImageTextToText if kind == "step3p7" else AutoModelForCausalLM
-    return loader.from_pretrained(folder).eval()
+    return type(model).from_pretrained(folder).eval()
 
 
 def _name(kind: str, key: str) -> str:

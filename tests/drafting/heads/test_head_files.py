@@ -1,7 +1,4 @@
-"""Files of draft heads: what they may leave out, where they lie, and what is wrong is named before any forward.
-
-Every published form is read in `test_alignment`.
-"""
+"""Files of draft heads: what they may lack, where they lie, what is refused by name. Forms are in `test_alignment`."""
 
 import json
 import pickle
