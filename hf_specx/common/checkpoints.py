@@ -23,12 +23,11 @@ WEIGHTS = (
 )
 
 
-def read_config(name: str | Path, **hub: Any) -> dict[str, Any]:
-    """What is in the config of a repository or folder."""
-    path = find_file(name, "config.json", **hub)
-    told = f"{name} has no config.json here, nor on the Hub if that can be reached, so it is no draft head or model; "
-    told += "give a folder or a repository of one."
-    require(path is not None, told)
+def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict[str, Any]:
+    """What is in the config of a repository or folder, or in another such file."""
+    path = find_file(name, file, **hub)
+    told = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
+    require(path is not None, f"{told}give a folder or a repository of one.")
     try:
         raw = json.loads(Path(str(path)).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -43,14 +42,14 @@ def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dic
     require(found is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
     files = [str(found)]
     if str(found).endswith(".index.json"):
-        index = json.loads(Path(str(find_file(name, str(found), **hub))).read_bytes())
-        files = sorted(set(index["weight_map"].values()))
-        for file in files:
-            plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin"))
-            require(plain, f"{name}: {found} names {file!r}, which is no file of weights beside it; get it again.")
+        listed = read_config(name, str(found), **hub).get("weight_map")
+        files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else [""]
     weights: dict[str, torch.Tensor] = {}
     for file in files:
-        weights |= _tensors(Path(str(find_file(name, file, **hub))), "meta" if names_alone else "cpu")
+        plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin", ".pt"))
+        path = find_file(name, file, **hub) if plain else None
+        require(path is not None, f"{name}: {found} names {file!r}, no file of weights beside it; get it again.")
+        weights |= _tensors(Path(str(path)), "meta" if names_alone else "cpu")
     return weights
 
 

@@ -179,14 +179,14 @@ class Pool:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.known: list[tuple[tuple[int, ...], weakref.ref[object], Columns]] = []
+        self.known: list[tuple[tuple[Any, ...], weakref.ref[object], Columns]] = []
 
     def take(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
         """Buffers for `owner`, like others but for rows and each layer's `slots`.
 
         They are of zeros, since hidden slots take part with weight 0.
         """
-        size = rows, *slots
+        size = rows, *slots, *(x.dtype for x in like[0])  # in autocast values have another one
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
             # nor those that its owner has outgrown

@@ -8,7 +8,7 @@ from tiny import GROUPED, SIZES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from hf_specx.drafting.heads.mtp import known_layers
+from hf_specx.drafting.heads.mtp import with_layers
 
 
 VOCAB_SIZE = 8  # so that candidates of random layers are often right
@@ -48,21 +48,17 @@ def mtp_target(name: str, folder: Path, monkeypatch=None) -> PreTrainedModel:
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     if monkeypatch is not None:  # the names in real checkpoints have the number of real layers
-        numbers = range(COMMON["num_hidden_layers"], COMMON["num_hidden_layers"] + 4)
-        patterns = [rf"model\.layers\.{number}\..*" for number in numbers]
+        patterns = [rf"model\.layers\.{COMMON['num_hidden_layers'] + number}\..*" for number in range(4)]
         monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
-    text = model.config.get_text_config()
-    with known_layers(text):
-        layers = MtpModel(model, text.num_mtp_layers)
+    known = with_layers(model)
+    layers = MtpModel(known, known.config.get_text_config().num_mtp_layers)
     model.save_pretrained(folder)
     found = load_file(folder / "model.safetensors")
     own = {key: value for key, value in layers.state_dict().items() if key.startswith(("layers.", "shared_post"))}
     for key, value in own.items():
-        value = 0.25 * torch.randn(value.shape) + ("norm" in key)
-        found[_name(kind, key)] = value
+        found[_name(kind, key)] = 0.25 * torch.randn(value.shape) + ("norm" in key)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    loader = AutoModelForImageTextToText if kind == "step3p7" else AutoModelForCausalLM
-    return loader.from_pretrained(folder).eval()
+    return type(model).from_pretrained(folder).eval()
 
 
 def _name(kind: str, key: str) -> str:

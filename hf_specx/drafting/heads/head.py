@@ -65,7 +65,7 @@ class DraftHead(PreTrainedModel):
             ValueError: the files are no head, or none for this target.
         """
         told = f"target is {kind(target)}; give the target itself, as from_pretrained loads it."
-        require(not isinstance(target, str | Path), told)
+        require(hasattr(target, "config"), told)
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
@@ -73,8 +73,7 @@ class DraftHead(PreTrainedModel):
         check_tensors(name, config.kind, {own[key]: tensor for key, tensor in head.state_dict().items()}, tensors)
         head.load_state_dict({key: tensors[theirs] for key, theirs in own.items()}, assign=True)
         head.name_or_path = str(name)
-        head.requires_grad_(False).eval()
-        return cast("DraftHead", head.to(last_device(target)))  # type: ignore[arg-type]
+        return cast("DraftHead", head.requires_grad_(False).eval().to(last_device(target)))
 
     def save_pretrained(self, save_directory: str | Path, **saving: Any) -> None:  # type: ignore[override]
         """Write the head in the form of the *speculators* library, which vLLM serves."""

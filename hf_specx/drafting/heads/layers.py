@@ -59,7 +59,7 @@ class Entries:
         """Write keys and values [r, m, H, D] of all entries; those that the rows have, [r, H, S, D]."""
         held = self.buffers[layer]
         for buffer, new in zip(held, (key, value), strict=True):
-            buffer[self.rows[:, None], :, self.slots] = new
+            buffer[self.rows[:, None], :, self.slots] = new.to(buffer.dtype)
         some = slice(None) if len(self.rows) == len(held[0]) else self.rows
         return held[0][some, :, : self.extent], held[1][some, :, : self.extent]
 

@@ -1,7 +1,7 @@
 """`MtpDraft`: the target's own multi-token layers, which its checkpoint has and transformers leaves out by default."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import shallow
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.models.slots import SlotCache
 
@@ -42,33 +43,33 @@ class MtpDraft(Drafter):
     needs_hidden = True
 
     def __init__(self) -> None:
-        self.models: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # their layers, by target
+        self.models: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # of each, and its layers
 
     def __repr__(self) -> str:
         return "MtpDraft()"
 
     def of(self, target: PreTrainedModel) -> HeadDrafter:
-        """The drafter of one call; it reads the layers if it has not yet."""
-        if target not in self.models:
-            self.models[target] = read_layers(target)
-        return MtpDrafter(Mtp(self.models[target]), None)
+        """The drafter of one call; it reads the layers if it has not yet for a target as it is now."""
+        state = target.dtype, last_device(target), target.get_input_embeddings()
+        if self.models.get(target, (None,))[0] != state:
+            self.models[target] = state, read_layers(target)
+        return MtpDrafter(Mtp(self.models[target][1]), None)
 
 
 def read_layers(target: PreTrainedModel) -> Any:
     """The `MtpModel` of a target, from the files that this was loaded from."""
-    name, text = type(target).__name__, target.config.get_text_config()
+    name, model = type(target).__name__, with_layers(target)
     told = f"{name} has no multi-token layers (num_mtp_layers in its config); give a draft model or a head instead."
-    with known_layers(text):
-        require(bool(getattr(text, "num_mtp_layers", None)), told)
-        try:
-            from transformers.modeling_layers import MtpModel
+    require(bool(getattr(model.config.get_text_config(), "num_mtp_layers", None)), told)
+    try:
+        from transformers.modeling_layers import MtpModel
 
-            found: Any = MtpModel.from_pretrained(target, device_map={"": last_device(target)})
-            require(hasattr(found, "forward_layer"), "transformers is older than 5.20")
-        except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            told = f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
-            told += "target from a checkpoint with them, or give a draft model or a head instead."
-            raise ValueError(told) from error
+        found: Any = MtpModel.from_pretrained(model, device_map={"": last_device(target)})
+        require(hasattr(found, "forward_layer"), "transformers is older than 5.20")
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        told = f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
+        told += "target from a checkpoint with them, or give a draft model or a head instead."
+        raise ValueError(told) from error
     if found.config._attn_implementation not in MASKED:
         found.config._attn_implementation = "sdpa"
     kinds = getattr(found.config, "layer_types", None) or []
@@ -88,17 +89,14 @@ def masks_of_rows(
     return {"attention_mask": entries.mask(window, embedded.dtype)}
 
 
-@contextmanager
-def known_layers(text: Any) -> Iterator[None]:
-    """Have a text config say that the model has the layer that transformers leaves out; as before at the end."""
-    if not text.model_type.startswith(QWEN):
-        yield
-        return
-    text.num_mtp_layers, text.mtp_layer_types = getattr(text, "mtp_num_hidden_layers", 1), ["full_attention"]
-    try:
-        yield
-    finally:
-        del text.num_mtp_layers, text.mtp_layer_types
+def with_layers(target: PreTrainedModel) -> Any:
+    """The target with a config that has the layers that transformers leaves out, and the precision of its weights."""
+    found = shallow(target)
+    found.config = deepcopy(target.config)
+    found.config.dtype, text = target.dtype, found.config.get_text_config()
+    if text.model_type.startswith(QWEN):
+        text.num_mtp_layers, text.mtp_layer_types = getattr(text, "mtp_num_hidden_layers", 1), ["full_attention"]
+    return found
 
 
 class Mtp(Body):

@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from hf_specx.common.checkpoints import find_file, read_config
 from hf_specx.common.devices import last_device

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specx.common.checkpoints import HUB, read_config, read_weights
 from hf_specx.common.errors import brief, is_int, require, similar
@@ -35,14 +36,15 @@ OF_TRAINING = re.compile(
     "num_anchors|max_anchors|ttt_length|embed_requires_grad|draft_num_hidden_layers|target_model_type|modal_type|auf|"
     "enable_sp_ulysses|emb_dim|gru_hidden_dim|pure_draft_prefix_len|loss_.*|lambda_.*|.*_alpha|.*_gamma|_.*"
 )
-ONLY = {  # options that have to have this value where they are given
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "hidden_act": "silu",
-    "rope_is_neox_style": True,
-    "logit_scale": 1,
-    "projector_type": "dflash",
+ONLY: dict[str, tuple[Any, ...]] = {  # options that have to have one of these values where they are given
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "hidden_act": ("silu",),
+    "rope_is_neox_style": (True,),
+    "logit_scale": (1,),
+    "projector_type": ("dflash",),
+    "markov_head_type": ("vanilla", "gated", "rnn"),
 }
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS = (  # where layer ids stand: in which part, by which name, and what they are less than outputs of layers
@@ -87,14 +89,17 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     require(not unknown, told)
     layer_ids = loading.pop("layer_ids", None)
     raw, found = read_config(name, **loading), read_weights(name, **loading)
-    reader = Reader(name, raw, canonical(found), target)
-    return reader.config(layer_ids), reader.weights
+    try:
+        reader = Reader(name, raw, canonical(found), target)
+        return reader.config(layer_ids), reader.weights
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{name} has a value of a wrong type in its config.json ({error}); get it again.") from error
 
 
 def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
     """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
     found = any(OF_HEADS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
-    made_for = " ".join(map(str, raw.get("architectures") or ()))
+    made_for = str(raw.get("architectures"))
     said = bool(OF_CONFIGS & raw.keys()) or re.search("eagle3|dflash|dspark|medusa", made_for, re.IGNORECASE)
     told = f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "
     require(found or not said, f"{told}yourself, by DraftHead.from_pretrained(...) or as a model.")
@@ -144,7 +149,7 @@ class Reader:
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         for option, value in sorted(self.said.items()):
             known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
-            right = value is None or value == ONLY.get(option, False) or (option not in ONLY and known)
+            right = value is None or value in ONLY.get(option, (False,)) or (option not in ONLY and known)
             told = f"has {option}={brief(value)} in its config.json, which is not supported; choose another head, or "
             self.need(right, f"{told}take it out if it does not change what the head computes.")
 
@@ -191,8 +196,9 @@ class Reader:
         rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
         if rope.get("rope_type") == "mrope":
             rope["rope_type"] = "default"
-        found = {name: getattr(known, name, None) for name in OF_LAYERS}
-        return found | {"rope_parameters": rope}
+        told = f"has rope_type={brief(rope['rope_type'])} in its config.json, which is not supported; choose another."
+        self.need(rope["rope_type"] in ("default", *ROPE_INIT_FUNCTIONS), told)
+        return {name: getattr(known, name, None) for name in OF_LAYERS} | {"rope_parameters": rope}
 
     def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields that follow from shapes of tensors; `fields` are those of the config."""

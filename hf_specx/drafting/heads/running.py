@@ -77,8 +77,7 @@ class Layers:
         return head_forward(self.body, part, self.rotary, self.buffers, places, *inputs)
 
     def _compiled(self, regions: Regions, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
-        first = inputs[0] if places is None else places.slots
-        count, before = len(first), self.rows
+        count, before = len(inputs[0] if places is None else places.slots), self.rows
         self.rows = rows = regions.rows(count, before, self.capacity)
         if rows < before and self.buffers:
             self._move(self.capacity)

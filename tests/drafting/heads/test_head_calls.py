@@ -76,23 +76,26 @@ class Int8(torch.nn.Linear):
         self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(states, self.weight.to(states.dtype) * self.scale)
+        return torch.nn.functional.linear(states.to(self.scale.dtype), self.weight * self.scale)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
 def test_quantised_targets(kind: str, tmp_path: Path):
-    """Also where the head scores by the target's own output."""
+    """Also where the head scores by the target's own output, in another precision, and in autocast."""
     target = target_of()
     for module in list(target.modules()):
         for name, part in module.named_children():
             if isinstance(part, torch.nn.Linear):
                 setattr(module, name, Int8(part))
-    draft = loaded(random_head(kind), tmp_path / "head", target)
+    draft = loaded(random_head(kind, **{"markov": "rnn"} if kind == "dspark" else {}), tmp_path / "head", target)
     for settings in (GREEDY, SAMPLED):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        with torch.autocast("cpu", torch.bfloat16):
+            target.generate(**prompts(3), **settings, custom_generate=strategy)
         assert_plain(target, strategy, prompts(3), **settings)
         assert strategy.report.drafted > 0
+        draft.bfloat16()
 
 
 @pytest.mark.parametrize("kind", KINDS)

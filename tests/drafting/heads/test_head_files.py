@@ -1,7 +1,4 @@
-"""Files of draft heads: what they may leave out, where they lie, and what is wrong is named before any forward.
-
-Every published form is read in `test_alignment`.
-"""
+"""Files of draft heads: what they may lack, where they lie, what is refused by name. Forms are in `test_alignment`."""
 
 import json
 import pickle
@@ -27,6 +24,11 @@ def target():
     return tiny(num_hidden_layers=LAYERS)
 
 
+def refused(folder: Path, target, told: str, **loading) -> None:
+    with pytest.raises(ValueError, match=told):
+        DraftHead.from_pretrained(folder, target=target, **loading)
+
+
 def test_layer_ids_that_nothing_names_are_those_of_the_trainer(target, tmp_path: Path):
     head = random_head(extra={"eagle_aux_hidden_state_layer_ids": None})
     assert read_head(write(head, tmp_path / "eagle3"), target)[0].layer_ids == [2, 4, 5]
@@ -35,8 +37,7 @@ def test_layer_ids_that_nothing_names_are_those_of_the_trainer(target, tmp_path:
 
 
 def test_embeddings_without_numbers_are_the_targets(target, tmp_path: Path):
-    head = random_head()
-    head.weights["embed_tokens.weight"] = torch.full((VOCAB_SIZE, 32), torch.nan)
+    head = changed(has={"embed_tokens.weight": torch.full((VOCAB_SIZE, 32), torch.nan)})
     config, weights = read_head(write(head, tmp_path), target)
     assert not config.own_embeddings
     assert "embed_tokens.weight" not in weights
@@ -62,9 +63,10 @@ def test_a_head_in_several_files(target, tmp_path: Path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     assert read_head(folder, target)[1].keys() == head.weights.keys()
-    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(files, "../model.safetensors")}))
-    with pytest.raises(ValueError, match=r"no file of weights beside it"):
-        read_head(folder, target)
+    others = [json.dumps({"weight_map": {"fc.weight": file}}) for file in ("../model.safetensors", "gone.bin")]
+    for content in (*others, "{}", "[", "[]"):
+        index.write_text(content)
+        refused(folder, target, r"no file of weights beside it|is no JSON|is not a JSON object")
 
 
 def test_a_head_in_the_cache_of_the_hub(target, tmp_path: Path):
@@ -132,6 +134,9 @@ CASES = {
     "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
     "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
     "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), r"hidden_act='gelu'"),
+    "positions": (lambda: more(transformer_layer_config={"rope_scaling": {"rope_type": "new"}}), r"rope_type='new'"),
+    "markov": (lambda: random_head("dspark", markov="new"), r"markov_head_type='new'"),
+    "type": (lambda: more(speculators_config=5), r"a value of a wrong type in its config\.json"),
     "block": (lambda: random_head("dflash", block=0), r"block_size=0"),
     "mask": (lambda: random_head("dflash", mask_token=48), r"mask_token_id=48"),
     "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
@@ -142,8 +147,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
     make, told = CASES[case]
-    with pytest.raises(ValueError, match=told):
-        DraftHead.from_pretrained(write(make(), tmp_path), target=target)
+    refused(write(make(), tmp_path), target, told)
 
 
 class Runs:
@@ -155,37 +159,28 @@ def test_no_code_of_a_pickle_runs(target, tmp_path: Path, capsys):
     head = random_head(theta=10000.0)
     folder = write(head, tmp_path, "safeailab")
     torch.save(head.weights | {"more": Runs()}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"cannot be read as tensors alone")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(ValueError, match=r"cannot be read as tensors alone"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"cannot be read as tensors alone")
     torch.save([1, 2], folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"save the weights alone"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"save the weights alone")
     assert "ran" not in capsys.readouterr().out
 
 
 def test_files_that_are_missing_or_cut(target, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        DraftHead.from_pretrained(tmp_path, target=target)
+    refused(tmp_path, target, r"has no config\.json")
     folder = write(random_head(), tmp_path)
     (folder / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ValueError, match=r"cannot be read as tensors"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"cannot be read as tensors")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no weights; a draft head has one of model\.safetensors"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"has no weights; a draft head has one of model\.safetensors")
     (folder / "config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"is no JSON"):
-        DraftHead.from_pretrained(folder, target=target)
+    refused(folder, target, r"is no JSON")
 
 
 def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
-    with pytest.raises(ValueError, match=r"unknown option 'revison'.*did you mean 'revision'"):
-        DraftHead.from_pretrained(folder, target=target, revison="main")
-    with pytest.raises(ValueError, match=r"layer_ids='last'"):
-        DraftHead.from_pretrained(folder, target=target, layer_ids="last")
-    with pytest.raises(ValueError, match=r"target is a str; give the target itself"):
-        DraftHead.from_pretrained(folder, target="org/model")
+    refused(folder, target, r"unknown option 'revison'.*did you mean 'revision'", revison="main")
+    refused(folder, target, r"layer_ids='last'", layer_ids="last")
+    for other in ("org/model", None):
+        refused(folder, other, r"target is a (str|NoneType); give the target itself")

@@ -116,6 +116,8 @@ def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
         out = hf_specx.generate(**inputs, model=target, max_new_tokens=8, do_sample=False, use_mtp=True)
         assert torch.equal(out, wanted)
     assert len(reads) == 1
+    hf_specx.generate(**inputs, model=target.bfloat16(), max_new_tokens=8, do_sample=False, use_mtp=True)
+    assert len(reads) == 2  # for a target of another precision
 
 
 @pytest.mark.parametrize("name", ["mellum", "deepseek_v3 of three"])
