@@ -49,6 +49,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 LEFT = {  # what an interrupted call may leave of twelve lines, and the prompts that are still to be completed
     "nothing": (lambda lines: b"", range(12)),
     "half a line": (lambda lines: b"".join(lines[:7]) + lines[7][:30], range(7, 12)),
+    "a line without its end": (lambda lines: b"".join(lines[:8])[:-1], range(7, 12)),
     "noise": (lambda lines: b"".join(lines[:7]) + b"\0\0\0", range(7, 12)),
     "the others, from the end": (lambda lines: b"".join(lines[:2:-1]), range(3)),
     "all": (b"".join, []),

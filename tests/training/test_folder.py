@@ -122,7 +122,7 @@ def test_another_training_does_not_go_on_in_the_same_folder(tmp_path):
     trained(folder=tmp_path, phases=1)
     ends_otherwise = tiny(initializer_range=0.2)
     ends_otherwise.generation_config.eos_token_id = 7
-    others = {"loss": "total_variation", "prompts": some_prompts(seed=1), "target": ends_otherwise}
+    others = {"loss": "total_variation", "prompts": some_prompts(seed=1), "target": ends_otherwise, "seed": 1}
     for name, value in others.items():
         with pytest.raises(ValueError, match=f"has a training with another {name} .* give the same to go on with it"):
             trained(folder=tmp_path, phases=1, **{name: value})
