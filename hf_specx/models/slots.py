@@ -186,7 +186,7 @@ class Pool:
 
         They are of zeros, since hidden slots take part with weight 0.
         """
-        size = rows, *slots, *(x.dtype for x in like[0])  # in autocast values have another one
+        size = rows, *slots, *(x.dtype for layer in like for x in layer)  # in autocast values have another one
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
             # nor those that its owner has outgrown
