@@ -39,18 +39,19 @@ def test_numbers_that_change_give_the_text_of_stock(in_turns: Callable, how: tup
     target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
     inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
     free = run(target, inputs, **settings)
-    early, late = int(free[0, -50]), int(free[1, -9])
+    early, late, rejected = int(free[0, -50]), int(free[1, -9]), 0
     for end in (None, [early, late]):
         given = settings | {"eos_token_id": end, "pad_token_id": 0}
         expected, state = run(target, inputs, **given), torch.get_rng_state()
         strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout)
         assert torch.equal(run(target, inputs, strategy, **given), expected)
         assert torch.equal(torch.get_rng_state(), state)
-        assert strategy.report.drafted > strategy.report.accepted
+        rejected += strategy.report.drafted - strategy.report.accepted
         if end is None:
             rounds = [tuple(record.drafted for record in row[1:6]) for row in strategy.report.history]
             assert any(0 in row for row in rounds)
             assert (len(set(rounds)) == 1) is not bool(between)
+    assert rejected > 0
 
 
 def test_a_long_absence_costs_one_forward(in_turns: Callable):

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import Drafter, Request, SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.drafting.drafter import no_candidates
-from hf_specx.engine import report
+from hf_specx.engine import run
 
 
 OPTIONS = MODES | {
@@ -236,7 +236,7 @@ def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
 
     Without letting go of old rounds a request leaves some four.
     """
-    monkeypatch.setattr(report, "KEPT_ROUNDS", 8)
+    monkeypatch.setattr(run, "KEPT_ROUNDS", 8)
     target = tiny(num_hidden_layers=1)
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
     endless = (Request([1 + number % 40] * (1 + number % 7), 2 + number % 9) for number in itertools.count())
