@@ -157,7 +157,8 @@ def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str,
             name, ours = f"{way}, batch {batch}", texts[way, batch]["texts"]
             cells[name] = {"acceptance": texts[way, batch]["acceptance"]}
             if in_distribution:
-                cells[name]["law"] = part(f"law, {name}", judge_distribution, way, batch, ours)
+                given = way, batch, ours, texts[way, batch]["offers"]
+                cells[name]["law"] = part(f"law, {name}", judge_distribution, *given)
             else:
                 both = texts[plain, batch]["texts"], ours
                 cells[name]["equality"] = part(f"equality, {name}", judge_equality, way, batch, *both)
@@ -213,14 +214,16 @@ def judge_equality(
     return {"exact_match": found["exact_match"], "rows": len(ours), "tokens": tokens, "differences": differences}
 
 
-def judge_distribution(subject: Subject, way: str, batch: int, ours: list[list[int]]) -> dict[str, Any]:
-    """`sampled_law` of the texts at one batch size, with the draft where it has a distribution."""
+def judge_distribution(
+    subject: Subject, way: str, batch: int, ours: list[list[int]], offers: list[Any]
+) -> dict[str, Any]:
+    """`sampled_law` of the texts at one batch size, with what the draft offered."""
     found: dict[str, Any] = metric("sampled_law").compute(
         predictions=ours,
         references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
         model=subject.target,
         generation_config=GenerationConfig(**subject.settings.generation(way)),
-        draft=subject.draft,
+        offers=offers if any(map(any, offers)) else None,
         rounding=UNITS,
         level=subject.settings.share,
     )

@@ -9,14 +9,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.inputs import Inputs, emitted, encode
-from hf_specx.common.tokenizers import same_tokens
-from hf_specx.drafting.candidates import make_drafter
+from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .settings import Settings, plain_of
+
+
+LIKELY = 8  # tokens of a candidate's distribution that are looked at
 
 
 @dataclass
@@ -39,12 +41,6 @@ class Subject:
         assert self.pair.tokenizer is not None
         return self.pair.tokenizer
 
-    @property
-    def draft(self) -> PreTrainedModel | None:
-        """The model that gives candidates a distribution over the target's tokens; None where none does."""
-        same = same_tokens(self.pair.tokenizer, self.pair.draft_tokenizer)
-        return make_drafter(self.pair.draft, self.target).model if same else None
-
     def strategy(self, verification: str) -> SpeculativeDecoding:
         """Like the pair's own, but for what is checked; nothing that was learned elsewhere counts."""
         options = {"num_draft_tokens": self.settings.num_draft_tokens, "costs": Costs()}
@@ -66,18 +62,45 @@ class Subject:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
+class Offers:
+    """Listens to a call for what the draft gave most chance at each emitted token that was judged by its candidate.
+
+    Whether it was depends on tokens before it alone. `rows` has for each row and token their ids and chances, or None.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = [list[tuple[list[int], list[float]] | None]() for _ in range(rows)]
+
+    def observe(self, done: Round) -> None:
+        """Note a round."""
+        draft, known = done.draft, [0] * len(done.rows)
+        if draft.probs is not None:
+            likely = draft.probs.topk(min(LIKELY, draft.probs.shape[-1]))
+            tokens, chances = likely.indices.tolist(), likely.values.tolist()
+            known = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
+        for index, row in enumerate(done.rows):
+            self.rows[row] += [(tokens[index][place], chances[index][place]) for place in range(known[index])]
+            self.rows[row] += [None] * (done.emitted[index] - known[index])
+
+
 def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
-    """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well."""
-    options, reports = subject.call(way), []
+    """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well.
+
+    Where the distribution is compared also "offers", as `Offers` has them.
+    """
+    options, reports, offers = subject.call(way), [], list[Any]()
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     for run, indices in enumerate(subject.settings.batches(way, batch, len(subject.prompts))):
-        inputs = subject.encoded(indices)
+        inputs, listener = subject.encoded(indices), Offers(len(indices))
+        if strategy is not None and way in subject.settings.in_distribution:
+            strategy.listeners = (listener,)
         torch.manual_seed(subject.settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         texts += emitted(subject.target, inputs, output, options)
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
+        offers += [row[: len(text)] for row, text in zip(listener.rows, texts[-len(indices) :], strict=True)]
     if not reports:
         return {"texts": texts}
     report = reduce(operator.add, reports)
@@ -90,4 +113,4 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         "judged_per_position": report.judged_per_position,
         "accepted_per_position": report.accepted_per_position,
     }
-    return {"texts": texts, "acceptance": acceptance}
+    return {"texts": texts, "acceptance": acceptance, "offers": offers}

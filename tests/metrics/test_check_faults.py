@@ -6,6 +6,9 @@ from check_cases import EXACT, FAULTS, PROMPTS, failed, inject, quick, tiny_pair
 from scipy import stats
 
 from hf_specx import DraftTargetPair, check
+from hf_specx.metrics.check import judge_distribution, subject_of
+from hf_specx.metrics.settings import Settings
+from hf_specx.metrics.texts import generate_texts
 
 
 RUNS, LEVEL = 200, 0.05
@@ -18,6 +21,18 @@ def test_a_fault_is_rejected(monkeypatch: pytest.MonkeyPatch, fault: str):
     result = quick(verifications=sorted(checked))
     assert not result.passed
     assert failed(result) >= rejected, str(result)
+
+
+def test_a_fault_is_rejected_with_a_head(monkeypatch: pytest.MonkeyPatch):
+    """A head says nothing of a text by itself, so that what it offered while the text was made is looked at."""
+    inject(monkeypatch, "everything accepted")
+    pair = DraftTargetPair.embedded()
+    settings = Settings(batch_sizes=(16,), verifications=("token",), max_new_tokens=32, samples=32)
+    subject = subject_of(pair, pair.prompts, settings, {"temperature": 1.0, "top_k": 0})
+    made = generate_texts(subject, "token", 16)
+    found = judge_distribution(subject, "token", 16, made["texts"], made["offers"])
+    assert not found["passed"]
+    assert found["statistics"]["overrated"]["z"] > 4
 
 
 HALF = "one candidate too many", "position off by one"

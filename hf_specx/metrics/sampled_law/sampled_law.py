@@ -43,6 +43,8 @@ Args:
         `generate`, unset values are the model's, or transformers' defaults (among them top_k=50; 0 is none).
     processors: a LogitsProcessorList instead of a generation_config. Each row gets a copy of it.
     draft: the PreTrainedModel that proposed tokens of the same vocabulary, for `overrated`; None leaves it out.
+    offers: instead of a draft, for each row and token the likeliest ids of the q that its candidate was drawn from,
+        and their probabilities; None where no candidate was judged.
     rounding: how far a logit may be off, in units of the precision's epsilon times the largest logit; 0 unless given.
         A token with p = 0 that would be kept with its logit raised by so much is `on_the_edge`, and not `impossible`.
     level: probability of a false alarm, above 0 and below 1, 0.001 unless given.
@@ -91,15 +93,16 @@ class SampledLaw(evaluate.Metric):
         generation_config: GenerationConfig | None = None,
         processors: LogitsProcessorList | None = None,
         draft: PreTrainedModel | None = None,
+        offers: list[list[tuple[list[int], list[float]] | None]] | None = None,
         rounding: float = 0.0,
         level: float = 0.001,
     ) -> dict[str, object]:
         _check(model, generation_config, processors, level, predictions, references)
         rows = Rows(model, generation_config, processors, draft, rounding)
         totals = torch.zeros(len(STATISTICS), 5, dtype=torch.float64)
-        for text, prompt in zip(predictions, references, strict=True):
+        for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
             if text:
-                totals += weighted(rows.moments(prompt, text))
+                totals += weighted(rows.moments(prompt, text, None if offers is None else offers[row]))
         counts = {"positions": sum(map(len, predictions)), "on_the_edge": rows.on_the_edge}
         return verdict(totals, rows.impossible, level) | counts
 
@@ -128,7 +131,7 @@ class Rows:
         )
 
     @torch.no_grad()
-    def moments(self, prompt: list[int], text: list[int]) -> Tensor:
+    def moments(self, prompt: list[int], text: list[int], offers: list[Any] | None = None) -> Tensor:
         """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU; 0 where a token had p = 0."""
         ids, first, parts = torch.tensor([prompt + text], device=self.device), len(prompt), []
         logits = [plain_logits(model, ids, first) for model in self.models]
@@ -141,6 +144,8 @@ class Rows:
             steps = range(start, min(start + CHUNK, len(text)))
             both = [distributions(*each, ids, first, steps) for each in zip(processors, logits, strict=True)]
             p, q = both[0], both[-1]  # without a draft q is p, and no token is overrated
+            if offers is not None:
+                q = offered(p, offers[start : start + len(steps)])
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             for step in (~possible).nonzero()[:, 0].tolist():
@@ -171,6 +176,15 @@ def distributions(processors: Callable[..., Tensor], logits: Tensor, ids: Tensor
     """The processed distributions [n, V] float64 at some steps of a text; 0 where all scores are -inf."""
     scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1].clone()) for i in steps])
     return scores.double().softmax(-1).nan_to_num(0.0)
+
+
+def offered(p: Tensor, offers: list[Any]) -> Tensor:
+    """[n, V] like p, q of the tokens that are offered, and 0 for all others."""
+    q = torch.zeros_like(p)
+    for step, offer in enumerate(offers):
+        if offer is not None:
+            q[step, offer[0]] = torch.tensor(offer[1], dtype=p.dtype, device=p.device)
+    return q
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
