@@ -94,4 +94,4 @@ class MarkovHead(nn.Module):
             memory = torch.zeros_like(before) if memory is None else memory
             gate, new, out = self.joint_proj(torch.cat([memory, before, states], -1)).chunk(3, -1)
             memory, before = torch.lerp(new.tanh(), memory, gate.sigmoid()), out.tanh()
-        return torch.addmm(scores, before, self.markov_w2.weight.T), memory
+        return torch.addmm(scores.to(before.dtype), before, self.markov_w2.weight.T), memory
