@@ -86,7 +86,7 @@ class Regions:
         Once others have ended it is a size that was there before, until a smaller one pays for being compiled.
         """
         wanted = row_bucket(count)
-        known = [rows for rows, slots in self.sizes if slots == capacity and wanted <= rows <= held]
+        known = [rows for rows, slots in list(self.sizes) if slots == capacity and wanted <= rows <= held]
         if known and wanted not in known:
             self.idle += held // wanted - 1  # what the forward takes longer by
             if self.idle < IDLE_FORWARDS:
