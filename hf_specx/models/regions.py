@@ -151,9 +151,8 @@ class Regions:
         patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
         inductor: Any = lookup_backend("inductor")
         inductor = partial(inductor, config_patches=patches)
-        whole = not on_cpu or switches_modes(graph)
         with in_one_file() if on_cpu and TRIED else nullcontext():
-            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
+            return inductor(graph, inputs) if not on_cpu or switches_modes(graph) else by_layers(graph, inductor)
 
 
 def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
