@@ -223,7 +223,7 @@ def traits(model: PreTrainedModel) -> int:
                 found += [(key, *kind_of(x), known.setdefault(id(x), len(known))) for key, x in held if x is not None]
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    found += [id(hook) for hook in value.values() if not reads_states(hook)]
+                    found += [id(hook) for hook in list(value.values()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))
