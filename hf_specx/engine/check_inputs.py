@@ -31,22 +31,23 @@ DRAFTS_INSTEAD |= {"use_mtp": "MtpDraft()"}
 
 def check_mode(prompt: Prompt, streamer: Any) -> None:
     """Check that a call asks for greedy decoding or sampling, with a cache and a stream that can be kept."""
-    config, rows = prompt.generation_config, len(prompt.input_ids)
+    given, config, rows = prompt.kwargs, prompt.generation_config, len(prompt.input_ids)
     for name in ("num_beams", "num_beam_groups"):
         value = getattr(config, name, None)
         require(value in (None, 1), f"{name}={value} is beam search, which is not supported; set {name}=1.")
     for name, mode in OTHER_MODES.items():
         value = getattr(config, name, None)
-        instead = "for greedy decoding or sampling"
-        if name in DRAFTS_INSTEAD:
-            draft = DRAFTS_INSTEAD[name].format(value)
+        draft, instead = DRAFTS_INSTEAD.get(name, "").format(value), "for greedy decoding or sampling"
+        if draft:
             instead = f"give SpeculativeDecoding({draft}), or a list of it and other drafts, and"
         told = f"{name}={value!r} selects {mode}; {instead} leave it out, also of model.generation_config."
         require(value is None or value is False, told)
-    used, cache, past = prompt.kwargs.get("use_cache"), config.cache_implementation, prompt.kwargs.get(CACHE)
-    require(used is not False, "use_cache=False cannot be honoured: candidates need a cache; pass use_cache=True.")
-    told = f"cache_implementation={cache!r} cannot be honoured, nor can any but 'dynamic'; leave it out."
-    require(cache in (None, "dynamic"), told)
+    cache, past, size = config.cache_implementation, given.get(CACHE), config.prefill_chunk_size
+    told = "use_cache=False cannot be honoured: candidates need a cache; pass use_cache=True."
+    require(given.get("use_cache") is not False, told)
+    require(cache in (None, "dynamic"), f"cache_implementation={cache!r} cannot be honoured; leave it out.")
+    told = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
+    require(size is None or (is_int(size) and size >= 1), told)
     told = f"{CACHE} is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
     require(not isinstance(past, StaticCache), told)
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")

@@ -144,10 +144,9 @@ class CompiledDecoder(RaggedDecoder):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         held, count = len(self.buffers[0][0]), tokens.shape[1]
         length = self._length(batch, count, ahead)
-        counts = [batch.counts[row] for row in batch.rows]
         starts = batch.ends + (self.width - batch.width + ahead - count)
         beyond = ahead + length - count  # columns behind a text
-        self._reserve(self.width + max(counts) + beyond)
+        self._reserve(self.width + max([batch.counts[row] for row in batch.rows]) + beyond)
         window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
         if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
             self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
@@ -171,8 +170,8 @@ class CompiledDecoder(RaggedDecoder):
             logits, states = self.regions.run(forward, size, *arguments, **sizes, **given)
         assert logits is not None
         first = 0 if length == count else count - keep
-        self.states = None if states is None else states[: len(counts), first : first + keep]
-        return logits[: len(counts), first : first + keep]
+        self.states = None if states is None else states[: len(tokens), first : first + keep]
+        return logits[: len(tokens), first : first + keep]
 
     def _last_hidden(self, keep: int) -> torch.Tensor | None:
         return self.states

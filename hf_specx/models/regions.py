@@ -86,7 +86,7 @@ class Regions:
         Once others have ended it is a size that was there before, until a smaller one pays for being compiled.
         """
         wanted = row_bucket(count)
-        known = [rows for rows, slots in self.sizes if slots == capacity and wanted <= rows <= held]
+        known = [rows for rows, slots in list(self.sizes) if slots == capacity and wanted <= rows <= held]
         if known and wanted not in known:
             self.idle += held // wanted - 1  # what the forward takes longer by
             if self.idle < IDLE_FORWARDS:
@@ -151,9 +151,8 @@ class Regions:
         patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
         inductor: Any = lookup_backend("inductor")
         inductor = partial(inductor, config_patches=patches)
-        whole = not on_cpu or switches_modes(graph)
         with in_one_file() if on_cpu and TRIED else nullcontext():
-            return inductor(graph, inputs) if whole else by_layers(graph, inductor)
+            return inductor(graph, inputs) if not on_cpu or switches_modes(graph) else by_layers(graph, inductor)
 
 
 def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +223,7 @@ def traits(model: PreTrainedModel) -> int:
                 found += [(key, *kind_of(x), known.setdefault(id(x), len(known))) for key, x in held if x is not None]
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    found += [id(hook) for hook in value.values() if not reads_states(hook)]
+                    found += [id(hook) for hook in list(value.values()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))

@@ -287,6 +287,7 @@ PLAIN = [
     # What a call asks for
     ("device type 'mps' does not have; use do_sample=False", lambda: check_noise(torch.device("mps"), "block")),
     ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
+    ("prefill_chunk_size=0 is no number of tokens; give an int of 1", partial(call, prefill_chunk_size=0)),
     ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
     ("a TextStreamer takes one row, and", lambda: call({"streamer": TextStreamer(tokenizer=None)})),
     ("assistant_model= is of no use beside.*leave", lambda: call(assistant_model=get("draft"))),

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="torch finds no C++ compiler")
 slow = partial(pytest.param, marks=pytest.mark.slow)
 SAMPLED = {"do_sample": True, "top_k": 0}
+SHORT = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
 ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
 
 
@@ -153,14 +154,6 @@ def test_rounds_with_idle_rows_are_not_timed(traced: None, monkeypatch: pytest.M
     assert {4} <= set(strategy.costs.rounds) <= {3, 4}
 
 
-@pytest.mark.parametrize("model_type", [slow("gpt2"), slow("gemma2")])
-def test_models_of_other_kinds(traced: None, model_type: str):
-    """Learned positions, or masks by layer with rings that the text does not fill; three rows in four buffer rows."""
-    target, draft = pair(model_type)
-    for settings in (SAMPLED, {"do_sample": False}):
-        assert same(target, draft, rows=3, max_new_tokens=31, **settings).accepted > 0
-
-
 def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "ROOM", 4)
     same(*pair(), rows=2, max_new_tokens=60, do_sample=False)
@@ -213,10 +206,7 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
 
 @pytest.fixture
 def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args, **kwargs):
-        raise AssertionError
-
-    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.delattr(torch, "compile")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -247,7 +237,7 @@ def test_each_type_is_recorded(traced: None, no_dynamo: None, kind: str, model_t
 
 def test_layers_that_are_alike_are_compiled_once(captured: list):
     """Each forward has three parts: a layer, what is before the first, and what is behind the last."""
-    report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), rows=2, max_new_tokens=8, do_sample=False)
+    report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), **SHORT)
     assert captured == 3 * report.compilations * [False]
     assert captured
 
@@ -256,18 +246,17 @@ def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch:
     """In another one, torch would not find what it has captured."""
     target, draft = pair(num_hidden_layers=1, seed=5)
     monkeypatch.setattr(compiled, "regions_of", lambda model, _: regions.regions_of(model, torch.device("cuda")))
-    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    same(target, draft, **call)
+    same(target, draft, **SHORT)
     assert all(captured)
     before = len(captured)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(same, target, draft, **call).result()
+        pool.submit(same, target, draft, **SHORT).result()
     assert captured[before:] == [False] * before
 
 
 def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
-    same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    same(target, draft, **SHORT)
     assert len(regions.REGIONS) == 2
     gone = [weakref.ref(thing) for thing in (target, draft, *regions.REGIONS.values())]
     del target, draft
@@ -278,9 +267,8 @@ def test_forwards_go_with_their_model(traced: None):
 
 def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     """Weights are read in each forward; a setting of a module, or a hook, was taken for a constant."""
-    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
-    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    seen = []
+    target = tiny(num_hidden_layers=1, tie_word_embeddings=True)
+    draft, seen = tiny(num_hidden_layers=1, seed=1), []
 
     def weights():
         target.lm_head.weight.data.mul_(-1)
@@ -291,6 +279,9 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     def hook():
         target.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
 
+    def untied():
+        target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.roll(1, 0))
+
     def strides():
         target.model.layers[0].mlp.up_proj.weight.data = target.model.layers[0].mlp.up_proj.weight.T.contiguous().T
 
@@ -298,18 +289,30 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
         target.model.layers[0].mlp.down_proj = None
         target.model.layers[0].mlp.down_proj = torch.nn.Linear(48, 32, bias=False)
 
-    for change in (lambda: None, weights, setting, hook, strides, *3 * [module], target.double):
+    for change in (lambda: None, weights, setting, hook, untied, strides, *3 * [module], target.double):
         change()
-        seen.append(same(target, draft, **call).compilations > 0)
-    assert seen == [True, False, *7 * [True]]
+        seen.append(same(target, draft, **SHORT).compilations > 0)
+    assert seen == [True, False, *8 * [True]]
 
 
-def test_weights_that_are_tied_no_longer(traced: None):
-    target, draft = tiny(num_hidden_layers=1, tie_word_embeddings=True), tiny(num_hidden_layers=1, seed=1)
-    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
-    same(target, draft, **call)
-    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.roll(1, 0))
-    assert same(target, draft, **call).compilations > 0
+def test_other_threads_may_add_sizes_and_hooks_meanwhile():
+    """What is looked through adds some itself."""
+    target = tiny(num_hidden_layers=1)
+    found = regions.Regions(target, False, 0)
+
+    class Capacity(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            found.sizes.add((1, len(found.sizes)))
+            return int(self) == other
+
+    class Hook:
+        func = property(lambda _: target.register_forward_hook(print))
+
+    assert [target.register_forward_hook(Hook()) for _ in range(2)]
+    assert regions.traits(target) != regions.traits(target)
+    assert [found.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
 
 
 def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
@@ -340,16 +343,12 @@ def test_a_table_of_positions_that_ends(traced: None, positions: int):
 
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
     target, draft = pair()
-
-    def fail(graph, inputs, config_patches):
-        raise RuntimeError("no space left")
-
     with monkeypatch.context() as patch:
-        patch.setattr(regions, "lookup_backend", lambda name: fail)
-        with pytest.raises(Exception, match="no space left"):
-            same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+        patch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            same(target, draft, **SHORT)
     assert SWITCH.active.get() is None
-    same(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    same(target, draft, **SHORT)
 
 
 @pytest.mark.parametrize("first", [slow(True), False])
@@ -357,7 +356,7 @@ def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: boo
     """Buffers are kept from call to call."""
     for mode in (first, not first):
         with torch.inference_mode(mode):
-            same(*pair(num_hidden_layers=1), rows=2, max_new_tokens=8, do_sample=False)
+            same(*pair(num_hidden_layers=1), **SHORT)
 
 
 def test_one_row_is_compiled_once_for_all_widths(traced: None):
