@@ -223,7 +223,7 @@ def judge_distribution(
         references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
         model=subject.target,
         generation_config=GenerationConfig(**subject.settings.generation(way)),
-        offers=offers if any(map(any, offers)) else None,
+        offers=offers,
         rounding=UNITS,
         level=subject.settings.share,
     )

@@ -65,11 +65,12 @@ class Subject:
 class Offers:
     """Listens to a call for what the draft gave most chance at each emitted token that was judged by its candidate.
 
-    Whether it was depends on tokens before it alone. `rows` has for each row and token their ids and chances, or None.
+    Whether it was depends on tokens before it alone. `rows` has the ids and chances for each row and token, none where
+    there was no such candidate.
     """
 
     def __init__(self, rows: int):
-        self.rows = [list[tuple[list[int], list[float]] | None]() for _ in range(rows)]
+        self.rows = [list[tuple[list[int], list[float]]]() for _ in range(rows)]
 
     def observe(self, done: Round) -> None:
         """Note a round."""
@@ -80,7 +81,7 @@ class Offers:
             known = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
         for index, row in enumerate(done.rows):
             self.rows[row] += [(tokens[index][place], chances[index][place]) for place in range(known[index])]
-            self.rows[row] += [None] * (done.emitted[index] - known[index])
+            self.rows[row] += [([], [])] * (done.emitted[index] - known[index])
 
 
 def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 MOST = {
-    "call": 11_327,
-    "heads": 1_786,
-    "package": 22_215,
-    "tests": 23_252,
+    "call": 11_325,
+    "heads": 1_783,
+    "package": 22_243,
+    "tests": 23_284,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 225, "calls": 280}  # of a call of `generate`

@@ -23,7 +23,7 @@ martingale with variance sum Var_p f, also where a text ends at an end token. Th
         is in a fixed pseudo-random half of the vocabulary.
     cdf: p of all smaller ids plus half of p(x); it shows errors in sampling by cumulated sums.
     repeated: whether x is in the row already; it shows errors in processors that read the prefix.
-    overrated, with a draft: whether q(x) > p(x), since most faulty verifiers let too much of the draft through.
+    overrated, with offers: whether q(x) > p(x), since most faulty verifiers let too much of the draft through.
 
 All of this stays true if f is multiplied by a weight that is known before x is sampled: `_first` counts only the first
 token of each row (it comes from the prompt's forward), `_alternating` gives the tokens of a row the signs + - + -, and
@@ -42,9 +42,8 @@ Args:
     generation_config: of the call that made the text, read as for do_sample=True; None is the model's own. As in
         `generate`, unset values are the model's, or transformers' defaults (among them top_k=50; 0 is none).
     processors: a LogitsProcessorList instead of a generation_config. Each row gets a copy of it.
-    draft: the PreTrainedModel that proposed tokens of the same vocabulary, for `overrated`; None leaves it out.
-    offers: instead of a draft, for each row and token the likeliest ids of the q that its candidate was drawn from,
-        and their probabilities; None where no candidate was judged.
+    offers: for `overrated`, of each row and token the likeliest ids of the q that its candidate was drawn from, and
+        their probabilities; both empty where no candidate was judged. None leaves it out.
     rounding: how far a logit may be off, in units of the precision's epsilon times the largest logit; 0 unless given.
         A token with p = 0 that would be kept with its logit raised by so much is `on_the_edge`, and not `impossible`.
     level: probability of a false alarm, above 0 and below 1, 0.001 unless given.
@@ -76,6 +75,7 @@ MOST_LYAPUNOV = 0.1
 FAR = 30.0  # standard errors; larger deviations get the p-value of this one
 LEAST_VARIANCE = 1e-9  # smaller ones are rounding
 CHUNK = 32  # positions at a time
+Offers = list[tuple[list[int], list[float]]]  # of a row
 
 
 class SampledLaw(evaluate.Metric):
@@ -92,13 +92,12 @@ class SampledLaw(evaluate.Metric):
         model: PreTrainedModel | None = None,
         generation_config: GenerationConfig | None = None,
         processors: LogitsProcessorList | None = None,
-        draft: PreTrainedModel | None = None,
-        offers: list[list[tuple[list[int], list[float]] | None]] | None = None,
+        offers: list[Offers] | None = None,
         rounding: float = 0.0,
         level: float = 0.001,
     ) -> dict[str, object]:
         _check(model, generation_config, processors, level, predictions, references)
-        rows = Rows(model, generation_config, processors, draft, rounding)
+        rows = Rows(model, generation_config, processors, rounding)
         totals = torch.zeros(len(STATISTICS), 5, dtype=torch.float64)
         for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
             if text:
@@ -110,8 +109,7 @@ class SampledLaw(evaluate.Metric):
 class Rows:
     """Recomputes the distribution of each emitted token, row by row, and counts those that had p = 0."""
 
-    def __init__(self, model: Any, config: Any, processors: Any, draft: PreTrainedModel | None, rounding: float):
-        self.models = [model] if draft is None else [model, draft]
+    def __init__(self, model: Any, config: Any, processors: Any, rounding: float):
         self.target, self.given, self.rounding, self.device = model, processors, rounding, device_of(model)
         self.impossible = self.on_the_edge = 0
         if processors is None:
@@ -131,25 +129,20 @@ class Rows:
         )
 
     @torch.no_grad()
-    def moments(self, prompt: list[int], text: list[int], offers: list[Any] | None = None) -> Tensor:
+    def moments(self, prompt: list[int], text: list[int], offers: Offers | None = None) -> Tensor:
         """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU; 0 where a token had p = 0."""
         ids, first, parts = torch.tensor([prompt + text], device=self.device), len(prompt), []
-        logits = [plain_logits(model, ids, first) for model in self.models]
-        vocabulary = logits[0].shape[1]
-        # a draft may lack some of the target's ids
-        logits = [torch.nn.functional.pad(x, (0, vocabulary - x.shape[1]), value=-math.inf) for x in logits]
-        processors = [self.processors(ids[:, :first]) for _ in logits]
+        logits, processors = plain_logits(self.target, ids, first), self.processors(ids[:, :first])
+        vocabulary = logits.shape[1]
         halves = random_halves(vocabulary).to(self.device)
         for start in range(0, len(text), CHUNK):
             steps = range(start, min(start + CHUNK, len(text)))
-            both = [distributions(*each, ids, first, steps) for each in zip(processors, logits, strict=True)]
-            p, q = both[0], both[-1]  # without a draft q is p, and no token is overrated
-            if offers is not None:
-                q = offered(p, offers[start : start + len(steps)])
+            p = distributions(processors, logits, ids, first, steps)
+            q = offered(p, [] if offers is None else offers[start : start + len(steps)])
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             for step in (~possible).nonzero()[:, 0].tolist():
-                kept = self.is_kept_when_raised(ids, logits[0], first, start + step)
+                kept = self.is_kept_when_raised(ids, logits, first, start + step)
                 self.on_the_edge += kept
                 self.impossible += not kept
             moments = function_moments(p, q, tokens, halves, seen(tokens, before, vocabulary))
@@ -178,12 +171,11 @@ def distributions(processors: Callable[..., Tensor], logits: Tensor, ids: Tensor
     return scores.double().softmax(-1).nan_to_num(0.0)
 
 
-def offered(p: Tensor, offers: list[Any]) -> Tensor:
+def offered(p: Tensor, offers: Offers) -> Tensor:
     """[n, V] like p, q of the tokens that are offered, and 0 for all others."""
     q = torch.zeros_like(p)
-    for step, offer in enumerate(offers):
-        if offer is not None:
-            q[step, offer[0]] = torch.tensor(offer[1], dtype=p.dtype, device=p.device)
+    for step, (ids, chances) in enumerate(offers):
+        q[step, ids] = p.new_tensor(chances)
     return q
 
 
