@@ -149,6 +149,6 @@ def going_on_with(file: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if file is not None and file.exists():
+        if file is not None:
             say(f"interrupted; the same command goes on with {file}")
         raise

@@ -54,6 +54,7 @@ def choose_drafting(
 ) -> Drafting:
     """What is used: the strategy's own number, else what the call says, else the draft's own file, else "auto".
 
+    With the strategy's own number no schedule counts.
     If `num_draft_tokens` is a number, the draft's own file, a `generation_config`, is not read at all. Without
     `given_drafting` of the call all values count as given that `UNSET` does not have, in the config as it is `filled`.
     """
@@ -63,7 +64,7 @@ def choose_drafting(
     found = dict(zip(UNSET, Drafting(), strict=True)) | given_drafting(given, own)
     number, schedule, threshold = found.values()
     if not isinstance(num_draft_tokens, str):
-        number = num_draft_tokens
+        number, schedule = num_draft_tokens, "constant"
     elif schedule in ("heuristic", "heuristic_transient"):
         number = None
     return Drafting(number, schedule, threshold)

@@ -12,7 +12,7 @@ from hf_specx.common.errors import require
 from .schema import HUB_ID
 
 
-OF_CARD = "\n- speculative-decoding\n- draft-model\n"  # among the tags of each card of a pair
+OF_CARD = "- draft-model"  # among the tags of each card of a pair
 LOOKED_AT = 2**20  # bytes of a file, for what tells that it may be replaced
 INSIDE, REFERENCE = "inside", "reference"
 OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds

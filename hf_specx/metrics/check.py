@@ -215,7 +215,7 @@ def judge_equality(
 
 
 def judge_distribution(
-    subject: Subject, way: str, batch: int, ours: list[list[int]], offers: list[Any]
+    subject: Subject, way: str, batch: int, ours: list[list[int]], offers: list[str]
 ) -> dict[str, Any]:
     """`sampled_law` of the texts at one batch size, with what the draft offered."""
     found: dict[str, Any] = metric("sampled_law").compute(
@@ -223,7 +223,7 @@ def judge_distribution(
         references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
         model=subject.target,
         generation_config=GenerationConfig(**subject.settings.generation(way)),
-        offers=offers,
+        offers=list(map(json.loads, offers)),
         rounding=UNITS,
         level=subject.settings.share,
     )

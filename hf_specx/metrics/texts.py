@@ -1,5 +1,6 @@
 """What a check generates: a pair with prompts, and the texts of each way to generate."""
 
+import json
 import operator
 from dataclasses import dataclass
 from functools import reduce
@@ -18,7 +19,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .settings import Settings, plain_of
 
 
-LIKELY = 8  # tokens of a candidate's distribution that are looked at
+LIKELY = 4  # tokens of a candidate's distribution that are looked at
 
 
 @dataclass
@@ -65,8 +66,8 @@ class Subject:
 class Offers:
     """Listens to a call for what the draft gave most chance at each emitted token that was judged by its candidate.
 
-    Whether it was depends on tokens before it alone. `rows` has the ids and chances for each row and token, none where
-    there was no such candidate.
+    Given that it was, and the text before, each token still comes with the target's probability. `rows` has the ids
+    and chances for each row and token, none where there was no such candidate.
     """
 
     def __init__(self, rows: int):
@@ -77,7 +78,7 @@ class Offers:
         draft, known = done.draft, [0] * len(done.rows)
         if draft.probs is not None:
             likely = draft.probs.topk(min(LIKELY, draft.probs.shape[-1]))
-            tokens, chances = likely.indices.tolist(), likely.values.tolist()
+            tokens, chances = likely.indices.tolist(), likely.values.double().round(decimals=3).tolist()
             known = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
         for index, row in enumerate(done.rows):
             self.rows[row] += [(tokens[index][place], chances[index][place]) for place in range(known[index])]
@@ -87,21 +88,22 @@ class Offers:
 def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well.
 
-    Where the distribution is compared also "offers", as `Offers` has them.
+    Also "offers" of each row, as `Offers` has them, where the distribution is compared.
     """
-    options, reports, offers = subject.call(way), [], list[Any]()
+    options, reports, offers = subject.call(way), [], list[str]()
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     for run, indices in enumerate(subject.settings.batches(way, batch, len(subject.prompts))):
         inputs, listener = subject.encoded(indices), Offers(len(indices))
         if strategy is not None and way in subject.settings.in_distribution:
-            strategy.listeners = (listener,)
+            strategy.listeners = (*strategy.listeners, listener)
         torch.manual_seed(subject.settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         texts += emitted(subject.target, inputs, output, options)
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
-        offers += [row[: len(text)] for row, text in zip(listener.rows, texts[-len(indices) :], strict=True)]
+        rows = zip(listener.rows, texts[-len(indices) :], strict=True)
+        offers += [json.dumps(row[: len(text)]) for row, text in rows]  # one short string each, in a file of a check
     if not reports:
         return {"texts": texts}
     report = reduce(operator.add, reports)

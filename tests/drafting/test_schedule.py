@@ -27,7 +27,7 @@ ASKED = {  # the strategy's number, what the call is known to say, what is fille
     "by the call, which is known": (("auto", {}, TRANSIENT, DRAFTS_OWN), (None, "heuristic", 0.1)),
     "the very defaults": (("auto", UNSET, {}, DRAFTS_OWN), (20, "constant", 0.4)),
     "a number": ((7, None, {"num_assistant_tokens": 5}, DRAFTS_OWN), (7, "constant", 0.0)),
-    "a number, and a schedule": ((7, None, TRANSIENT, DRAFTS_OWN), (7, "heuristic_transient", 0.0)),
+    "a number, and a schedule": ((7, None, TRANSIENT, DRAFTS_OWN), (7, "constant", 0.0)),
 }
 
 

@@ -65,7 +65,7 @@ class DraftHead(PreTrainedModel):
             ValueError: the files are no head, or none for this target.
         """
         told = f"target is {kind(target)}; give the target itself, as from_pretrained loads it."
-        require(hasattr(target, "config"), told)
+        require(hasattr(getattr(target, "config", None), "get_text_config"), told)
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
