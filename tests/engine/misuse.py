@@ -265,7 +265,7 @@ WRONG_TEXT = [
     ("guidance_scale= works for dec.*T5.* has an encoder; leave", partial(call, **TWO_ENCODERS, guidance_scale=1.5)),
     ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
     ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
-    ("'heuristic' changes the number.*use", partial(spread, num_assistant_tokens_schedule="heuristic")),
+    ("'heuristic' changes .*use", partial(spread, num_draft_tokens="auto", num_assistant_tokens_schedule="heuristic")),
 ]
 
 
