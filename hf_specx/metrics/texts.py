@@ -92,11 +92,11 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     """
     options, reports, offers = subject.call(way), [], list[str]()
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
-    texts: list[list[int]] = []
+    texts, heard = list[list[int]](), () if strategy is None else strategy.listeners
     for run, indices in enumerate(subject.settings.batches(way, batch, len(subject.prompts))):
         inputs, listener = subject.encoded(indices), Offers(len(indices))
         if strategy is not None and way in subject.settings.in_distribution:
-            strategy.listeners = (*strategy.listeners, listener)
+            strategy.listeners = (*heard, listener)
         torch.manual_seed(subject.settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         texts += emitted(subject.target, inputs, output, options)

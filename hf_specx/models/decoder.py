@@ -203,7 +203,7 @@ class Decoder:
         return self.feed(batch, missing + ahead, ahead, keep=1)
 
     def _at_once(self, batch: Batch) -> int:
-        """The most tokens a row that may be missing in one forward: while opening, hardly one of its prompt."""
+        """The most tokens a row that may be missing in one forward: while opening, as few as some row has emitted."""
         return max(1, min([batch.counts[row] for row in batch.rows])) if self.opening else sys.maxsize
 
     def missing(self, batch: Batch) -> list[int]:

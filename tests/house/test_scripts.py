@@ -12,7 +12,7 @@ MOST = {
     "call": 11_326,
     "heads": 1_783,
     "package": 22_246,
-    "tests": 23_284,
+    "tests": 23_301,
     "scripts": 1_200,
 }  # lines: more are for what is new alone, never for what was there
 MOST |= {"files": 28, "functions": 225, "calls": 280}  # of a call of `generate`

@@ -12,10 +12,10 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, check
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
-from hf_specx.metrics.check import judge_quality
+from hf_specx.metrics.check import judge_quality, subject_of
 from hf_specx.metrics.result import quality_line
 from hf_specx.metrics.settings import Settings
-from hf_specx.metrics.texts import Subject
+from hf_specx.metrics.texts import Subject, generate_texts
 
 
 SMALL = {"samples": 32, "max_new_tokens": 8, "batch_sizes": (1, 8), "verifications": ("greedy", "coupled", "block")}
@@ -182,6 +182,23 @@ def test_what_the_draft_overrates_is_tested_where_it_has_a_distribution(kind):
     assert found.passed, str(found)
     statistics = found.cells["token, batch 8"]["law"]["statistics"]
     assert ("overrated" in statistics) == (kind != "without a model")
+
+
+def test_what_was_offered_is_the_drafts_distribution_after_the_text_before():
+    pair = tiny_pair()
+    settings = Settings(batch_sizes=(3,), verifications=("block",), max_new_tokens=9, samples=6, num_draft_tokens=3)
+    subject = subject_of(pair, PROMPTS, settings, {"temperature": 0.7, "top_k": 0})
+    made, checked = generate_texts(subject, "block", 3), 0
+    rows = zip(subject.prompt_indices("block", 3), made["texts"], made["offers"], strict=True)
+    for index, text, offers in ((index, text, json.loads(each)) for index, text, each in rows):
+        ids = torch.tensor([subject.ids[index] + text])
+        with torch.no_grad():
+            q = (pair.draft(ids).logits[0, -len(text) - 1 : -1] / 0.7).softmax(-1)
+        assert len(offers) == len(text)
+        for place, (tokens, chances) in enumerate(offers):
+            assert q[place, tokens].tolist() == pytest.approx(chances, abs=2e-3)
+            checked += len(tokens)
+    assert checked > 100
 
 
 def test_measures_of_quality_share_the_level_and_too_few_texts_are_told_so():

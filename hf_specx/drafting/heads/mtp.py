@@ -43,7 +43,7 @@ class MtpDraft(Drafter):
     needs_hidden = True
 
     def __init__(self) -> None:
-        self.models: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # of each, and its layers
+        self.models: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # with the state when read
 
     def __repr__(self) -> str:
         return "MtpDraft()"
