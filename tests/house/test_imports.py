@@ -14,8 +14,6 @@ from hf_specx.hub.publish import NEEDS
 ROOMS = "common sampling models drafting drafting/heads engine hub pairs bench training metrics __init__ cli __main__"
 ROOMS = ROOMS.split()
 CORE = ROOMS[: ROOMS.index("engine") + 1]
-DOORS = 14  # names at the top of the package
-FILES_OF_A_ROOM = 14  # its `__init__` aside
 FILES = sorted(PACKAGE.rglob("*.py"))
 SHOWN = [path.relative_to(PACKAGE).as_posix() for path in FILES]
 
@@ -50,25 +48,10 @@ def test_rooms_import_rooms_above_them(path: Path):
     assert not [room for room in imports(path)[0] if ROOMS.index(room) > here]
 
 
-def test_no_corridor_has_too_many_doors():
-    assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= DOORS
-    for room in ROOMS:
-        assert len(list((PACKAGE / room).glob("[!_]*.py"))) <= FILES_OF_A_ROOM, room
-
-
 @pytest.mark.parametrize("path", sorted((PACKAGE / "metrics").glob("*/*.py")), ids=lambda path: path.stem)
 def test_modules_for_evaluate_stand_alone(path: Path):
     """Each is published by itself."""
     assert not imports(path)[0]
-
-
-@pytest.mark.parametrize("path", FILES, ids=SHOWN)
-def test_files_and_functions_stay_small(path: Path):
-    source = path.read_text()
-    assert source.count("\n") <= 300
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 50, node.name
 
 
 def test_what_is_published_is_the_core():

@@ -111,17 +111,15 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(place), link
 
 
-def test_it_begins_with_the_two_commands_and_is_short():
+def test_it_begins_with_the_two_commands():
     lines = README.read_text(encoding="utf-8").splitlines()
     commands = [line.partition("#")[0].strip() for line in lines[3:5]]
     assert commands == ["bash scripts/demo.sh", "bash scripts/test.sh"]
-    assert len(lines) <= 300
 
 
 @pytest.mark.parametrize("readme", sorted(PACKAGE.rglob("README.md")), ids=lambda path: path.parent.name)
-def test_a_room_lists_its_files_and_is_short(readme: Path):
+def test_a_room_lists_its_files(readme: Path):
     lines = readme.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 120
     rows = [line.split("|")[1] for line in lines if line.startswith("|")]
     listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
     assert listed == {path.name for path in readme.parent.glob("[!_]*.py")}
