@@ -47,7 +47,7 @@ GROUPS = {
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
-UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: transformers' own cache, cropped
+UNKNOWN = ("ragged", "padded", "lockstep")  # for a type that the sweep has not seen: the first that is measured right
 WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: there is nothing to roll back
 READS_WHOLE = ("moshi",)  # its window is what its cache drops: it reads prompts without one
 BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps

@@ -1,5 +1,6 @@
 """One call: what was asked for, with the checks and choices that say how it is decoded; none of it changes later."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -139,6 +140,14 @@ def make_call(
     call = Call(options, prompt, processors, stopping, drafter, *decided)
     _check_together(call)
     return call
+
+
+def in_layout(call: Call, layout: str) -> Call:
+    """The same call with its target in another layout."""
+    options = copy.copy(call.options)
+    options.layout = layout
+    other = make_call(options, call.prompt, call.drafter, call.queue, synced_gpus=call.synced, shown=call.shown)
+    return replace(other, options=call.options, drafting=call.drafting)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:

@@ -1,6 +1,7 @@
 """Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class RequestQueue:
         self.max_batch_tokens, self.logprobs = most, logprobs
         self.entries: list[Entry] = []
         self.next: Entry | None = None
+        self.returned: list[Entry] = []  # taken for a batch that was not decoded
+        self.each_alone = False
         self.completed: list[Completion] = []
         self.chances: list[list[tuple[float, float]]] = []
         self.failed: Exception | None = None
@@ -65,6 +68,10 @@ class RequestQueue:
             self.stopping = RequestStopping([entry.stopping for entry in self.entries])
         return bool(self.entries)
 
+    def decode_each_alone(self) -> None:
+        """Let the requests of the batch that has begun wait again, and decode all requests in batches of one."""
+        self.returned, self.each_alone = self.entries, True
+
     def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
         given = self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
@@ -79,10 +86,10 @@ class RequestQueue:
             given.processors = LogitsProcessorList([*kept, *self.entries[0].processors])
         return given
 
-    def processors(self) -> RequestProcessors:
-        """Those of the rows; none keeps state, since its request would be decoded alone."""
+    def processors(self, limit: tuple[int, str]) -> RequestProcessors:
+        """Those of the rows; none keeps state, since its request would be decoded alone; `limit` as there."""
         own, alike = zip(*((entry.processors, entry.alike) for entry in self.entries), strict=True)
-        return RequestProcessors(own, self.stopping.ends, alike)
+        return RequestProcessors(own, self.stopping.ends, alike, limit)
 
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""
@@ -154,6 +161,8 @@ class RequestQueue:
 
     def _peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
+        if self.next is None and self.returned:
+            self.next = replace(self.returned.pop(0), alone=True)
         while self.next is None and self.failed is None:
             try:
                 numbered = next(self.requests, None)
@@ -171,7 +180,7 @@ class RequestQueue:
                 told += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
                 told += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
                 require(self._fits([entry]), told)
-                self.next = entry
+                self.next = replace(entry, alone=entry.alone or self.each_alone)
             except ValueError as error:
                 self.refuse(index, error)
         return self.next

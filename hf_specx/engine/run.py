@@ -16,11 +16,13 @@ from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Auto, Schedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.choose import make_decoder
+from hf_specx.models.decoder import Decoder
 from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
+from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
-from hf_specx.sampling.processors import Processors, RoundProcessor, can_look_ahead
+from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor, can_look_ahead
 from hf_specx.sampling.rules import make_rule
 
 from .call import Call
@@ -45,11 +47,13 @@ class Run:
 
     schedule: Schedule
 
-    def __init__(self, call: Call, costs: Costs):
+    def __init__(self, call: Call, costs: Costs, target: Decoder | None = None):
+        """A `target` that is given has read the prompts."""
         prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
         self.call, self.costs, self.stopping = call, costs, call.stopping
         self.batch, self.finished = make_batch(prompt, call.layout.lockstep, call.queue), False
-        self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
+        self.has_read = target is not None
+        self.target = target or make_decoder(call.layout.target, prompt, compiled=options.compile)
         self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
         self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
@@ -64,8 +68,7 @@ class Run:
             self.drafter = SeveralDrafts([self.drafter])  # which adds forced tokens, as that of a model does itself
         back, told = self.processors.max_rollback, ""
         if back < most:
-            name = self.processors.limited_by
-            told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
+            told = f"no row has more than {back} candidates: {self.processors.limited_by}"
         described = call.verification, call.layout.target, call.layout.reason, rows, told
         keeps = None if call.queue is None else KEPT_ROUNDS
         self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
@@ -82,18 +85,21 @@ class Run:
         """Those of the target, and those of the draft, which is not guided."""
         call, ends = self.call, self.stopping.ends
         alone = [p for p in call.processors if can_look_ahead(p)]
-        of_draft = Processors(alone, ends) if call.queue is None else call.queue.processors()
+        fits = tokens_of_a_round(call.prompt.model)
+        limit = NO_LIMIT if fits is None else (fits - 1, f"the target's experts take {fits} tokens of a row at once")
+        of_draft = Processors(alone, ends, limit) if call.queue is None else call.queue.processors(limit)
         if call.queue is not None or len(alone) == len(call.processors):
             return of_draft, of_draft
         own = [p if can_look_ahead(p) else guide(p, call.prompt, call.layout.target) for p in call.processors]
-        return Processors(own, ends), of_draft
+        return Processors(own, ends, limit), of_draft
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
         call = self.call
         if self.stream is not None:
             self.stream.prompt(self.batch)
-        self.target.read()
+        if not self.has_read:
+            self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
         reading = Reading(
             batch=self.batch,

@@ -32,6 +32,7 @@ from .check_options import check_options
 from .decode import decode
 from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
 from .plain import decode_plainly
+from .proven import proven
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
 from .requests import Completion, Request
@@ -210,7 +211,11 @@ class SpeculativeDecoding(NoModel):
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                run = Run(self.call(given, queue), self.costs)
+                call, target = proven(self.call(given, queue))
+                if call.plain:  # which transformers' own sampler has no queue for
+                    queue.decode_each_alone()
+                    continue
+                run = Run(call, self.costs, target)
                 for _ in self._rounds(run, earlier):
                     yield from queue.handed_on()
                     run.lap("handing on")
@@ -271,8 +276,9 @@ class SpeculativeDecoding(NoModel):
         """Decode a call to its end; the report goes on from an earlier one."""
         if not call.plain and would_rest(call, self.costs):
             call = replace(call, plain=DOES_NOT_PAY)
+        call, target = proven(call)
         if not call.plain:
-            run = Run(call, self.costs)
+            run = Run(call, self.costs, target)
             for _ in self._rounds(run, earlier):
                 pass
             return run.output()

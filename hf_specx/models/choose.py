@@ -47,7 +47,8 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
     attention = config._attn_implementation
     masked = attention in MASKED and not getattr(config, "alibi", False)
-    found = [x for x in LAYOUTS_OF.get(name, UNKNOWN) if masked or x not in BY_MASK]
+    untried = UNKNOWN[-1:] if drafts else UNKNOWN  # whether a draft is right is not measured
+    found = [x for x in LAYOUTS_OF.get(name, untried) if masked or x not in BY_MASK]
     told = f"model type {config.model_type!r} is exact with a mask by position only, which attn_implementation="
     require(bool(found), f"{told}{attention!r} cannot take; load it with attn_implementation='sdpa'.")
     return found

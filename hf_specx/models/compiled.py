@@ -99,11 +99,12 @@ class CompiledDecoder(RaggedDecoder):
         """Forwards of this model that were compiled since this decoder was made."""
         return self.regions.compilations - self.compiled_before
 
-    def read(self) -> None:
+    def read(self) -> Any:
         with PackedLinear(self.regions.prepacked):
-            super().read()
+            output = super().read()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
+        return output
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Have what the rows hold in buffers of another size."""

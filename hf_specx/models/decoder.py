@@ -118,8 +118,8 @@ class Decoder:
         self.parameters = inspect.signature(self.model.forward).parameters
         self.device = execution_device(self.model)
 
-    def read(self) -> None:
-        """Read the prompts of all rows, by the first forward of `generate`."""
+    def read(self) -> Any:
+        """Read the prompts of all rows, by the first forward of `generate`; returns what it gave."""
         ids, config = self.prompt.input_ids, self.prompt.generation_config
         home, rows = ids.device, len(self.held)
         with self.hidden or contextlib.nullcontext():
@@ -153,6 +153,7 @@ class Decoder:
         self.per_row = {name for name, value in self.kwargs.items() if has_rows(value, rows)}
         if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
             self.crossed = columns_of(self.cache.cross_attention_cache)
+        return output
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Read the prompts of rows that have just been put in the places of others; nothing is emitted there yet."""
@@ -209,6 +210,14 @@ class Decoder:
     def missing(self, batch: Batch) -> list[int]:
         """How many of its last tokens each decoding row has to be fed; the last one was never fed."""
         return [batch.counts[row] - min(self.valid[row], batch.counts[row] - 1) for row in batch.rows]
+
+    def preview(self, batch: Batch, count: int) -> torch.Tensor:
+        """Logits [R, count, V] of the `count` tokens after the ends of all rows; the next forward rolls them back."""
+        tokens = self._known(batch.last(count, count))
+        with self.hidden or contextlib.nullcontext():
+            logits = self._forward(batch, tokens, count, count)
+        self.held, self.valid = [number + count for number in batch.counts], [0] * len(self.held)
+        return logits.to(tokens.device)
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""

@@ -33,13 +33,14 @@ class HostedDecoder(Decoder):
     length = 0  # slots that hold something, pads among them
     last_column = 0  # the last that `generate` feeds; in those after it are only candidates that cannot be emitted
 
-    def read(self) -> None:
-        super().read()
+    def read(self) -> Any:
+        output = super().read()
         self.length, last = self.width, self.width + self.prompt.max_new_tokens - 2
         self.last_column = last if self.max_positions is None else min(last, self.max_positions - 1)
         mask = self.kwargs.get("attention_mask")
         if mask is not None and takes_whole_masks(self.model):
             self.kwargs["attention_mask"] = None if bool(mask.all()) else mask.bool()[:, None, None]  # [B, 1, 1, S]
+        return output
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]

@@ -140,6 +140,10 @@ class SlotLayer(CacheLayerMixin):
         keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
         return keys, values
 
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, H, n, D] of the last columns that are held, in the order of the text."""
+        return self.keys[:, :, : self.held], self.values[:, :, : self.held]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent or self.held + query_length, 0
 
@@ -181,6 +185,9 @@ class TailLayer(SlotLayer):
     def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return super().row(index, slots - self.held + self.keys.shape[2])
 
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         known = self._known()
         return known + query_length, self.get_seq_length() - known
@@ -220,11 +227,19 @@ class RingLayer(SlotLayer):
         ring, held, self.held = self.slots.ring, self.held, self.held + keys.shape[2]
         self.slots.has_lost = True
         if held:
-            before = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in (self.keys, self.values))
+            before = self._in_order(held)
             keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
         self.keys, self.values = (x[:, :, -ring:].roll(self.held % ring, 2) for x in (keys, values))
         self.is_initialized = True
         return keys, values
+
+    def _in_order(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ring, both = self.slots.ring, (self.keys, self.values)
+        keys, values = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in both)
+        return keys, values
+
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._in_order(self.held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         known = min(self.held, self.slots.ring)

@@ -37,11 +37,12 @@ class LockstepDecoder(HostedDecoder):
         super().__init__(prompt, known_ids)
         self.cache = own_copy(self.cache)
 
-    def read(self) -> None:
-        super().read()
+    def read(self) -> Any:
+        output = super().read()
         config = self.model.config.get_text_config(decoder=True)
         of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
         self.states = States(self_attention(self.cache), of_images)
+        return output
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         held, target = self.held[batch.rows[0]], wanted[0]

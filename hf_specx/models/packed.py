@@ -8,6 +8,7 @@ import contextlib
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -55,8 +56,8 @@ class PackedDecoder(Decoder):
         _take(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
         return inputs
 
-    def read(self) -> None:
-        """Read the prompts of all rows in one forward of their tokens alone."""
+    def read(self) -> Any:
+        """Read the prompts of all rows in one forward of their tokens alone; returns nothing but an empty output."""
         home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
         ids = self.inputs["input_ids"].to(self.device)
         positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
@@ -75,6 +76,7 @@ class PackedDecoder(Decoder):
             self.prompt_hidden[self.row, column] = states
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
+        return CausalLMOutputWithPast()
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         rows, count = tokens.shape

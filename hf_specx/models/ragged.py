@@ -62,14 +62,15 @@ class RaggedDecoder(Decoder):
         columns = torch.arange(ids.shape[1], device=ids.device) + mask.bool().int().argmax(-1, keepdim=True)
         return ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).masked_fill(columns >= ids.shape[1], -1)
 
-    def read(self) -> None:
+    def read(self) -> Any:
         if self.texts is not None and not (self.cache.get_seq_length() or self.prompt.in_step):
             self._read_beginning(self.texts)
-        super().read()
+        output = super().read()
         if self.begun is not None and self.prompt_hidden is not None:
             self.prompt_hidden = torch.cat([self.begun, self.prompt_hidden], 1)
         if self.prompt.max_new_tokens == UNLIMITED and self.prompt_hidden is not None:
             self.text_states = {row: self.prompt_hidden[row, pads:] for row, pads in enumerate(self.padding)}
+        return output
 
     def _read_beginning(self, texts: torch.Tensor) -> None:
         """Read what all prompts begin with, as a batch of one, if that pays."""

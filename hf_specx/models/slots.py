@@ -148,13 +148,18 @@ def assemble(cache: Cache, rows: dict[int, Columns], ends: list[int], length: in
     Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`. Those of
     cross-attention are `crossed`, empty without an encoder.
     """
-    encoded = DynamicCache()
     for number, layer in enumerate(rows[0]):
         keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in layer)
         for row, columns in rows.items():
             end = min(ends[row], length)
             keys[row, :, :end], values[row, :, :end] = (x[:, :end] for x in columns[number])
         cache.update(keys, values, number)
+    return with_cross_attention(cache, crossed)
+
+
+def with_cross_attention(cache: Cache, crossed: Columns) -> Cache:
+    """A cache of the text with the keys and values `crossed` of its encoder; the cache itself without an encoder."""
+    encoded = DynamicCache()
     for number, (keys, values) in enumerate(crossed):
         encoded.update(keys, values, number)
     return EncoderDecoderCache(cache, encoded) if crossed else cache

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 
-from .processors import WARPERS, Processor, Processors, in_runs, warp
+from .processors import NO_LIMIT, WARPERS, Processor, Processors, in_runs, warp
 from .stopping import Stopping
 
 
@@ -24,8 +24,15 @@ class RequestProcessors(Processors):
     of their own, they are called once for all rows.
     """
 
-    def __init__(self, own: Sequence[Sequence[Processor]], ends: Set[int], alike: Sequence[bool]):
+    def __init__(
+        self,
+        own: Sequence[Sequence[Processor]],
+        ends: Set[int],
+        alike: Sequence[bool],
+        limit: tuple[int, str] = NO_LIMIT,
+    ):
         super().__init__([], ends)
+        self.limit = limit
         self.own = [Processors([]) for _ in own]
         self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
         self.alike = list(alike)
@@ -37,7 +44,7 @@ class RequestProcessors(Processors):
         last = max((n for n, processor in enumerate(processors, 1) if type(processor) not in WARPERS), default=0)
         self.own[row] = Processors(processors[:last], self.ends)
         self.warpers[row], self.alike[row] = in_runs(processors[last:]), alike
-        self.max_rollback, self.limited_by = min((one.max_rollback, one.limited_by) for one in self.own)
+        self.max_rollback, self.limited_by = min(self.limit, *((one.max_rollback, one.limited_by) for one in self.own))
         self.mask_size = max(one.mask_size for one in self.own)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:

@@ -42,6 +42,7 @@ RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWa
 OF_TEXT = ONE_PASS | WATERMARKS
 SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
 STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
+NO_LIMIT = (sys.maxsize, "")  # of the candidates that a target takes
 HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
 
 
@@ -80,23 +81,30 @@ class Processors:
     that are rejected later; rows that have no such position then hold meaningless text and scores.
 
     Attributes:
-        max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
+        max_rollback: candidates of a row that can be taken back, at most; `limited_by` says what takes no more.
         mask_size: V of their masks; 0 if none of them has any.
         barred: errors of `prefix_allowed_tokens_fn`, by row and by tokens emitted before: it allowed no token, or
             raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
-    def __init__(self, processors: Sequence[Processor], ends: Set[int] = frozenset()):
-        """Positions after a candidate that is one of the `ends` are skipped."""
+    def __init__(
+        self, processors: Sequence[Processor], ends: Set[int] = frozenset(), limit: tuple[int, str] = NO_LIMIT
+    ):
+        """Positions after a candidate that is one of the `ends` are skipped.
+
+        `limit` is the most candidates that the target takes, and why.
+        """
         self.ends = ends
         self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
         self.applied = in_runs(processors)
-        self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
+        self.max_rollback, self.limited_by = limit
+        self.mask_size = 0
         self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()
         for processor in self.applied:
             if isinstance(processor, RoundProcessor):
                 if processor.max_rollback < self.max_rollback:
-                    self.max_rollback, self.limited_by = processor.max_rollback, processor.name
+                    taken_back = f"{processor.name} takes back {processor.max_rollback} tokens at most"
+                    self.max_rollback, self.limited_by = processor.max_rollback, taken_back
                 self.mask_size = max(self.mask_size, processor.vocab_size)
                 if processor.barred is not None:
                     self.barred.maps.append(processor.barred)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from counting import reads_only
 from tiny import tiny
 from transformers import PreTrainedModel
 
@@ -47,7 +48,7 @@ class Fed:
 
     @staticmethod
     def _note(seen: list[int]):
-        return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+        return reads_only(lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]))
 
     def assert_drafted(self) -> None:
         """The first layers took steps of their own, and all layers fewer than plain decoding."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from counting import reads_only
 from plain import coupled
 from tiny import near, prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -197,7 +198,7 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     """The target runs for the prompts and the rounds alone."""
     target, seen = tiny(), []
     strategy = SpeculativeDecoding(near(target, 0.02))
-    hook = target.register_forward_pre_hook(lambda *given: seen.append(1), with_kwargs=True)
+    hook = target.register_forward_pre_hook(reads_only(lambda *_: seen.append(1)), with_kwargs=True)
     target.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
     hook.remove()
     report, costs = strategy.report, strategy.costs

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
+from counting import reads_only
 from criteria import RowSumIs
 from plain import coupled
 from tiny import VOCAB_SIZE, prompts, tiny
@@ -125,6 +126,7 @@ def later_of_decoder(call: dict, text: torch.Tensor, counts: list[int]) -> dict:
     return turn | {name: call[name] for name in ("input_ids", "attention_mask")}
 
 
+@reads_only
 def note_length(lengths: list[int], name: str, _, __, given: dict) -> None:
     lengths.append(given[name].shape[1])
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import zoo
+from counting import reads_only
 from criteria import Counting
 from forking import RANKS, run_on_ranks
 from tiny import near, prompts, tiny
@@ -78,7 +79,7 @@ def meeting(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[None]:
     tags = {target: TARGET, draft: DRAFT}
     if target.config.is_encoder_decoder:
         tags |= {target.get_encoder(): ENCODER, draft.get_encoder(): ENCODER}
-    hooks = [model.register_forward_pre_hook(lambda *_, tag=tag: meet(tag)) for model, tag in tags.items()]
+    hooks = [model.register_forward_pre_hook(reads_only(lambda *_, tag=tag: meet(tag))) for model, tag in tags.items()]
     try:
         yield
     finally:

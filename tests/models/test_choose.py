@@ -36,8 +36,7 @@ def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.
 
 
 def test_lockstep_says_once_what_it_costs():
-    target = tiny("llama")
-    target.config.model_type = "never_heard_of"
+    target = tiny("lfm2", layer_types=["conv", "full_attention"])
     strategy, settings = coupled(target, 0.05), {"do_sample": False, "max_new_tokens": 20}
     with pytest.warns(UserWarning, match="as the row that accepted the fewest"):
         assert_plain(target, strategy, **settings)

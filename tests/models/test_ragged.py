@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from counting import reads_only
 from plain import assert_plain
 from tiny import near, prompts, tiny
 
@@ -23,6 +24,7 @@ def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **chan
         inputs["attention_mask"][row, : 6 - width] = 0
     single, several = set(), set()
 
+    @reads_only
     def note(module, args, kwargs):
         if kwargs[CACHE].get_seq_length():
             seen = single if kwargs["input_ids"].shape[1] == 1 else several

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from counting import reads_only
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,6 +65,7 @@ def meanwhile(name: str, job: Callable[[], Any], forward: int = 3) -> Iterator[l
     """
     here, numbers, found = threading.get_ident(), itertools.count(1), []
 
+    @reads_only
     def hook(module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == here and next(numbers) == forward:
             handle.remove()  # which a job that pickles the model would meet

@@ -5,6 +5,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from counting import reads_only
 from forking import context
 from tiny import near, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,5 +76,5 @@ def _complete(folder: Path, out: Path, gate: Gate | None, options: dict[str, Any
             yield text
 
     if gate is not None:
-        pair.target.register_forward_pre_hook(lambda *_: gate.pass_through(len(taken)))
+        pair.target.register_forward_pre_hook(reads_only(lambda *_: gate.pass_through(len(taken))))
     pair.complete(texts(), out=out, **options)

@@ -72,6 +72,8 @@ class Forwards:
     def _note(self, module, args, kwargs):
         self.ids.append(kwargs["input_ids"])
 
+    _note.reads_only = True  # so that a target is not measured because of it
+
     @property
     def lengths(self) -> list[int]:
         """Tokens a row in each forward."""

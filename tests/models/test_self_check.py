@@ -1,0 +1,118 @@
+"""What no table knows is measured before its candidates count: wrong targets have plain's text, right ones a draft."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from counting import counting, reads_only
+from plain import assert_plain, coupled
+from tiny import prompts, tiny
+from unheard import RIGHT, WRONG, unheard_of
+
+from hf_specx import Request, SpeculativeDecoding
+from hf_specx.models.self_check import STEPS, unproven
+
+
+NEW = {"max_new_tokens": 20}
+GREEDY, SAMPLED = NEW | {"do_sample": False}, NEW | {"do_sample": True, "top_k": 0}
+pytestmark = pytest.mark.filterwarnings("ignore:.*transformers' own sampler", "ignore:in this batch all rows advance")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_target_has_the_text_of_plain_generate(name: str, rows: int):
+    target = WRONG[name]()
+    strategy = SpeculativeDecoding(tiny(seed=1), num_draft_tokens=4, verification="coupled")
+    for settings in (GREEDY, SAMPLED):
+        assert_plain(target, strategy, prompts(rows), **settings)
+        if rows == 1 and name == "scores_depend_on_rows":  # their number never changes
+            assert strategy.report.layout == "ragged"
+        else:
+            assert strategy.report.layout == "plain"
+            assert "total variation" in strategy.report.layout_reason
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_would_have_another_text_if_it_were_trusted(name: str, monkeypatch: pytest.MonkeyPatch):
+    """So the faults are such that a text shows them."""
+    monkeypatch.setattr("hf_specx.engine.proven.unproven", lambda model: frozenset())
+    target, strategy = WRONG[name](), coupled(tiny(), 0.1)
+    settings = SAMPLED | {"max_new_tokens": 60, "eos_token_id": 3}  # so that rows leave the batch
+    texts = []
+    for seed in range(8):
+        for custom_generate in (None, strategy):
+            torch.manual_seed(seed)
+            texts.append(target.generate(**prompts(4), **settings, custom_generate=custom_generate).tolist())
+    assert texts[::2] != texts[1::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("model_type", RIGHT)
+def test_a_right_target_is_speculated_in_the_layout_that_it_can_have(model_type: str, dtype: torch.dtype):
+    layout, settings = RIGHT[model_type]
+    target = unheard_of(tiny(model_type, **settings)).to(dtype)
+    strategy = coupled(target, 0.02)
+    for rows in (1, 3):
+        inputs = prompts(rows)
+        if dtype == torch.float64:  # where plain `generate` gives some models no scores behind pads
+            inputs["attention_mask"].fill_(1)
+        if dtype == torch.bfloat16:  # where texts part by rounding, in other batch shapes too
+            target.generate(**inputs, **GREEDY, custom_generate=strategy)
+        else:
+            assert_plain(target, strategy, inputs, **SAMPLED)
+        assert (strategy.report.layout, strategy.report.accepted > 0) == (layout, True)
+        assert "in no table" in strategy.report.layout_reason
+
+
+def test_it_is_measured_once_and_later_calls_are_as_those_of_a_trusted_one():
+    trusted, target = tiny(), unheard_of(tiny())
+    strategy = coupled(trusted, 0.1)
+    with counting(trusted) as wanted:
+        trusted.generate(**prompts(3), **GREEDY, custom_generate=strategy)
+    numbers = []
+    for _ in range(2):
+        with counting(target) as forwards:
+            target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
+        numbers.append(len(forwards))
+    assert numbers == [len(wanted) + STEPS + 1, len(wanted)]
+
+
+def test_a_new_hook_is_measured_and_one_that_reads_only_is_not():
+    target, strategy = tiny(), coupled(tiny(), 0.1)
+    target.register_forward_hook(reads_only(lambda *_: None))
+    assert not unproven(target)
+    passive = target.lm_head.register_forward_hook(lambda *_: None)
+    assert_plain(target, strategy, **GREEDY)
+    assert "hook" in strategy.report.layout_reason
+    passive.remove()
+    target.lm_head.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    assert_plain(target, strategy, **GREEDY)
+    assert strategy.report.layout == "plain"
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_requests_for_a_wrong_target_are_decoded_one_by_one(seed: int | None):
+    target = WRONG["forward_replaced"]()
+    asked = [Request(list(range(1, 4 + n)), max_new_tokens=6 + n, seed=seed) for n in range(5)]
+    strategy = SpeculativeDecoding(tiny(seed=1), num_draft_tokens=3)
+    results = list(strategy.generate_many(target, iter(asked), batch_size=3, do_sample=False, ordered=True))
+    assert [done.index for done in results] == list(range(5))
+    for request, done in zip(asked, results, strict=True):
+        ids = torch.tensor([request.input_ids])
+        expected = target.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False)
+        assert done.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_warning_says_why_and_how_to_silence_it():
+    target, strategy = WRONG["steered"](), coupled(tiny(), 0.1)
+    with pytest.warns(UserWarning, match="hook is on LlamaDecoderLayer.*num_draft_tokens=0"):
+        target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
+
+
+def test_registered_models_are_trusted(tmp_path: Any):
+    for model_type in RIGHT:
+        assert not unproven(tiny(model_type))
