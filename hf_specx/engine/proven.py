@@ -39,13 +39,16 @@ def proven(call: Call) -> tuple[Call, Decoder | None]:
     layouts = [call.layout.target]
     if model.config.model_type not in LAYOUTS_OF and call.options.layout == "auto":
         layouts = layouts_of(model)
+    steps = min(STEPS, call.prompt.longest - 1)  # the last token is not fed
+    if not steps:
+        return call, None
     results, several = RESULTS.setdefault(model, {}), len(call.prompt.input_ids) > 1
     reasons = []
     for layout in layouts:
         tried, runner = call if layout == call.layout.target else in_layout(call, layout), None
-        key = (traits, str(model.dtype), layout, several)
+        key = (traits, model.dtype, layout, several, steps)
         if key not in results:
-            runner, results[key] = _measure(tried)
+            runner, results[key] = _measure(tried, steps)
         difference = results[key]
         if difference.is_rounding:
             reason = f"{tried.layout.reason}; {describe(traits)}, so it was measured: {difference}"
@@ -56,7 +59,7 @@ def proven(call: Call) -> tuple[Call, Decoder | None]:
     return replace(call, plain=plain, layout=replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=plain)), None
 
 
-def _measure(call: Call) -> tuple[Decoder | None, Difference]:
+def _measure(call: Call, steps: int) -> tuple[Decoder | None, Difference]:
     """What has read the prompts of a call, and how far single steps are from a forward over several tokens."""
     prompt, layout = call.prompt, call.layout
     kwargs = dict(prompt.kwargs)
@@ -69,7 +72,7 @@ def _measure(call: Call) -> tuple[Decoder | None, Difference]:
         batch = make_batch(prompt, layout.lockstep, call.queue)
         output = runner.read()
         number = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        difference = compare(runner, batch, output, max(STEPS, number))
+        difference = compare(runner, batch, output, max(steps, number), steps)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the code of an unknown type says of how it is fed here

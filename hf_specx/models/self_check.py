@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx.common.architectures import LAYOUTS_OF, MASKED
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
 from .decoder import Decoder, HiddenStates
 from .packed import PackedDecoder
@@ -184,10 +185,10 @@ def _is_trusted(module: str) -> bool:
 
 
 @torch.no_grad()
-def compare(runner: Decoder, batch: Batch, output: Any, most: int) -> Difference:
+def compare(runner: Decoder, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
     """How far apart both ways are for the prompts that `runner` has just read, and its batch.
 
-    First transformers' own steps: `STEPS` tokens one by one, on a copy of the cache, as plain `generate` feeds them.
+    First transformers' own steps: a few tokens one by one, on a copy of the cache, as plain `generate` feeds them.
     Then one forward of the runner over `most` + 1 tokens that end with these, or with one more in every other row, as
     of rows that have accepted different numbers. It begins within the prompts, whose last tokens are fed anew. The
     runner rolls all of it back with its next forward.
@@ -195,43 +196,40 @@ def compare(runner: Decoder, batch: Batch, output: Any, most: int) -> Difference
     Args:
         batch: the prompts, with nothing emitted.
         output: what the forward over the prompts gave.
-        most: the largest number of candidates of a round.
+        most: the largest number of candidates of a round, at least `steps`.
+        steps: tokens that are fed one by one.
 
     Returns:
         The largest total variation over all rows and places that both have; flat distributions are sharpened until
         their logits have a standard deviation of 1, since a random model would hide any fault otherwise.
     """
-    rows, epsilon = len(batch.rows), _epsilon(runner.model)
-    half = epsilon >= HALF
-    steps = PlainSteps(runner, output)
-    distributions, tokens = [runner.after_prompt[:, 0]], []
-    rounding, embeddings = 0.0, runner.model.get_input_embeddings()
-    known = getattr(embeddings, "num_embeddings", None)  # there may be fewer than scores
-    for number in range(STEPS):
+    rows, epsilon, home = len(batch.rows), _epsilon(runner.model), batch.ids.device
+    half, plain, rounding = epsilon >= HALF, PlainSteps(runner, output), 0.0
+    known = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # there may be fewer than scores
+    logits, tokens = [runner.after_prompt[:, 0]], []
+    last_rows = torch.arange(rows, device=home)  # those that have the last step
+    for number in range(steps):
         # another token in each step: of equal ones a fault of masks or positions may give equal scores
-        tokens.append(distributions[-1][:, :known].topk(number + 1).indices[:, number])
-        last = number == STEPS - 1
-        if last and half:
-            few = copy.deepcopy(steps)
-            distributions.append(steps(tokens[-1]))
-            index = few.with_other_rows()
-            rounding = _total_variation(few(tokens[-1][index]), distributions[-1][index])
-        elif last and rows > 1:  # rows that end leave the batch: the others must not depend on them
-            index = steps.with_other_rows()
-            distributions.append(torch.full_like(distributions[-1], torch.nan))
-            distributions[-1][index] = steps(tokens[-1][index])
-        else:
-            distributions.append(steps(tokens[-1]))
-    tokens.append(distributions[-2][:, :known].topk(STEPS + 1).indices[:, STEPS])
-    del steps
+        tokens.append(logits[-1][:, :known].topk(number + 1).indices[:, number])
+        if number < steps - 1:
+            logits.append(plain(tokens[-1]))
+        elif half:
+            others = copy.deepcopy(plain)
+            logits.append(plain(tokens[-1]))
+            index = others.with_other_rows()
+            rounding = _total_variation(others(tokens[-1][index]), logits[-1][index])
+        else:  # rows that end leave the batch: the others must not depend on them
+            if rows > 1:
+                last_rows = plain.with_other_rows()
+            logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
+    tokens.append(logits[-2][:, :known].topk(steps + 1).indices[:, steps])
+    del plain
     fed, before = _preview(runner, batch, torch.stack(tokens, 1), most)
-    figure = 0.0
-    for row, counts in enumerate(before):
-        places = range(max(0, -counts - 1), fed.shape[1])
-        for place in places:
-            number = counts + place + 1  # of the tokens that were emitted before the distribution
-            if number <= STEPS and not distributions[number][row].isnan().all():
-                figure = max(figure, _total_variation(fed[row, place], distributions[number][row]))
+    # (row, place in the forward, tokens that were emitted up to there) of what single steps have given as well
+    places = [(row, place, before[row] + place + 1) for row in range(rows) for place in range(fed.shape[1])]
+    places = [x for x in places if 0 <= x[2] < steps or (x[2] == steps and x[0] < len(last_rows))]
+    row, place, emitted = sent(places, home).unbind(1)
+    figure = _total_variation(fed[row, place], torch.stack(logits)[emitted, row])
     limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if half else LIMIT
     return Difference(figure, limit)
 
@@ -240,17 +238,17 @@ def _preview(runner: Decoder, batch: Batch, tokens: torch.Tensor, most: int) -> 
     """Logits [R, most + 1, V] of one forward, and how many tokens each row had emitted before its first one.
 
     Args:
-        tokens: [R, STEPS + 1], which rows emit one after another; the forward may begin before them.
+        tokens: [R, n], which rows emit one after another; the forward may begin before them.
     """
-    rows = len(batch.rows)
-    again = min(most + 1 - STEPS, min(batch.prompt_lengths) - 1)  # tokens of the prompts that are fed anew
+    rows, number = tokens.shape
+    again = min(most + 2 - number, min(batch.prompt_lengths) - 1)  # tokens of the prompts that are fed anew
     again = again if _can_feed_anew(runner, again) else 0
     odd = 0 if runner.even or rows == 1 else 1  # by so many tokens every other row is ahead
     before = [row % 2 * odd - again for row in range(rows)]
     batch.put(tokens)
     if odd and not again:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
-    count = min(most + 1, again + STEPS + 1 - odd)
+    count = min(most + 1, again + number - odd)
     return runner.preview(batch.until(before), count), before
 
 

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from accelerator import emulated, launched, on_device
 from tiny import prompts, tiny
+from unheard import unheard_of
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.self_check import STEPS
 
 
 NEW_TOKENS = 11
@@ -30,3 +32,27 @@ def test_little_is_launched_beside_the_forwards():
         print("|".join([f"| {kind} ", *(f" {name} {found[name]:.0f} " for name in sorted(found)), ""]))
         beside = sum(number for name, number in found.items() if name != "forwards")
         assert 0 < beside < MOST * step, kind
+
+
+def test_the_self_check_takes_six_plain_steps_once():
+    """For a type that no table knows: what the first call launches more than one that is trusted, and later ones."""
+    settings, totals, steps = {"do_sample": False, "pad_token_id": 0}, [], []
+    with emulated():
+        target, draft = on_device(tiny(num_hidden_layers=12)), on_device(tiny(seed=1))
+        there = {name: x.to("cuda:0") for name, x in prompts(3).items()}
+    for tokens in (2, NEW_TOKENS):
+        with emulated() as device:
+            target.generate(**there, **settings, max_new_tokens=tokens)
+        steps.append(device.launches.total())
+    step = (steps[1] - steps[0]) / (NEW_TOKENS - 2)
+    settings["max_new_tokens"] = NEW_TOKENS
+    for named in (lambda model: model, unheard_of):
+        model = named(target)
+        for _ in range(2):
+            with emulated() as device:
+                model.generate(**there, **settings, custom_generate=SpeculativeDecoding(draft, num_draft_tokens=4))
+            totals.append(device.launches.total())
+    _, trusted, first, later = totals
+    print(f"| self-check | {(first - trusted) / step:.1f} plain steps once, then {(later - trusted) / step:.1f} |")
+    assert STEPS * step < first - trusted <= 6 * step
+    assert abs(later - trusted) < 0.01 * step

@@ -65,6 +65,17 @@ def test_a_right_target_is_speculated_in_the_layout_that_it_can_have(model_type:
         assert "in no table" in strategy.report.layout_reason
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
+def test_texts_of_few_tokens_are_measured_as_far_as_they_go(limit: int):
+    """Positions behind their ends may not exist: here the table of positions has none."""
+    settings = {"do_sample": False, "max_new_tokens": limit, "num_return_sequences": 1}
+    right = unheard_of(tiny("gpt2", n_positions=10 + limit))
+    strategy = coupled(tiny("gpt2"), 0.1)
+    for target, layout in ((right, "ragged"), (WRONG["steered"](), "plain")):
+        assert_plain(target, strategy, prompts(3), **settings)
+        assert limit == 1 or strategy.report.layout == layout
+
+
 def test_it_is_measured_once_and_later_calls_are_as_those_of_a_trusted_one():
     trusted, target = tiny(), unheard_of(tiny())
     strategy = coupled(trusted, 0.1)
