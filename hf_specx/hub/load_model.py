@@ -14,6 +14,7 @@ from transformers.modeling_utils import load_state_dict
 from hf_specx.common.checkpoints import read_config
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
+from hf_specx.common.fingerprint import FORM
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.heads.reading import is_head
@@ -64,8 +65,8 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
     if draft is None:
         files = get_model(pair, source, *trust, **hub)
         folder = files.folder
-        known = source.fingerprint is not None and (folder / shards(folder)[0]).exists()  # not of pickles
-        if known and fingerprint(folder) != source.fingerprint:
+        comparable = (source.fingerprint or "").startswith(FORM) and (folder / shards(folder)[0]).exists()  # no pickle
+        if comparable and fingerprint(folder) != source.fingerprint:
             told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
             warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
             config.forget()

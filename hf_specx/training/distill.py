@@ -37,7 +37,7 @@ from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .reading import REMEMBERED_BYTES, Remembered
 from .recipe import TrainingRecipe
 from .result import COMMAND, Distilled, card_notes
-from .texts import Phases, Writer, fingerprint_of
+from .texts import Phases, Writer, writer_digest
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
@@ -142,8 +142,8 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
         if processes().is_main_process:
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
             made_from = learner.made_from
-            start = made_from if isinstance(made_from, str) else fingerprint_of(made_from)
-            models = {"target": fingerprint_of(target), "draft": start}
+            start = made_from if isinstance(made_from, str) else writer_digest(made_from)
+            models = {"target": writer_digest(target), "draft": start}
             prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
