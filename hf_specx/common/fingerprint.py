@@ -53,23 +53,33 @@ def _counted(value: Any) -> Any:
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
     """The name, kind and bytes of each tensor of a module, with buffers that are not saved, and what is offloaded."""
-    # with the scales of quantised layers, which are neither parameters nor buffers; a tied one has several names
-    held: dict[str, Any] = dict(module.named_buffers()) | module.state_dict()
-    for path, part in module.named_modules():
-        hook: Any = getattr(part, "_hf_hook", None)
-        for each in getattr(hook, "hooks", [hook]):
-            stored = getattr(each, "weights_map", None)  # of accelerate
-            for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
-                whole = f"{path}.{name}".removeprefix(".")
-                if getattr(held.get(whole), "is_meta", False) and name in stored:
-                    held[whole] = stored[name]
-    for name, value in held.items():
+    for name, value in state_of(module).items():
         for inner, tensor in _plain_tensors(name, value):
             if isinstance(tensor, torch.Tensor):
                 kind = f"{tensor.dtype} {list(tensor.shape)}"
                 yield inner, kind, None if tensor.is_meta else _bytes(tensor)
             else:
                 yield inner, repr(tensor), torch.zeros(0, dtype=torch.uint8, device="cpu")
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module holds by name: its state dict, other buffers, and in place of meta tensors what is offloaded."""
+    # with the scales of quantised layers, which are neither parameters nor buffers; a tied one has several names
+    state: dict[str, Any] = dict(module.named_buffers()) | module.state_dict()
+    for path, part in module.named_modules():
+        hook: Any = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            stored = getattr(each, "weights_map", None)  # of accelerate
+            for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
+                whole = f"{path}.{name}".removeprefix(".")
+                if getattr(state.get(whole), "is_meta", False) and name in stored:
+                    state[whole] = stored[name]
+    return state
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """What tells a tensor from others, wherever it is."""
+    return _line(f"{tensor.dtype} {list(tensor.shape)}", _bytes(tensor))
 
 
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -86,7 +86,7 @@ def load_pair(
     drafting = found["draft"].load(loaded, **shared | {"device_map": home} | own["draft"])
     check_head(draft if isinstance(draft, str) else "", drafting)
     pair = cls(loaded, drafting, config=config, **tokenizers)
-    pair.sources = {role: _source(each) for role, each in found.items()}
+    pair.sources, pair.cache_dir = {role: _source(each) for role, each in found.items()}, hub.get("cache_dir")
     return pair
 
 

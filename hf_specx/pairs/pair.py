@@ -45,6 +45,7 @@ class DraftTargetPair(NoModel):
         report: of the last `generate` that ended; None before the first.
         draft_tokenizer: the draft's own, where it has another one; else `tokenizer`.
         sources: by role ("target", "draft"), where on the Hub a model was loaded from; None if it was not.
+        cache_dir: where their files are kept, if not where they usually are.
 
     Raises:
         ValueError: the target cannot generate.
@@ -72,6 +73,7 @@ class DraftTargetPair(NoModel):
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
+        self.cache_dir: str | Path | None = None
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
 

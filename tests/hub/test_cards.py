@@ -63,10 +63,21 @@ def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
 def test_where_the_models_and_the_code_are():
     card = ModelCard(render(full(), "org/pair", published=True))
     assert "| model | inside | `org/draft`, in `small` |\n| revision | - | `c0ffee` |" in card.text
-    assert card.data.base_model == ["org/draft"]
+    assert (card.data.base_model, card.data.to_dict().get("base_model_relation")) == (None, None)
     assert "custom_generate" in card.data.tags
     for plain in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
         assert "custom_generate" not in ModelCard(plain).data.tags  # there is no code beside it
+
+
+def test_two_models_that_are_named_are_not_declared_a_merge():
+    """The Hub takes a list of base models for one; the draft is named in the text alone."""
+    both = full(target=ModelSource("org/target"), draft=ModelSource("org/draft"))
+    for text in (render(both, "org/pair", published=True), known_card("opt-6.7b-with-125m")):
+        card = ModelCard(text)
+        assert isinstance(card.data.base_model, str)
+        assert card.data.base_model_relation == "adapter"
+    assert ModelCard(render(both, "org/pair")).data.base_model == "org/target"
+    assert "`org/draft`" in render(both, "org/pair")
 
 
 @pytest.mark.parametrize("speedup", [0.9, 1.1])
