@@ -69,7 +69,7 @@ def state_of(module: torch.nn.Module) -> dict[str, Any]:
     for path, part in module.named_modules():
         hook: Any = getattr(part, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
-            stored = getattr(each, "weights_map", None)  # of accelerate
+            stored: Any = getattr(each, "weights_map", None)  # of accelerate
             for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
                 whole = f"{path}.{name}".removeprefix(".")
                 if getattr(state.get(whole), "is_meta", False) and name in stored:

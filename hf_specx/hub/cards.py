@@ -14,8 +14,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
+from hf_specx.drafting.heads.load_model import AUTO_CLASSES
 
-from .facts import AUTO_CLASSES
 from .folders import OF_CARD, check_out, without_folders
 from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
@@ -94,7 +94,7 @@ def auto_class_of(model: ModelSource) -> str:
 def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
     """The front matter; speeds are in the form that the Hub calls `model-index`.
 
-    The Hub knows four relations to a base model: finetune, adapter, quantized, and merge, which it takes two names for.
+    The relations to a base model that the Hub knows are finetune, adapter, quantized, and, with two names, merge.
     """
     target, task = config.target.name, TASKS.get(auto_class_of(config.target))
     speeds = [

@@ -3,43 +3,37 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
-from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, not_found
+from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
+from hf_specx.common.model_files import (
+    AGAIN,
+    check_generation,
+    check_layers,
+    check_links,
+    check_model,
+    check_reference,
+    check_tokenizer,
+    check_weights,
+    shards,
+)
+from hf_specx.drafting.heads.reading import is_head
 
 from .facts import tokenizer_facts
-from .model_files import AGAIN, check_links, check_model, check_reference, check_tokenizer, check_weights, shards
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from .schema import check_place
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but weights and code
-
-
-class Files(NamedTuple):
-    """A folder, or an id on the Hub and a commit, whose files are in `root`; of these perhaps a subfolder alone."""
-
-    name: str
-    revision: str | None
-    root: Path
-    subfolder: str = ""
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.subfolder
-
-    @property
-    def shown(self) -> str:
-        return f"{self.name} {self.subfolder}".strip()
 
 
 def get_files(
@@ -94,6 +88,7 @@ def get_settings(pair: Files, source: ModelSource, trust_remote_code: bool, **hu
     files = get_files(name, revision, patterns, source.subfolder, **hub)
     check_links(files.root, files.folder)
     check_model(files.folder, trust_remote_code, source.is_pinned)
+    check_generation(files.folder)
     return files
 
 
@@ -108,6 +103,8 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     get_files(files.name, files.revision, weights, source.subfolder, **hub)
     if use_safetensors:
         check_weights(files.folder)
+        if not is_head(files.folder, read_config(files.folder)):
+            check_layers(files.folder)
     return files
 
 

@@ -11,14 +11,15 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.heads.load_model import COMMIT
 from hf_specx.engine.entry import frame_of_generate
 
-from .facts import COMMIT, KIND, commit_of, differing
+from .facts import KIND, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
 from .load_model import find_model
-from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 

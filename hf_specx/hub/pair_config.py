@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from hf_specx.common.errors import is_int, require
+from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
-from .schema import ANEW, FULL_COMMIT, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
+from .schema import ANEW, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
 
 
 CONFIG_NAME = "specx_config.json"

@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
 
+from hf_specx.common.checkpoints import Files
 from hf_specx.common.errors import require
+from hf_specx.common.model_files import shards
 from hf_specx.common.wrappers import has_adapters, label_of
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -26,11 +28,10 @@ from hf_specx.drafting.suffix import SuffixDraft
 from . import pair_source
 from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
-from .fetch import SMALL_FILES, Files, fingerprint, get_pair, get_settings, get_tokenizer
+from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .flatten import SOURCE, published_code
 from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
-from .model_files import shards
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .references import why_not_there
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_specx.common.fingerprint import model_fingerprint, state_of, tensor_digest
+from hf_specx.common.model_files import check_reference, shards
 from hf_specx.drafting.heads.head import DraftHead
 
 from .fetch import get_files
-from .model_files import check_reference, shards
 from .pair_config import ModelSource
 
 

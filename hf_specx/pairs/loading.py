@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
@@ -14,7 +15,6 @@ from hf_specx.drafting.heads.named import read_names
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
-    Files,
     find_draft_files,
     find_files,
     fingerprint,

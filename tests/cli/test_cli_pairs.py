@@ -10,8 +10,8 @@ from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
+from hf_specx.common.checkpoints import Files
 from hf_specx.hub.cards import known_card, render
-from hf_specx.hub.fetch import Files
 from hf_specx.hub.known_pairs import BY_NAME, embedded_folder
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
