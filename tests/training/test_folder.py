@@ -58,6 +58,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path, training_elsewhere):
     half = folder / CHECKPOINTS / "checkpoint-10" / "model.safetensors"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
+    (folder / SETTINGS_FILE).write_text("{}")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for _ in range(2):
         told = rf"is in use by process {pid} on \S+, since 2.*; wait until it has ended, or name another folder"
@@ -66,7 +67,6 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path, training_elsewhere):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     training_elsewhere.kill()
     training_elsewhere.wait()
-    (folder / SETTINGS_FILE).write_text("{}")
     assert trained(folder=folder, phases=1).alphas == trained(phases=1).alphas
 
 
