@@ -176,6 +176,7 @@ class PairConfig:
     suffix: SuffixOptions | None = None  # of the draft that there is in place of a model
     early_exit: EarlyExitOptions | None = None  # likewise
     draft_tokenizer: DraftTokenizer | None = None  # the draft's, where its tokens are not the target's
+    processor: bool = False  # whether one of sounds or images was saved with the pair
     schema: int = SCHEMA  # version of this format
 
     @classmethod
@@ -193,7 +194,7 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        rare = ("suffix", "early_exit", "draft_tokenizer")
+        rare = ("suffix", "early_exit", "draft_tokenizer", "processor")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         if self.early_exit is not None and not self.early_exit.head:
             del values["early_exit"]["head"]

@@ -16,7 +16,13 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    FEATURE_EXTRACTOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
 
 from hf_specx.common.checkpoints import Files
 from hf_specx.common.errors import require
@@ -41,6 +47,7 @@ NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyprojec
 CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
 MESSAGE = "Draft-target pair"
 OF_MODELS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+OF_PROCESSORS = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
@@ -181,6 +188,12 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
         if config.draft_tokenizer is not None and sources["draft"] is None:
             pair.draft_tokenizer.save_pretrained(folder / DRAFT)
     config.target = sources["target"] or _write_model(pair.target, folder)
+    if config.processor and pair.processor is None:
+        told = "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor "
+        warnings.warn(f"{told}loads from it.", UserWarning, stacklevel=4)
+    config.processor = pair.processor is not None
+    if pair.processor is not None:
+        pair.processor.save_pretrained(folder)
     if pair.tokenizer is None:
         config.tokenizers = None
     else:
@@ -216,6 +229,9 @@ def _copy(
         own = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if place else None
         if own is not None and config.draft_tokenizer is not None:
             own.save_pretrained(folder / place)
+    for name in OF_PROCESSORS if config.processor else ():
+        if (files.root / name).is_file():
+            shutil.copyfile(files.root / name, folder / name)
     tokenizer = get_tokenizer(files, config.tokenizers, trust_remote_code)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

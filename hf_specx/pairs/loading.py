@@ -77,7 +77,7 @@ def load_pair(
     drafts = config.weightless_draft() if draft is None else given["draft"]
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
-    tokenizers = _tokenizers(files, found, config, trust_remote_code)
+    tokenizers: dict[str, Any] = _tokenizers(files, found, config, trust_remote_code)
     how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
     place = plan(found["target"].config("target"), found["draft"].config("draft"), *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
