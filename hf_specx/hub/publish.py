@@ -189,8 +189,8 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
             pair.draft_tokenizer.save_pretrained(folder / DRAFT)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
-        told = "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor "
-        warnings.warn(f"{told}loads from it.", UserWarning, stacklevel=4)
+        told = "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor"
+        warnings.warn(f"{told} loads from it.", UserWarning, stacklevel=4)
     config.processor = pair.processor is not None
     if pair.processor is not None:
         pair.processor.save_pretrained(folder)
