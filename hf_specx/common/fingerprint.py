@@ -36,7 +36,7 @@ def fingerprint_of(settings: dict[str, Any], tensors: Iterable[tuple[str, str, t
 def model_fingerprint(model: Any) -> str:
     """The fingerprint of a model in memory: of its weights and buffers, also quantised or offloaded ones.
 
-    A model whose weights are nowhere in memory is told by where it came from.
+    Of a model whose weights are nowhere in memory it has where that came from.
     """
     tensors = list(module_tensors(model))
     absent = any(bits is None for _, _, bits in tensors)
@@ -113,6 +113,6 @@ def _line(kind: str, bits: torch.Tensor | None) -> str:
     if whole.storage_offset() % 8:
         whole = whole.clone()
     words = whole.view(torch.int64)
-    told = [words.view(rows, COLUMNS).sum(0), words[:: max(1, len(words) // SAMPLES)][: SAMPLES + 1]]
-    summed = hashlib.sha256(b"".join(bytes(_bytes(each).tolist()) for each in (*told, rest)))
-    return f"{kind} {summed.hexdigest()}"
+    sums = [words.view(rows, COLUMNS).sum(0), words[:: max(1, len(words) // SAMPLES)][: SAMPLES + 1]]
+    digest = hashlib.sha256(b"".join(bytes(_bytes(each).tolist()) for each in (*sums, rest)))
+    return f"{kind} {digest.hexdigest()}"

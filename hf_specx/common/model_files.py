@@ -59,8 +59,10 @@ def check_generation(folder: Path) -> None:
     """Raise ValueError if a target would generate with beams where nothing else is said."""
     path = folder / "generation_config.json"
     beams = (_object_in(path) or {}).get("num_beams")
-    told = f"{path} has num_beams={beams!r}, which transformers would make room for before we are asked; "
-    require(beams in (None, 1), f"{told}take it out.")
+    message = (
+        f"{path} has num_beams={beams!r}, which transformers would make room for before we are asked; take it out."
+    )
+    require(beams in (None, 1), message)
 
 
 def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool) -> None:
@@ -76,12 +78,12 @@ def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool
         if trusted:
             _check_own_code(path, part)
         for name, kernel in _kernels(part):
-            told = (
-                f"{path} has {name}={kernel!r}, code from elsewhere, and so names code for parts of the model, which "
+            message = (
+                f"{path} has {name}={kernel!r}, code from elsewhere, so that it names code for parts of the model; "
             )
-            told += "is not run; take it out, or trust it at a full commit."
+            message += "take it out, or trust it at a full commit."
             fixed = FULL_COMMIT.fullmatch(kernel.partition("@")[2].partition(":")[0])
-            require(bool(trusted and fixed), told)
+            require(bool(trusted and fixed), message)
         for name in FILES_FOR_MODELS:
             told = f"{path} has {name}={part.get(name)!r}, which was not checked; take it out."
             require(not part.get(name), told)

@@ -138,11 +138,12 @@ def warn_of_larger_draft(target: PreTrainedModel, draft: PreTrainedModel) -> Non
     weighed.add(target)
     sizes = logical_parameters(target), logical_parameters(draft)
     if sizes[1] > sizes[0]:
-        told = f"the draft {type(draft).__name__} has {sizes[1]:,} parameters, and the target {type(target).__name__} "
-        told += (
-            f"has {sizes[0]:,}: the text is that of the smaller model. If you want the other, call generate of the "
+        message = (
+            f"the draft {type(draft).__name__} has {sizes[1]:,} parameters, and the target {type(target).__name__} "
+            f"has {sizes[0]:,}: the text is that of the smaller model. If you want the other, call the larger one's "
+            "generate, and give the smaller one as its draft."
         )
-        warnings.warn(f"{told}larger one, and give the smaller one as its draft.", UserWarning, stacklevel=2)
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -168,8 +168,10 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     if where == INSIDE or not isinstance(getattr(pair, role), PreTrainedModel):
         return None
     reference, why = reference_to(pair, role)
-    told = f"the {role} {why}; save it with {role}='inside', or load the pair with DraftTargetPair.from_pretrained"
-    require(not why, f"{told} and leave it as it is.")
+    remedy = (
+        f"save it with {role}='inside', or load the pair with DraftTargetPair.from_pretrained and leave it as it is"
+    )
+    require(not why, f"the {role} {why}; {remedy}.")
     return reference
 
 
@@ -189,8 +191,8 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
             pair.draft_tokenizer.save_pretrained(folder / DRAFT)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
-        told = "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor"
-        warnings.warn(f"{told} loads from it.", UserWarning, stacklevel=4)
+        message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
+        warnings.warn(f"{message}AutoProcessor loads from it.", UserWarning, stacklevel=4)
     config.processor = pair.processor is not None
     if pair.processor is not None:
         pair.processor.save_pretrained(folder)
@@ -226,9 +228,9 @@ def _copy(
             if (model.files.folder / name).is_file():
                 shutil.copyfile(model.files.folder / name, folder / place / name)
         setattr(config, role, replace(getattr(config, role), subfolder=place))
-        own = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if place else None
-        if own is not None and config.draft_tokenizer is not None:
-            own.save_pretrained(folder / place)
+        draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if place else None
+        if draft_tokenizer is not None and config.draft_tokenizer is not None:
+            draft_tokenizer.save_pretrained(folder / place)
     for name in OF_PROCESSORS if config.processor else ():
         if (files.root / name).is_file():
             shutil.copyfile(files.root / name, folder / name)
@@ -312,9 +314,11 @@ def upload(
             (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             visible = "private" if api.repo_info(repo_id).private else "public"
-            told = f"{repo_id} is there already and is {visible}, which private={private} does not change; change it "
-            told += "in its settings on the Hub, leave that out, or name another repository."
-            require(private is None or (visible == "private") == private, told)
+            message = (
+                f"{repo_id} is there already and is {visible}, which private={private} does not change; change it "
+            )
+            message += "in its settings on the Hub, leave that out, or name another repository."
+            require(private is None or (visible == "private") == private, message)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
         if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
@@ -342,8 +346,8 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
     told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
     require(CONFIG_NAME in there or not taken, told)
     if CARD in there and OF_CARD not in Path(api.hf_hub_download(filename=CARD, **now)).read_text(errors="replace"):
-        told = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and publish"
-        warnings.warn(f"{told} again to have the pair's model card.", UserWarning, stacklevel=4)
+        message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
+        warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
         (folder / CARD).unlink()
     if to["revision"] is not None:
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)

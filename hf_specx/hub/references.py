@@ -66,14 +66,14 @@ def _changed_weight(model: PreTrainedModel, folder: Path) -> str:
     saved = {name: held[name] for name in model.state_dict()}
     here = dict(revert_weight_conversion(model, saved))  # by the names, and in the shapes, of files
     digests = {name: tensor_digest(tensor) for name, tensor in here.items()}
-    found = set()
+    compared = set[str]()
     for shard in shards(folder):
         with safe_open(str(folder / shard), framework="pt") as file:
             for name in file.keys() & here.keys():
                 digest = tensor_digest(file.get_tensor(name).to(here[name].dtype))
                 if digest != digests[name]:
                     return f"its {name} was changed"
-                found.add(digest)
+                compared.add(digest)
     # a weight that is tied to another one has that one's numbers, and is not saved
-    other = min((name for name, digest in digests.items() if digest not in found), default="")
+    other = min((name for name, digest in digests.items() if digest not in compared), default="")
     return f"its {other} is not in the files" if other else ""

@@ -88,8 +88,8 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
         args = TrainingArguments(**given | recipe.training | own)
     except (TypeError, ValueError, ImportError) as error:
         told = str(error).removeprefix("TrainingArguments.__init__() ")
-        given_here = brief(without_secrets(recipe.training))
-        raise ValueError(f"training={given_here} is refused by TrainingArguments: {told}") from error
+        shown = brief(without_secrets(recipe.training))
+        raise ValueError(f"training={shown} is refused by TrainingArguments: {told}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun
     return args
 

@@ -102,6 +102,19 @@ def test_publish_by_reference_needs_no_weights(named, tmp_path, goal: str, place
     assert "config.json" not in files
 
 
+def test_a_model_that_was_changed_is_saved_inside(named, capsys):
+    """As that of a command which has worked for long, and must not fail at its end."""
+    folder, _ = named
+    pair = DraftTargetPair.from_pretrained(folder)
+    assert [loading.saved_as(pair, role) for role in ("target", "draft")] == ["reference", "reference"]
+    assert capsys.readouterr().err.count("warning") == 0
+    pair.target.lm_head.weight.data[-1] += 1
+    assert [loading.saved_as(pair, role) for role in ("target", "draft")] == ["inside", "reference"]
+    said = capsys.readouterr().err
+    assert "warning: the target is not shown to be org/target at" in said
+    assert "its lm_head.weight was changed; it is saved inside the pair" in " ".join(said.split())
+
+
 def test_publish_to_the_hub(named):
     """Every option arrives; one who wants a private repository gets no public one."""
     _, hub = named

@@ -108,6 +108,7 @@ def test_numbers_count_as_what_they_stand_for(tied: bool):
         assert logical_parameters(packed) == number
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_adapters_count_beside_what_they_adapt():
     peft = pytest.importorskip("peft")
     model = tiny()
