@@ -6,8 +6,8 @@ places change the sums, and words at equal strides. That reads each byte once an
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,9 +38,10 @@ def model_fingerprint(model: Any) -> str:
 
     Of a model whose weights are nowhere in memory it has where that came from.
     """
-    tensors = list(module_tensors(model))
-    absent = any(bits is None for _, _, bits in tensors)
-    return fingerprint_of(model.config.to_dict() | {"weights": model.name_or_path if absent else None}, tensors)
+    state = state_of(model)
+    absent = any(getattr(value, "is_meta", False) for value in state.values())
+    settings = model.config.to_dict() | {"weights": model.name_or_path if absent else None}
+    return fingerprint_of(settings, _tensors(state))
 
 
 def _counted(value: Any) -> Any:
@@ -51,10 +52,28 @@ def _counted(value: Any) -> Any:
     return {name: item for name, item in items if item is not None}
 
 
+class Offloaded(NamedTuple):
+    """A weight that is not in the memory of its model; it may be on disk, so one is loaded at a time."""
+
+    stored: Mapping[str, torch.Tensor]
+    name: str
+    here: torch.Tensor  # a meta tensor
+
+    def load(self) -> torch.Tensor:
+        try:
+            return self.stored[self.name]
+        except KeyError:
+            return self.here
+
+
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
     """The name, kind and bytes of each tensor of a module, with buffers that are not saved, and what is offloaded."""
-    for name, value in state_of(module).items():
-        for inner, tensor in _plain_tensors(name, value):
+    return _tensors(state_of(module))
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    for name, value in state.items():
+        for inner, tensor in _plain_tensors(name, value.load() if isinstance(value, Offloaded) else value):
             if isinstance(tensor, torch.Tensor):
                 kind = f"{tensor.dtype} {list(tensor.shape)}"
                 yield inner, kind, None if tensor.is_meta else _bytes(tensor)
@@ -63,7 +82,7 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Te
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds by name: its state dict, other buffers, and in place of meta tensors what is offloaded."""
+    """What a module holds by name: its state dict, other buffers, and `Offloaded` in place of what is elsewhere."""
     # with the scales of quantised layers, which are neither parameters nor buffers; a tied one has several names
     state: dict[str, Any] = dict(module.named_buffers()) | module.state_dict()
     for path, part in module.named_modules():
@@ -72,8 +91,8 @@ def state_of(module: torch.nn.Module) -> dict[str, Any]:
             stored: Any = getattr(each, "weights_map", None)  # of accelerate
             for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
                 whole = f"{path}.{name}".removeprefix(".")
-                if getattr(state.get(whole), "is_meta", False) and name in stored:
-                    state[whole] = stored[name]
+                if getattr(state.get(whole), "is_meta", False):
+                    state[whole] = Offloaded(stored, name, state[whole])
     return state
 
 

@@ -292,7 +292,6 @@ def publish(
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
-    warn_of_slower(pair.config)
     return upload(loaded_pair(pair, target, draft), repo_id, private, token, revision, commit_message)
 
 
@@ -311,13 +310,14 @@ def upload(
             folder = Path(work) / "pair"
             folder.mkdir()
             config = write(folder)
+            warn_of_slower(config)
             (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
             visible = "private" if api.repo_info(repo_id).private else "public"
             message = (
-                f"{repo_id} is there already and is {visible}, which private={private} does not change; change it "
+                f"{repo_id} is there already and is {visible}, which private={private} does not change; leave it "
             )
-            message += "in its settings on the Hub, leave that out, or name another repository."
+            message += "out, change that in its settings on the Hub, or name another repository."
             require(private is None or (visible == "private") == private, message)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
-from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_specx.common.fingerprint import model_fingerprint, state_of, tensor_digest
+from hf_specx.common.fingerprint import Offloaded, model_fingerprint, state_of, tensor_digest
 from hf_specx.common.model_files import check_reference, shards
 from hf_specx.drafting.heads.head import DraftHead
 
@@ -38,7 +38,7 @@ def why_not_there(
         return "its weights are not in the cache here, or no safetensors"
     if isinstance(model, DraftHead):
         there = DraftHead.from_pretrained(folder, target=target)
-        Module.to(there, dtype=model.dtype)
+        torch.nn.Module.to(there, dtype=model.dtype)
         there.name_or_path = model.name_or_path
         return "" if model_fingerprint(there) == model_fingerprint(model) else "its weights or settings were changed"
     config = type(model.config).from_pretrained(str(folder))
@@ -63,14 +63,20 @@ def _differing(there: dict[str, Any], here: dict[str, Any]) -> str:
 def _changed_weight(model: PreTrainedModel, folder: Path) -> str:
     """What is wrong with a weight of a model that is not the one in the files in a folder; empty if all are these."""
     held = state_of(model)
-    saved = {name: held[name] for name in model.state_dict()}
-    here = dict(revert_weight_conversion(model, saved))  # by the names, and in the shapes, of files
-    digests = {name: tensor_digest(tensor) for name, tensor in here.items()}
+    here = {name: held[name] for name in model.state_dict()}
+    if not any(isinstance(value, Offloaded) for value in here.values()):  # else all of them would have to be loaded
+        here = dict(revert_weight_conversion(model, here))  # by the names, and in the shapes, of files
+    digests, dtypes = dict[str, str](), dict[str, torch.dtype]()
+    for name, value in here.items():
+        tensor = value.load() if isinstance(value, Offloaded) else value
+        if tensor.is_meta:
+            return f"its {name} is not in memory"
+        digests[name], dtypes[name] = tensor_digest(tensor), tensor.dtype
     compared = set[str]()
     for shard in shards(folder):
         with safe_open(str(folder / shard), framework="pt") as file:
             for name in file.keys() & here.keys():
-                digest = tensor_digest(file.get_tensor(name).to(here[name].dtype))
+                digest = tensor_digest(file.get_tensor(name).to(dtypes[name]))
                 if digest != digests[name]:
                     return f"its {name} was changed"
                 compared.add(digest)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from card_cases import full
 from hub_on_disk import HubOnDisk
 from repositories import weights_equal
@@ -162,6 +163,19 @@ def test_a_reference_to_layers_that_are_fused_in_memory(tmp_path: Path):
         assert reference_to(again, "target")[1] == ""
         next(weight for name, weight in each.named_parameters() if "experts" in name).data[-1].mul_(2)
         assert "was changed" in reference_to(again, "target")[1]
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_a_reference_to_a_model_that_is_offloaded(tmp_path: Path, offload: Callable):
+    """Its weights are loaded and compared one by one."""
+    for last in (0, 1):
+        pair, hub = DraftTargetPair(tiny(), tiny(seed=1)), HubOnDisk(tmp_path / f"home {last}")
+        on_hub(pair, hub)
+        pair.target.lm_head.weight.data[-1] += last
+        offload(pair.target, *([tmp_path / f"offloaded {last}"] if offload is disk_offload else []))
+        why = reference_to(pair, "target")[1]
+        assert why.endswith("its lm_head.weight was changed" if last else "")
+        assert bool(why) == bool(last)
 
 
 def test_a_reference_without_files_to_compare_with(pair: DraftTargetPair, tmp_path: Path):
