@@ -70,7 +70,7 @@ def distill(
         measure_pair(result)
         from .loading import saved_as
 
-        result.pair.save_pretrained(out, target=saved_as(result.pair.sources["target"]), overwrite=overwrite)
+        result.pair.save_pretrained(out, target=saved_as(result.pair, "target"), overwrite=overwrite)
         say(f"saved in {out}; texts and checkpoints in {folder} are no longer needed")
 
 

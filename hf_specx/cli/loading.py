@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.study import DraftTrial, Study
 from hf_specx.bench.tune import tune
@@ -16,9 +16,9 @@ from hf_specx.hub.cards import known_card, known_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
-from hf_specx.hub.publish import CODE
+from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.pairs.complete import chat_text
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -68,12 +68,17 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     return pair
 
 
-def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
-    """Load a pair of this name, perhaps with another draft."""
-    name, revision = split_revision(named)
+def check_published(name: str) -> None:
+    """Raise ValueError for a well-known pair that is nowhere."""
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
+
+
+def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
+    """Load a pair of this name, perhaps with another draft."""
+    name, revision = split_revision(named)
+    check_published(name)
     how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
     return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **how)
 
@@ -106,18 +111,44 @@ def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> li
     return texts
 
 
-def saved_as(source: ModelSource | None, inside: bool = False) -> str:
-    """Whether to save a model inside the pair or by reference."""
-    return INSIDE if inside or source is None or source.name is None else REFERENCE
+def saved_as(pair: DraftTargetPair, role: str) -> str:
+    """Whether to save a model of a pair inside it or by reference, as far as that can be shown to mean it."""
+    reference, why = reference_to(pair, role)
+    if why and reference.name is not None:
+        say(f"warning: the {role} {why}; it is saved inside the pair", "yellow")
+    return INSIDE if why else REFERENCE
 
 
 def save_best(best: DraftTrial, out: Path, overwrite: bool) -> str:
     """Save the pair with the best draft; returns a line that says where its models are."""
-    assert best.pair is not None
-    assert best.config is not None
-    target, draft = (saved_as(source) for source in (best.config.target, best.config.draft))
-    best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
-    return f"saved in {out}: target {target}, draft {draft if best.config.weightless_draft() is None else best.name}"
+    pair = best.pair
+    assert pair is not None
+    is_model = isinstance(pair.draft, PreTrainedModel)
+    target, draft = saved_as(pair, "target"), saved_as(pair, "draft") if is_model else INSIDE
+    pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
+    return f"saved in {out}: target {target}, draft {draft if is_model else best.name}"
+
+
+def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[WritePair, str]:
+    """What writes a pair that a command names, and where its models are, in words.
+
+    It is loaded only where models that it names by id are to be inside, or where models inside may have code.
+    """
+    name, revision = split_revision(named)
+    check_published(name)
+    place = embedded_folder() if is_embedded(name) else name
+    config = get_pair(place, revision)[1]
+    models = {"target": config.target} | ({} if config.weightless_draft() else {"draft": config.draft})
+    references = [role for role, model in models.items() if model.name is not None]
+    if (inside and references) or (trust_remote_code and len(references) < len(models)):
+        pair = load_given_pair(named, Loading(trust_remote_code=trust_remote_code))
+        references = [] if inside else references
+        write = loaded_pair(pair, **dict.fromkeys(references, REFERENCE))
+    else:
+        write = pair_as_it_is(place, revision, trust_remote_code)
+    shown = {role: REFERENCE if role in references else INSIDE for role in models}
+    draft = shown.get("draft") or type(config.weightless_draft()).__name__
+    return write, f"target {shown['target']}, draft {draft}"
 
 
 def config_of(named: str) -> PairConfig:

@@ -1,7 +1,7 @@
 """`specx card`, `specx publish` and `specx export`: commands for a pair that exists."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,12 +11,13 @@ from hf_specx.hub.folders import OF_CARD, check_folder, check_out, check_reposit
 from hf_specx.hub.known_pairs import NAMES, is_known
 
 from .console import imports, say, waiting_for
-from .options import AT, Loading, Overwrite, Trust, check_name, command
+from .options import AT, Overwrite, Trust, check_name, command
 
 
 HELP_NAME = f"Id ({AT}) or folder of a pair, or a well-known pair's name."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
 HELP_CARD_OUT = "Write it to this file; without a name, all well-known cards to this folder."
+HELP_PRIVATE = "Make the repository private; one that is there has to be so already."
 HELP_INSIDE = "Upload the weights also of models that the pair names by id."
 
 
@@ -64,7 +65,7 @@ def publish(
     pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     repo_id: Annotated[str | None, typer.Argument(help=HELP_REPOSITORY)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the repository to this folder; upload nothing.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help=HELP_PRIVATE)] = False,
     inside: Annotated[bool, typer.Option("--inside", help=HELP_INSIDE)] = False,
     trust_remote_code: Trust = False,
     overwrite: Overwrite = False,
@@ -73,6 +74,7 @@ def publish(
 
     It gets the models, or their ids and commits, the model card, and the code in custom_generate/. Of an earlier pair
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
+    A README.md that is not a pair's stays.
     """
     goal, branch = (None, None) if repo_id is None else split_revision(repo_id)
     told = "give either the repository's name, or --out FOLDER to write one without uploading it."
@@ -86,20 +88,17 @@ def publish(
         check_folder(out, overwrite)
     check_name(pair)
     with imports():
-        from hf_specx.hub.publish import save
+        from hf_specx.hub.publish import upload, write_folder
 
-        from .loading import load_given_pair, saved_as
+        from .loading import pair_to_publish
     with waiting_for(f"publishing {pair}"):
-        given = load_given_pair(pair, Loading(trust_remote_code=trust_remote_code))
-        where = {role: saved_as(getattr(given.config, role), inside) for role in ("target", "draft")}
+        write, models = pair_to_publish(pair, inside, trust_remote_code)
         if out is not None:
-            save(given, out, overwrite=overwrite, with_code=True, **where)
-            said = f"written to {out}"
+            write_folder(write, out, overwrite, with_code=True)
+            done = f"written to {out}"
         else:
-            made: Any = {"private": private or None, "revision": branch, **where}
-            said = f"published {goal} at {given.push_to_hub(str(goal), **made)}"
-    draft = where["draft"] if given.config.weightless_draft() is None else type(given.draft).__name__
-    say(f"{said}: target {where['target']}, draft {draft}")
+            done = f"published {goal} at {upload(write, str(goal), private or None, revision=branch)}"
+    say(f"{done}: {models}")
 
 
 @command

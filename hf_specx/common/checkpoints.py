@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.modeling_utils import load_state_dict
@@ -21,6 +21,23 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
     "medusa_lm_head.pt",
 )
+
+
+class Files(NamedTuple):
+    """A folder, or an id on the Hub and a commit, whose files are in `root`; of these perhaps a subfolder alone."""
+
+    name: str
+    revision: str | None
+    root: Path
+    subfolder: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.subfolder
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name} {self.subfolder}".strip()
 
 
 def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Models inside the wrappers of `torch.compile` and PEFT, copies, vocabularies and names of models; and no models."""
 
+import math
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -79,6 +80,23 @@ def vocabulary(model: PreTrainedModel) -> int:
     if isinstance(head, torch.nn.Linear):
         return head.out_features
     return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def logical_parameters(model: PreTrainedModel) -> int:
+    """How many numbers a model computes with: tied ones count once, packed ones as many as they stand for."""
+    tied, counted, total = set(getattr(model, "all_tied_weights_keys", None) or ()), set[int](), 0
+    for path, module in model.named_modules():
+        sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
+        wraps = hasattr(module, "base_layer")  # as layers of LoRA, beside which the weight is counted
+        whole = 0 if wraps or not all(isinstance(size, int) for size in sizes) else math.prod(sizes)  # type: ignore[arg-type]
+        if whole and "weight" not in module._parameters:  # it is in buffers, as that of GPTQ
+            total += whole
+        for name, weight in module._parameters.items():
+            if weight is None or id(weight) in counted or f"{path}.{name}" in tied:
+                continue
+            counted.add(id(weight))
+            total += whole if whole and name == "weight" else weight.numel()
+    return total
 
 
 def public_name(model: Any) -> str:

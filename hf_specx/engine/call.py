@@ -26,7 +26,14 @@ from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
-from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_plain
+from .check_models import (
+    OWN_TEXT_LAYOUTS,
+    check_own_text,
+    check_pair,
+    check_target,
+    warn_of_larger_draft,
+    why_plain,
+)
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default
 from .report import PLAINLY
@@ -179,6 +186,8 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
     drafter.meet(vocabulary(model), options.tokenizer)
+    if drafter.model is not None:
+        warn_of_larger_draft(model, drafter.model)
     if drafter.model is not None and drafter.own_text:
         check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:

@@ -17,7 +17,7 @@ from hf_specx.common.architectures import ENCODERS, READS_WHOLE, WHOLE
 from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
-from hf_specx.common.wrappers import vocabulary
+from hf_specx.common.wrappers import logical_parameters, vocabulary
 from hf_specx.models.choose import layouts_of
 from hf_specx.models.prompts import Prompt
 from hf_specx.models.slots import tokens_held
@@ -31,6 +31,7 @@ BY_ROW = {"adapter_names", "alora_offsets", "task_ids"}  # what hooks of PEFT's 
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
+WEIGHED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # likewise
 TokenizerOrNone = PreTrainedTokenizerBase | None
 
 
@@ -127,6 +128,22 @@ def check_pair(
     if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
         known.add(target)
+
+
+def warn_of_larger_draft(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Warn, once for two models, if the draft is the larger one: the text is that of the smaller one then."""
+    weighed = WEIGHED.setdefault(draft, WeakSet())
+    if target in weighed:
+        return
+    weighed.add(target)
+    sizes = logical_parameters(target), logical_parameters(draft)
+    if sizes[1] > sizes[0]:
+        message = (
+            f"the draft {type(draft).__name__} has {sizes[1]:,} parameters, and the target {type(target).__name__} "
+            f"has {sizes[0]:,}: the text is that of the smaller model. If you want the other, call the larger one's "
+            "generate, and give the smaller one as its draft."
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
+from hf_specx.drafting.heads.load_model import AUTO_CLASSES
 
-from .facts import AUTO_CLASSES
 from .folders import OF_CARD, check_out, without_folders
 from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
@@ -92,8 +92,11 @@ def auto_class_of(model: ModelSource) -> str:
 
 
 def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
-    """The front matter; speeds are in the form that the Hub calls `model-index`."""
-    models, task = (config.target, config.draft), TASKS.get(auto_class_of(config.target))
+    """The front matter; speeds are in the form that the Hub calls `model-index`.
+
+    The relations to a base model that the Hub knows are finetune, adapter, quantized, and, with two names, merge.
+    """
+    target, task = config.target.name, TASKS.get(auto_class_of(config.target))
     speeds = [
         EvalResult(
             task_type=task or "text2text-generation",
@@ -110,7 +113,8 @@ def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
         tags=[*(["custom_generate"] if published else []), "speculative-decoding", "draft-model"],
         pipeline_tag=task,
         license=config.license,
-        base_model=list(dict.fromkeys(model.name for model in models if model.name)) or None,
+        base_model=target,  # two of them would declare a merge
+        base_model_relation=target and "adapter",  # it goes with that model, whose weights stay as they are
         model_name=name if speeds else None,
         eval_results=speeds or None,
     )

@@ -4,30 +4,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import constants
 
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.drafting.heads.named import AUTO_CLASSES as OF_TEXTS
+from hf_specx.drafting.heads.load_model import COMMIT, auto_class
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
-AUTO_CLASSES = (*OF_TEXTS, AutoModelForImageTextToText)
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
-COMMIT = "_commit_hash"  # attribute of a config, not saved with it
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a model: the one that gives the class in `config.architectures`, else the first that
-    knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
-    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
-    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
-    exact = [each for each in known if each._model_mapping[type(config)].__name__ in (config.architectures or [])]
-    return [*exact, *known, *named, *AUTO_CLASSES][0]
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:

@@ -1,46 +1,39 @@
 """Get the files of models and pairs, from a folder or the Hub; they are checked before any of them is loaded."""
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
-from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, not_found
+from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
+from hf_specx.common.fingerprint import fingerprint_of
+from hf_specx.common.model_files import (
+    AGAIN,
+    check_generation,
+    check_layers,
+    check_links,
+    check_model,
+    check_reference,
+    check_tokenizer,
+    check_weights,
+    shards,
+)
+from hf_specx.drafting.heads.reading import is_head
 
 from .facts import tokenizer_facts
-from .model_files import AGAIN, check_links, check_model, check_reference, check_tokenizer, check_weights, shards
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from .schema import check_place
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but weights and code
-SAMPLE_BYTES = 1024  # from the middle of a tensor, for a fingerprint
-NO_SETTINGS = ("_name_or_path", "transformers_version")  # entries of a config that do not change the model
-
-
-class Files(NamedTuple):
-    """A folder, or an id on the Hub and a commit, whose files are in `root`; of these perhaps a subfolder alone."""
-
-    name: str
-    revision: str | None
-    root: Path
-    subfolder: str = ""
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.subfolder
-
-    @property
-    def shown(self) -> str:
-        return f"{self.name} {self.subfolder}".strip()
 
 
 def get_files(
@@ -95,6 +88,7 @@ def get_settings(pair: Files, source: ModelSource, trust_remote_code: bool, **hu
     files = get_files(name, revision, patterns, source.subfolder, **hub)
     check_links(files.root, files.folder)
     check_model(files.folder, trust_remote_code, source.is_pinned)
+    check_generation(files.folder)
     return files
 
 
@@ -109,6 +103,8 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     get_files(files.name, files.revision, weights, source.subfolder, **hub)
     if use_safetensors:
         check_weights(files.folder)
+        if not is_head(files.folder, read_config(files.folder)):
+            check_layers(files.folder)
     return files
 
 
@@ -140,20 +136,19 @@ def get_tokenizer(
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that identifies a model in safetensors: of its config, and of some bytes of each of its tensors.
+    """The fingerprint of a model in files: of its config, and of all tensors in safetensors."""
+    return fingerprint_of(json.loads((folder / "config.json").read_bytes()), _tensors_in(folder))
 
-    Training changes nearly all bytes of a tensor, so some of them are enough.
-    """
-    config = json.loads((folder / "config.json").read_bytes())
-    settings = {name: value for name, value in config.items() if name not in NO_SETTINGS}
-    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for name in shards(folder):
-        with (folder / name).open("rb") as file:
+
+def _tensors_in(folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The name, kind and bytes of each tensor in a folder, which is read as these are used."""
+    for shard in shards(folder):
+        path = folder / shard
+        content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8, device="cpu")
+        with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = file.read(length)
-            total.update(header)
-            for _, tensor in sorted(json.loads(header).items()):
-                start, end = tensor.get("data_offsets", (0, 0))
-                file.seek(8 + length + (start + end) // 2)
-                total.update(file.read(min(SAMPLE_BYTES, (end - start + 1) // 2)))
-    return total.hexdigest()
+            header = json.loads(file.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = (8 + length + offset for offset in tensor["data_offsets"])
+                yield name, f"{tensor['dtype']} {tensor['shape']}", content[start:end]

@@ -1,5 +1,6 @@
 """Find the draft for a target where the caller names none: in the pair of this code, or in that of the target."""
 
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -10,13 +11,15 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.heads.load_model import COMMIT
+from hf_specx.engine.entry import frame_of_generate
 
-from .facts import COMMIT, KIND, commit_of, differing
+from .facts import KIND, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
 from .load_model import find_model
-from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 
@@ -31,7 +34,8 @@ LOADING = threading.Lock()
 
 
 def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
-    """The draft for a target: of the pair that `pair_source` names, else of that which the target was loaded from.
+    """The draft for a target: of the pair that `pair_source` names, or of the folder that `generate` was given by name
+    as `custom_generate`, else of the pair that the target was loaded from.
 
     It is loaded once for each target, on the device of the target's last layers and in its precision. Of the arguments
     of the call that are `given` only `HUB_OPTIONS` and `revision` are used.
@@ -42,13 +46,20 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
     if PAIR is not None and REVISION is not None:
         check_reference(PAIR)
         source = PAIR, REVISION
-    elif PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
-        source = PAIR, None
+    elif (folder := _called_by()) is not None:
+        source = folder, None
     with LOADING:
         loaded = LOADED.setdefault(target, {})
         if source not in loaded:
             loaded[source] = _load(target, *source, hub)
         return loaded[source]
+
+
+def _called_by() -> str | None:
+    """The folder of a pair whose code `generate` was told to run; transformers copies the code elsewhere before."""
+    frame = frame_of_generate(sys._getframe())
+    folder = None if frame is None else frame.f_locals.get("custom_generate")
+    return folder if isinstance(folder, str) and (Path(folder) / CONFIG_NAME).is_file() else None
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:

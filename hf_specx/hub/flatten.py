@@ -76,7 +76,7 @@ def imported(node: ast.AST, room: str) -> Module | None:
 def _merged(modules: list[Module]) -> str:
     """The text of a room's file: a section for each of its files, with what it imports from elsewhere."""
     version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
-    sections = [f'"""From hf_specx {version}: {shown}."""\n']
+    sections = [f'"""From hf_specx {version}, Apache-2.0 (see LICENSE): {shown}."""\n']
     for module in modules:
         source = module.path.read_text(encoding="utf-8")
         lines, body = source.splitlines(), ast.parse(source).body

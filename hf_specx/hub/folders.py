@@ -10,6 +10,7 @@ from pathlib import Path
 from hf_specx.common.errors import require
 
 from .schema import HUB_ID
+from .secrets import without_secrets
 
 
 OF_CARD = "- draft-model"  # among the tags of each card of a pair
@@ -62,8 +63,8 @@ def check_writable(folder: Path, named: Path) -> None:
 
 
 def without_folders(command: str) -> str:
-    """A command as others may see it: of each path on this machine its last part alone."""
-    lines = command.split("\n")
+    """A command as others may see it: without secrets, and of each path on this machine its last part alone."""
+    lines = without_secrets(command).split("\n")
     for number, line in enumerate(lines):
         with suppress(ValueError):  # a quote that does not end
             words = shlex.split(line)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from hf_specx.common.errors import is_int, require
+from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
-from .schema import ANEW, FULL_COMMIT, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
+from .schema import ANEW, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
 
 
 CONFIG_NAME = "specx_config.json"
@@ -175,6 +176,7 @@ class PairConfig:
     suffix: SuffixOptions | None = None  # of the draft that there is in place of a model
     early_exit: EarlyExitOptions | None = None  # likewise
     draft_tokenizer: DraftTokenizer | None = None  # the draft's, where its tokens are not the target's
+    processor: bool = False  # whether one of sounds or images was saved with the pair
     schema: int = SCHEMA  # version of this format
 
     @classmethod
@@ -192,7 +194,7 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        rare = ("suffix", "early_exit", "draft_tokenizer")
+        rare = ("suffix", "early_exit", "draft_tokenizer", "processor")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         if self.early_exit is not None and not self.early_exit.head:
             del values["early_exit"]["head"]

@@ -1,10 +1,13 @@
 """Write a pair into a folder, all of it or nothing; or publish it, as a repository that runs without this package."""
 
 import copy
+import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,17 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    FEATURE_EXTRACTOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
 
+from hf_specx.common.checkpoints import Files
 from hf_specx.common.errors import require
+from hf_specx.common.model_files import shards
 from hf_specx.common.wrappers import has_adapters, label_of
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -23,15 +34,21 @@ from hf_specx.drafting.suffix import SuffixDraft
 from . import pair_source
 from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
-from .fetch import SMALL_FILES, fingerprint
+from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .flatten import SOURCE, published_code
-from .folders import INSIDE, REFERENCE, check_folder, check_repository, without_folders
-from .load_model import HEAD_NAME
+from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
+from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
+from .references import why_not_there
 
 
 CODE = "custom_generate"
 NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
+CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
+MESSAGE = "Draft-target pair"
+OF_MODELS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+OF_PROCESSORS = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 DRAFT = "draft"  # the subfolder of one that is inside
@@ -50,32 +67,58 @@ def save(
 
     Args:
         folder: where; must be empty or not exist.
-        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
+        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from; its files
+            have to be here still, since it is compared with them.
         overwrite: whether to replace the folder of another pair, with all that is in it.
         with_code: whether to write all that `publish` would upload, to be used from there: also the card, and the code
-            to use the pair, which alone holds the folder's path.
+            to use the pair.
 
     Raises:
         ValueError: the folder is in use (by no pair, with `overwrite`), the draft cannot be saved, or a model is to be
-            a reference and is not from the Hub.
+            a reference and is not from the Hub, or was changed since.
     """
-    place, folder = Path(folder).absolute(), Path(folder).resolve()
-    check_folder(folder, overwrite)
+    check_folder(Path(folder).resolve(), overwrite)
+    write_folder(loaded_pair(pair, target, draft), folder, overwrite, with_code)
+
+
+def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePair:
+    """What writes a pair of loaded models, each inside or by reference; a ValueError for what cannot be saved."""
     sources = {role: _source(pair, role, where) for role, where in {"target": target, "draft": draft}.items()}
     _check_draft(pair.draft, draft)
     for model in pair.models:
         told = "has adapters of PEFT, which a pair does not save; make the pair of what its merge_and_unload() gives."
         require(not has_adapters(model), f"{label_of(model)} {told}")
+    return partial(_write, pair, sources)
+
+
+def pair_as_it_is(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> WritePair:
+    """What writes a pair as its files have it; these are checked, and no weight is loaded.
+
+    A model that is named by its id stays so, and its weights are not needed.
+    """
+    files, config = get_pair(name, revision)
+    models: dict[str, FoundModel] = {}
+    for role in ("target", "draft"):
+        source: ModelSource = getattr(config, role)
+        if source.name is None:
+            models[role] = find_model(files, config, role, {}, trust_remote_code, True)
+        else:
+            get_settings(files, source, trust_remote_code)
+    return partial(_copy, files, config, models, trust_remote_code)
+
+
+def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, with_code: bool = False) -> None:
+    """Write a pair into a folder that `check_folder` has allowed, all of it or nothing."""
+    place, folder = Path(folder).absolute(), Path(folder).resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
         new, old = Path(work) / "new", Path(work) / "old"
         new.mkdir()
-        config = _write(pair, new, sources)
+        config = write(new)
         if with_code:
             warn_of_slower(config)
-            card = render(config, place.name, published=True)
-            (new / "README.md").write_text(card, encoding="utf-8")
-            write_code(new, str(place))
+            (new / CARD).write_text(render(config, place.name, published=True), encoding="utf-8")
+            write_code(new)
         try:
             if folder.exists():
                 folder.rename(old)
@@ -105,28 +148,37 @@ def _head_of(draft: Any) -> Any:
     return draft.head if isinstance(draft, EarlyExitDraft) else None
 
 
+def reference_to(pair: Any, role: str) -> tuple[ModelSource, str]:
+    """The entry of a config that refers to a model of a pair, and why it may not be used; empty if it may."""
+    model, source = getattr(pair, role), pair.sources[role]
+    reference = model_facts(model)
+    if source is not None and source.name is not None:
+        reference = replace(reference, **{name: getattr(source, name) for name in OF_FILES})
+    if reference.name is None:
+        origin = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
+        return reference, f"was {origin}, which is no repository on the Hub or not known at which commit"
+    why = why_not_there(model, reference, pair.target, pair.cache_dir)
+    return reference, f"is not shown to be {reference.name} at {reference.revision}: {why}" if why else ""
+
+
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     """A reference to a model; None if it is to be saved inside the pair."""
     known = where in (INSIDE, REFERENCE)
     require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
-    model, source = getattr(pair, role), pair.sources[role]
-    if where == INSIDE or not isinstance(model, PreTrainedModel):
+    if where == INSIDE or not isinstance(getattr(pair, role), PreTrainedModel):
         return None
-    found = model_facts(model)
-    if source is not None and source.name is not None:
-        found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
-    made = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
-    told = f"the {role} was {made}, which is no repository on the Hub or not known at which commit; save it with "
-    told += f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit."
-    require(found.name is not None, told)
-    return found
+    reference, why = reference_to(pair, role)
+    remedy = (
+        f"save it with {role}='inside', or load the pair with DraftTargetPair.from_pretrained and leave it as it is"
+    )
+    require(not why, f"the {role} {why}; {remedy}.")
+    return reference
 
 
-def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
+def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> PairConfig:
     """Write the models that are inside, the smaller one first, the tokenizers and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
     config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
-    config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
     head = _head_of(pair.draft)
     if head is not None:
         tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
@@ -138,34 +190,73 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
         if config.draft_tokenizer is not None and sources["draft"] is None:
             pair.draft_tokenizer.save_pretrained(folder / DRAFT)
     config.target = sources["target"] or _write_model(pair.target, folder)
+    if config.processor and pair.processor is None:
+        message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
+        warnings.warn(f"{message}AutoProcessor loads from it.", UserWarning, stacklevel=4)
+    config.processor = pair.processor is not None
+    if pair.processor is not None:
+        pair.processor.save_pretrained(folder)
     if pair.tokenizer is None:
         config.tokenizers = None
     else:
         pair.tokenizer.save_pretrained(folder)
-        found, known = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer), config.tokenizers
-        if known is None or found.method == "own" or replace(known, method=found.method) != found:
-            config.tokenizers = found
+        facts, recorded = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer), config.tokenizers
+        if recorded is None or facts.method == "own" or replace(recorded, method=facts.method) != facts:
+            config.tokenizers = facts
+    return _write_config(config, folder)
+
+
+def _write_model(model: PreTrainedModel, folder: Path, subfolder: str = "") -> ModelSource:
+    """Write a model into a subfolder of the pair; returns where it is."""
+    model.save_pretrained(folder / subfolder)
+    facts = replace(model_facts(model), fingerprint=fingerprint(folder / subfolder))
+    return replace(facts, name=None, revision=None, subfolder=subfolder)
+
+
+def _copy(
+    files: Files, config: PairConfig, models: dict[str, FoundModel], trust_remote_code: bool, folder: Path
+) -> PairConfig:
+    """Write the files of models that are inside, the tokenizers and the config; returns the config."""
+    for role, place in (("draft", DRAFT), ("target", "")):
+        model = models.get(role)
+        if model is not None and model.head is not None:
+            shutil.copyfile(model.head, folder / HEAD_NAME)
+        if model is None or model.files is None:
+            continue
+        (folder / place).mkdir(exist_ok=True)
+        for name in (*OF_MODELS, *shards(model.files.folder)):
+            if (model.files.folder / name).is_file():
+                shutil.copyfile(model.files.folder / name, folder / place / name)
+        setattr(config, role, replace(getattr(config, role), subfolder=place))
+        draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if place else None
+        if draft_tokenizer is not None and config.draft_tokenizer is not None:
+            draft_tokenizer.save_pretrained(folder / place)
+    for name in OF_PROCESSORS if config.processor else ():
+        if (files.root / name).is_file():
+            shutil.copyfile(files.root / name, folder / name)
+    tokenizer = get_tokenizer(files, config.tokenizers, trust_remote_code)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return _write_config(config, folder)
+
+
+def _write_config(config: PairConfig, folder: Path) -> PairConfig:
+    config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
     text = config.to_text()
     PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
     return config
 
 
-def _write_model(model: PreTrainedModel, folder: Path, subfolder: str = "") -> ModelSource:
-    """Write a model into a subfolder of the pair; returns where it is."""
-    model.save_pretrained(folder / subfolder)
-    found = replace(model_facts(model), fingerprint=fingerprint(folder / subfolder))
-    return replace(found, name=None, revision=None, subfolder=subfolder)
-
-
-def write_code(folder: Path, name: str, revision: str | None = None) -> None:
-    """Write the `custom_generate` folder of a pair, known by an id on the Hub and a commit, or by its folder."""
+def write_code(folder: Path, repo_id: str | None = None, revision: str | None = None) -> None:
+    """Write the `custom_generate` folder of a pair with an id on the Hub and a commit, or of one in a folder."""
     code = folder / CODE
     code.mkdir()
-    source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
+    source = f'"""{pair_source.__doc__}"""\n\nPAIR = {repo_id!r}\nREVISION = {revision!r}\n'
     for module, text in (published_code() | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
+    shutil.copyfile(LICENSE, code / LICENSE.name)
 
 
 def publish(
@@ -177,7 +268,7 @@ def publish(
     private: bool | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
-    commit_message: str = "Draft-target pair",
+    commit_message: str = MESSAGE,
 ) -> str:
     """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
 
@@ -187,7 +278,8 @@ def publish(
     Args:
         repo_id: "owner/name"; made if it does not exist.
         target, draft: "inside" (the default) or "reference", as for `save`.
-        private, token: as in `HfApi.create_repo`.
+        private: whether it is made private; one that is there has to be so already.
+        token: as in `HfApi`.
         revision: a branch, made if it does not exist; None is the main one.
         commit_message: of the first commit.
 
@@ -195,19 +287,38 @@ def publish(
         The second commit.
 
     Raises:
-        ValueError: as `save`; or the repository or branch is no pair, and has files that a pair would replace.
+        ValueError: as `save`; or the repository or branch is no pair, and has files that a pair would replace, or it
+            is public and not `private`, or the other way round.
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
-    warn_of_slower(pair.config)
+    return upload(loaded_pair(pair, target, draft), repo_id, private, token, revision, commit_message)
+
+
+def upload(
+    write: WritePair,
+    repo_id: str,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = MESSAGE,
+) -> str:
+    """Publish what writes a pair, as `publish` does; returns the second commit."""
     api = HfApi(token=token)
     try:
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / "pair"
-            save(pair, folder, target=target, draft=draft)
-            config = PairConfig.from_file(folder / CONFIG_NAME)
-            (folder / "README.md").write_text(render(config, repo_id, published=True), encoding="utf-8")
+            folder.mkdir()
+            config = write(folder)
+            warn_of_slower(config)
+            (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
+            visible = "private" if api.repo_info(repo_id).private else "public"
+            message = (
+                f"{repo_id} is there already and is {visible}, which private={private} does not change; leave it "
+            )
+            message += "out, change that in its settings on the Hub, or name another repository."
+            require(private is None or (visible == "private") == private, message)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
         if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
@@ -225,14 +336,19 @@ def warn_of_slower(config: PairConfig) -> None:
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
+    now = to
     try:
-        there = api.list_repo_files(**to)
+        there = api.list_repo_files(**now)
     except RevisionNotFoundError:  # a branch that is still to be made begins with the files of the main one
-        there = api.list_repo_files(to["repo_id"])
+        there = api.list_repo_files(**(now := {"repo_id": to["repo_id"]}))
     stale = sorted(filter(_is_saved, there))
     taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
     told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
     require(CONFIG_NAME in there or not taken, told)
+    if CARD in there and OF_CARD not in Path(api.hf_hub_download(filename=CARD, **now)).read_text(errors="replace"):
+        message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
+        warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
+        (folder / CARD).unlink()
     if to["revision"] is not None:
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)

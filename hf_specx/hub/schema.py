@@ -15,7 +15,6 @@ ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
 
 
 class FieldRule(NamedTuple):

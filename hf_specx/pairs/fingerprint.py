@@ -2,42 +2,26 @@
 
 import copyreg
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_specx.common.fingerprint import digest_of, fingerprint_of, model_fingerprint, module_tensors
 from hf_specx.common.tokenizers import vocabulary_of
 
 
-NUMBERS = 64  # of each weight, that tell one model from another
 INDIFFERENT = ("max_batch_tokens", "costs")  # a text does not depend on them
 _NOISE = ("transformers_version", "_from_model_config", "_name_or_path")  # of a config
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def digest_of(parts: Iterable[bytes]) -> str:
-    """Twelve hexadecimal digits."""
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """Tells one model from another by its config and the first numbers of each weight that is at hand."""
-    parts = [json.dumps(plain_value(model.config))]
-    for name, weight in model.named_parameters():
-        numbers = [] if weight.device.type == "meta" else weight.detach().flatten()[:NUMBERS].tolist()
-        parts += [f"{name} {tuple(weight.shape)}", repr(numbers)]
-    return digest_of(part.encode() for part in parts)
-
-
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """What the texts of `complete` by a pair depend on, as plain values."""
     strategy, models = pair.strategy, [pair.target, *(x for x in pair.drafts if isinstance(x, PreTrainedModel))]
-    made: dict[str, Any] = {"models": [weights_digest(model) for model in models], "tokenizer": pair.tokenizer}
+    made: dict[str, Any] = {"models": [model_fingerprint(model) for model in models], "tokenizer": pair.tokenizer}
     made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair), "seed": seed}
     own = ("num_draft_tokens", "verification", "tokenizer_match")
     made |= {name: getattr(strategy, name) for name in own} | options
@@ -45,7 +29,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 
 def drafts_of(pair: Any) -> list[Any]:
-    """What tells the drafts of a pair from others, as plain values; weights are told by `weights_digest`."""
+    """What tells the drafts of a pair from others, as plain values; weights are told by `model_fingerprint`."""
     made: list[Any] = []
     for draft in pair.drafts:
         if isinstance(draft, torch.nn.Module):
@@ -54,7 +38,7 @@ def drafts_of(pair: Any) -> list[Any]:
         attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
         head = getattr(draft, "head", None)  # of an early exit
         if head is not None:
-            attributes["head"] = {name: w.flatten()[:NUMBERS].tolist() for name, w in head.state_dict().items()}
+            attributes["head"] = fingerprint_of({}, module_tensors(head))
         made.append({"class": _named(draft)} | dict(sorted(attributes.items())))
     return made
 
@@ -72,7 +56,7 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
         return "above"
     within = functools.partial(plain_value, above=(*above, id(value)))
     if isinstance(value, PreTrainedModel):
-        return weights_digest(value)
+        return model_fingerprint(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "get_vocab"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
@@ -14,7 +15,6 @@ from hf_specx.drafting.heads.named import read_names
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
-    Files,
     find_draft_files,
     find_files,
     fingerprint,
@@ -77,7 +77,7 @@ def load_pair(
     drafts = config.weightless_draft() if draft is None else given["draft"]
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
-    tokenizers = _tokenizers(files, found, config, trust_remote_code)
+    tokenizers: dict[str, Any] = _tokenizers(files, found, config, trust_remote_code)
     how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
     place = plan(found["target"].config("target"), found["draft"].config("draft"), *how, found["target"].trusted)
     loaded = found["target"].load(**shared | own["target"] | place.target)
@@ -86,7 +86,7 @@ def load_pair(
     drafting = found["draft"].load(loaded, **shared | {"device_map": home} | own["draft"])
     check_head(draft if isinstance(draft, str) else "", drafting)
     pair = cls(loaded, drafting, config=config, **tokenizers)
-    pair.sources = {role: _source(each) for role, each in found.items()}
+    pair.sources, pair.cache_dir = {role: _source(each) for role, each in found.items()}, hub.get("cache_dir")
     return pair
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import kind, require
@@ -38,6 +38,8 @@ class DraftTargetPair(NoModel):
         tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
         draft_tokenizer: the draft's, where it has another one than the target.
+        processor: of the target's sounds or images, to be saved with the pair. `from_pretrained` does not load it:
+            assign what `AutoProcessor.from_pretrained` gives.
 
     Attributes:
         strategy: the `SpeculativeDecoding` with the options of `generate`, and with the costs and acceptance that it
@@ -45,6 +47,7 @@ class DraftTargetPair(NoModel):
         report: of the last `generate` that ended; None before the first.
         draft_tokenizer: the draft's own, where it has another one; else `tokenizer`.
         sources: by role ("target", "draft"), where on the Hub a model was loaded from; None if it was not.
+        cache_dir: where their files are kept, if not where they usually are.
 
     Raises:
         ValueError: the target cannot generate.
@@ -62,16 +65,18 @@ class DraftTargetPair(NoModel):
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
         told = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
         require(config is None or isinstance(config, PairConfig), told)
         self._draft: PairDraft = unwrapped_draft(loaded(read_names(draft), self._target))
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
+        self.cache_dir: str | Path | None = None
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
 

@@ -100,6 +100,9 @@ class RequestStopping(Stopping):
         self.own[row] = stopping
         self.stopped_at.pop(row, None)
 
+    def remind(self, row: int, emitted: int) -> None:
+        self.own[row].remind(row, emitted)
+
     def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
         stops = torch.zeros(len(new), most, dtype=torch.bool, device=batch.ids.device)
         for index, (row, number) in enumerate(zip(batch.rows, new, strict=True)):

@@ -46,6 +46,7 @@ class Stopping:
         self.dead_ends: dict[int, tuple[int, Exception]] = {}
         self.pads_finished_rows = False
         self.ends = set[int]()
+        self._beyond: list[tuple[int, int, MaxLengthCriteria]] = []
         columns = []
         for criterion in criteria:
             self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
@@ -53,6 +54,9 @@ class Stopping:
                 self.ends.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
                 columns.append(criterion.max_length)
+                if criterion.max_position_embeddings is not None:
+                    first = max(criterion.max_position_embeddings, width) + 1  # column beyond the model's positions
+                    self._beyond.append((first - width, first, criterion))
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
@@ -98,7 +102,14 @@ class Stopping:
             if last:
                 self.stopped_at.setdefault(row, batch.counts[row] + last)
             kept.append(last if last and self.pads_finished_rows else number)
+            self.remind(row, batch.counts[row] + kept[-1])
         return kept
+
+    def remind(self, row: int, emitted: int) -> None:
+        """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
+        for reminder in [each for each in self._beyond if each[0] <= emitted]:
+            reminder[2](torch.empty(1, reminder[1], device="meta"), None)
+            self._beyond.remove(reminder)
 
     def leaving(self, batch: Batch) -> list[int]:
         """The rows that leave the batch, cut to where they end; the batch has the new tokens."""

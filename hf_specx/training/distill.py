@@ -26,18 +26,19 @@ from hf_specx.engine.check_models import check_pair, check_target
 from hf_specx.engine.entry import check_entry
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
+from hf_specx.hub.secrets import without_secrets
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
 
 from .draft import Learner, ModelDraft, Tokenizers, draft_of_first_layers
-from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
+from .folder import TEXTS, enough_room, held_folder, last_checkpoint, prepare_folder
 from .head import HeadDraft
 from .losses import alpha, estimate, measure
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .reading import REMEMBERED_BYTES, Remembered
 from .recipe import TrainingRecipe
 from .result import COMMAND, Distilled, card_notes
-from .texts import Phases, Writer, fingerprint_of
+from .texts import Phases, Writer, writer_digest
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
@@ -140,11 +141,12 @@ def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(enough_room(where, learner.recipe.batch_size))
         if processes().is_main_process:
+            stack.enter_context(held_folder(where))
             digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
             made_from = learner.made_from
-            start = made_from if isinstance(made_from, str) else fingerprint_of(made_from)
-            models = {"target": fingerprint_of(target), "draft": start}
-            prepare_folder(where, asdict(learner.recipe) | models | {"prompts": digest})
+            start = made_from if isinstance(made_from, str) else writer_digest(made_from)
+            models = {"target": writer_digest(target), "draft": start}
+            prepare_folder(where, without_secrets(asdict(learner.recipe)) | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
 

@@ -12,25 +12,39 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx.common.errors import brief, require
+from hf_specx.hub.locks import HOLDER, LOCK, locked
 
 
 SETTINGS_FILE, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
 COMPLETE = "complete"  # an empty file in a checkpoint that was written to its end
 PART = ".part"  # of a file that is being written
+IGNORED = (PART, LOCK, HOLDER)  # ends of the names of files that tell nothing
 DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
 
 
-def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Note the settings of a training in its folder, which is made; as long as it has no checkpoint, they may change.
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Make the folder of a training, and keep other processes out of it.
 
     Raises:
-        ValueError: the folder has a checkpoint of another training, or files but no training. Nothing is changed then.
+        ValueError: another process trains there, or the folder has files but no training. Nothing is changed then.
     """
-    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
-    names = {file.name for file in folder.iterdir() if file.suffix != PART} if folder.exists() else set()
+    names = {file.name for file in folder.iterdir() if file.suffix not in IGNORED} if folder.exists() else set()
     told = f"{folder} has no training to go on with, but other files ({brief(sorted(names))}); name another folder."
     require(SETTINGS_FILE in names or not names, told)
-    if SETTINGS_FILE in names and last_checkpoint(folder) is not None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / SETTINGS_FILE, "wait until it has ended, or name another folder"):
+        yield
+
+
+def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Note the settings of a training in its folder; as long as it has no checkpoint, they may change.
+
+    Raises:
+        ValueError: the folder has a checkpoint of another training. Nothing is changed then.
+    """
+    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
+    if path.exists() and last_checkpoint(folder) is not None:
         then = json.loads(path.read_text())
         changed = ", ".join(name for name in now if then.get(name) != now[name])
         told = f"{folder} has a training with another {changed} (see its {SETTINGS_FILE}); give the same to go on "

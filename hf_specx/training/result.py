@@ -14,6 +14,7 @@ from hf_specx.bench.tune import measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.hub.folders import without_folders
+from hf_specx.hub.secrets import without_secrets
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .losses import Estimate
@@ -98,7 +99,8 @@ def card_notes(result: Distilled, start: str, command: str) -> str:
     template = Template(Path(__file__).with_name("notes.md.jinja").read_text(encoding="utf-8"))
     recipe = asdict(result.recipe)
     recipe["training"] = {
-        name: without_folders(str(x)) if isinstance(x, str | Path) else x for name, x in recipe["training"].items()
+        name: without_folders(str(x)) if isinstance(x, str | Path) else x
+        for name, x in without_secrets(recipe["training"]).items()
     }
     settings = json.dumps(recipe, indent=1, default=str)
     return template.render(result=result, start=start, command=without_folders(command), settings=settings)

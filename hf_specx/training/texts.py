@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_specx.common.fingerprint import digest_of, model_fingerprint
 from hf_specx.engine.requests import Request
 from hf_specx.engine.strategy import SpeculativeDecoding
-from hf_specx.pairs.fingerprint import digest_of, plain_value
+from hf_specx.pairs.fingerprint import plain_value
 from hf_specx.pairs.shares import gathered, processes
 
 from .draft import Learner
@@ -32,7 +33,7 @@ class Writer:
 
     def __init__(self, target: PreTrainedModel, learner: Learner, folder: Path):
         self.target, self.learner, self.recipe, self.folder = target, learner, learner.recipe, folder
-        self.of_target = fingerprint_of(target)
+        self.of_target = writer_digest(target)
         self.strategy: Any = None
 
     def write(
@@ -111,15 +112,10 @@ class Phases(torch.utils.data.Dataset[int]):
         return self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])]
 
 
-def fingerprint_of(model: PreTrainedModel) -> str:
-    """Tells a model from others: by its weights, its precision, and how it generates unless it is told.
-
-    One whose weights are offloaded is told by where it came from.
-    """
-    offloaded = any(weight.is_meta for weight in model.parameters())
-    generation = getattr(model, "generation_config", None)
-    told = [model, generation, str(model.dtype), model.name_or_path if offloaded else ""]
-    return digest_of([json.dumps(plain_value(told)).encode()])
+def writer_digest(model: PreTrainedModel) -> str:
+    """What tells a model from others that write other texts: the model, and how it generates unless it is told."""
+    settings = [model_fingerprint(model), plain_value(getattr(model, "generation_config", None))]
+    return digest_of([json.dumps(settings).encode()])
 
 
 def seed_of(seed: int, name: str, number: int) -> int:

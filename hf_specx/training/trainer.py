@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_specx.common.errors import brief
+from hf_specx.hub.secrets import without_secrets
 
 from .draft import Learner
 from .folder import CHECKPOINTS, COMPLETE, write_whole
@@ -87,7 +88,8 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
         args = TrainingArguments(**given | recipe.training | own)
     except (TypeError, ValueError, ImportError) as error:
         told = str(error).removeprefix("TrainingArguments.__init__() ")
-        raise ValueError(f"training={brief(recipe.training)} is refused by TrainingArguments: {told}") from error
+        shown = brief(without_secrets(recipe.training))
+        raise ValueError(f"training={shown} is refused by TrainingArguments: {told}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun
     return args
 
@@ -97,8 +99,14 @@ def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
     training = options.get("training")
     if not isinstance(training, TrainingArguments):
         return options
-    default = TrainingArguments(output_dir=training.output_dir).to_dict()
-    return options | {"training": {name: x for name, x in training.to_dict().items() if x != default[name]}}
+    here, default = map(_as_dict, (training, TrainingArguments(output_dir=training.output_dir)))
+    return options | {"training": {name: x for name, x in here.items() if x != default[name]}}
+
+
+def _as_dict(args: TrainingArguments) -> dict[str, Any]:
+    """All arguments, with tokens as they are, which `to_dict` hides."""
+    values = args.to_dict()
+    return values | {name: getattr(args, name) for name in values if name.endswith("_token")}
 
 
 class DistillationTrainer(Trainer):
@@ -150,6 +158,14 @@ class DistillationTrainer(Trainer):
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Write a checkpoint, without the token that `TrainingArguments` may have."""
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            self.args.hub_token = token
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""

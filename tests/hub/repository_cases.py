@@ -116,6 +116,8 @@ CASES = [
     ("tokenizer in .* brings", after(*own_code("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]}))),
     ("attn_implementation='org/k', code from elsewhere", model(attn_implementation="org/k")),
     ("'org/k', code", model(text_config={"experts_implementation": "org/k"})),
+    ("attn_implementation='org/k', code", model(attn_implementation={"": "org/k"})),
+    ("'org/k@v1', code", model(text_config={"_experts_implementation": {"text_config": {"": "org/k@v1"}}})),
     ("has transformers_weights='x.safetensors', which was not", model(transformers_weights="x.safetensors")),
     ("has configuration_files=.'config.1.0.json'., which was not", model(configuration_files=["config.1.0.json"])),
     ("which names a model elsewhere; merge", after(write("adapter_config.json", "{}"))),

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,13 +13,21 @@ from card_cases import full, measured
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import (
+    AutoProcessor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+)
 from typer.main import get_command
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
-from hf_specx.hub.publish import save
+from hf_specx.hub.publish import pair_as_it_is, save, write_folder
 
 
 CARDS = Path(__file__).parents[2] / "model_cards"
@@ -63,10 +72,21 @@ def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
 def test_where_the_models_and_the_code_are():
     card = ModelCard(render(full(), "org/pair", published=True))
     assert "| model | inside | `org/draft`, in `small` |\n| revision | - | `c0ffee` |" in card.text
-    assert card.data.base_model == ["org/draft"]
+    assert (card.data.base_model, card.data.to_dict().get("base_model_relation")) == (None, None)
     assert "custom_generate" in card.data.tags
     for plain in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
         assert "custom_generate" not in ModelCard(plain).data.tags  # there is no code beside it
+
+
+def test_two_models_that_are_named_are_not_declared_a_merge():
+    """The Hub takes a list of base models for one; the draft is named in the text alone."""
+    both = full(target=ModelSource("org/target"), draft=ModelSource("org/draft"))
+    for text in (render(both, "org/pair", published=True), known_card("opt-6.7b-with-125m")):
+        card = ModelCard(text)
+        assert isinstance(card.data.base_model, str)
+        assert card.data.base_model_relation == "adapter"
+    assert ModelCard(render(both, "org/pair")).data.base_model == "org/target"
+    assert "`org/draft`" in render(both, "org/pair")
 
 
 @pytest.mark.parametrize("speedup", [0.9, 1.1])
@@ -120,6 +140,48 @@ def test_the_class_that_loads_the_target():
         card = render(full(target=ModelSource(auto_class=noted)), "org/pair", published=True)
         assert f'{auto_class}.from_pretrained("org/pair", dtype="auto")' in card
         assert ModelCard(card).data.pipeline_tag == task
+
+
+SPEECH = "AutoModelForSpeechSeq2Seq"
+PLACES = {  # where the target is, whether a processor was saved, and from where the examples have one
+    "inside": (ModelSource(auto_class=SPEECH), False, None),
+    "inside, with a processor": (ModelSource(auto_class=SPEECH), True, "org/pair"),
+    "elsewhere": (ModelSource("org/target", auto_class=SPEECH), False, "org/target"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("published", [True, False])
+def test_a_processor_is_named_where_there_is_one(place: str, published: bool):
+    target, processor, source = PLACES[place]
+    card = render(full(target=target, processor=processor), "org/pair", published=published)
+    assert ("AutoProcessor" in card) == (source is not None)
+    assert (f'AutoProcessor.from_pretrained("{source}")' in card) == (source is not None)
+    assert ("none is saved with this pair" in card) == (source is None)
+    assert all(compile(code, "card", "exec") for code in blocks(card, "python"))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_speech_pair_and_its_processor(tmp_path: Path, given: bool):
+    """What its card loads is there: after saving, and after publishing the saved files."""
+    sizes = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "encoder_layers"), 2)
+    sizes |= {"vocab_size": 280, "d_model": 32, "decoder_layers": 1, "max_source_positions": 8, "num_mel_bins": 8}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "pad_token_id": 0}
+    target, draft = (WhisperForConditionalGeneration(WhisperConfig(**sizes)).eval() for _ in range(2))
+    extractor = WhisperFeatureExtractor(feature_size=8, n_fft=64)
+    tokenizer = tiny_tokenizer()
+    processor = WhisperProcessor(extractor, tokenizer) if given else None
+    save(DraftTargetPair(target, draft, tokenizer, processor=processor), tmp_path / "pair", with_code=True)
+    write_folder(pair_as_it_is(tmp_path / "pair"), tmp_path / "again", with_code=True)
+    for folder in (tmp_path / "pair", tmp_path / "again"):
+        assert ("AutoProcessor" in (folder / "README.md").read_text()) == given
+        if given:
+            again = AutoProcessor.from_pretrained(folder)
+            assert (type(again), again.feature_extractor.feature_size) == (WhisperProcessor, 8)
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    with warnings.catch_warnings(record=True) as warned:
+        save(loaded, tmp_path / "without")
+    assert any("is saved without it; set pair.processor" in str(each.message) for each in warned) == given
 
 
 def run_examples(card: str) -> tuple[dict, list[torch.Tensor]]:

@@ -60,12 +60,25 @@ def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel
         assert torch.equal(by_string(target, folder), text)
 
 
-def test_a_folder_that_was_moved_is_found_beside_its_target(target: PreTrainedModel, tmp_path: Path):
-    moved = shutil.move(publish(tmp_path / "pair", target), tmp_path / "moved")
-    model = AutoModelForCausalLM.from_pretrained(moved)
-    assert torch.equal(by_string(model, moved), expected(target))
-    with pytest.raises(ValueError, match="there is no draft: pass draft_model=.*of no pair[^;]*not there"):
-        by_string(target, moved)
+@pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
+def test_a_folder_that_was_moved_or_copied_is_complete(target: PreTrainedModel, tmp_path: Path, how: Callable):
+    """A copy has its own draft, also after that of the original has become another one."""
+    other = how(publish(tmp_path / "pair", target), tmp_path / "other")
+    if (tmp_path / "pair").exists():
+        near(target, 0.4).save_pretrained(tmp_path / "pair" / "draft")
+    model = AutoModelForCausalLM.from_pretrained(other)
+    for each in (model, target):
+        assert torch.equal(by_string(each, other), expected(target))
+
+
+def test_code_of_a_folder_that_is_loaded_once(target: PreTrainedModel, tmp_path: Path):
+    """The folder is then not known, and that of the target is looked in."""
+    folder = publish(tmp_path / "pair", target)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    speculative = model.load_custom_generate(str(folder), trust_remote_code=True)
+    assert torch.equal(seeded(speculative, model=model), expected(target))
+    with pytest.raises(ValueError, match="there is no draft: pass draft_model="):
+        seeded(speculative, model=target)
 
 
 def test_the_commit_of_a_target_is_looked_for_in_the_cache_of_the_call(target: PreTrainedModel, tmp_path: Path):

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.hub.publish import save
 
 
 NAME = "org/pair"
@@ -57,6 +58,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> tuple[HubOnDisk, dict[str
                 part.save_pretrained(folder)
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
             model.name_or_path, model.config._commit_hash = name, made.put(name, files)
+        pair.cache_dir = made.cache
         pair.push_to_hub("org/named", target="reference", draft="reference")
         made.put("org/draft", {"model.safetensors": b"no weights at all"})
     return made, commits
@@ -107,7 +109,8 @@ def test_a_push_leaves_nothing_of_an_earlier_pair(hub: HubOnDisk, target: str, b
     hub.put(NAME, hub.files(NAME) | USERS | LEFT | {"custom_generate/old.py": b""})
     pair.tokenizer.chat_template = None
     if target == "reference":
-        pair.tokenizer, pair.sources["target"] = None, ModelSource("org/target", "0" * 40)
+        commit = hub.put("org/target", {name: hub.files(NAME)[name] for name in MODEL_FILES})
+        pair.tokenizer, pair.sources["target"], pair.cache_dir = None, ModelSource("org/target", commit), hub.cache
     pair.push_to_hub(NAME, target=target, revision=branch)
     kept = {".gitattributes", "README.md", "specx_config.json", *(f"draft/{name}" for name in MODEL_FILES)}
     if target == "inside":
@@ -132,7 +135,49 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     assert hub.files(NAME) == hub.files(NAME, "theirs") == files
     assert not hub.branch(NAME, "next").exists()
     hub.put(NAME, {"README.md": b"mine"})
-    a_pair().push_to_hub(NAME, token="hf_owner", private=True)
+    with pytest.warns(UserWarning, match="README.md of org/pair is not one of a pair, so it stays as it is"):
+        a_pair().push_to_hub(NAME, token="hf_owner")
     assert "specx_config.json" in hub.files(NAME)
+    assert hub.files(NAME)["README.md"] == b"mine"
     assert hub.api.call_args.kwargs == {"token": "hf_owner"}
-    assert hub.api.return_value.create_repo.call_args.kwargs["private"] is True
+
+
+@pytest.mark.parametrize("branch", [None, "next"])
+def test_the_card_of_a_pair_is_written_anew(hub: HubOnDisk, branch: str | None):
+    """On each branch that of its pair, and no warning."""
+    a_pair().push_to_hub(NAME)
+    other = a_pair(2)
+    other.config.notes = "Another one."
+    other.push_to_hub(NAME, revision=branch)
+    assert ("Another one." in hub.files(NAME)["README.md"].decode()) == (branch is None)
+    assert "Another one." in hub.files(NAME, branch)["README.md"].decode()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_repository_is_as_private_as_was_said(hub: HubOnDisk, private: bool):
+    """One that is there is not changed, and nothing is uploaded where more people can read it, or fewer."""
+    a_pair().push_to_hub(NAME, private=private)
+    before = hub.files(NAME)
+    assert (NAME in hub.private) == private
+    a_pair(2).push_to_hub(NAME)
+    a_pair(1).push_to_hub(NAME, private=private)
+    assert hub.files(NAME).keys() == before.keys()
+    before, shown = hub.files(NAME), "private" if private else "public"
+    with pytest.raises(ValueError, match=f"is there already and is {shown}, which private={not private} does not"):
+        a_pair(3).push_to_hub(NAME, private=not private)
+    assert hub.files(NAME) == before
+
+
+def test_what_is_published_names_no_folder_and_has_its_licence(hub: HubOnDisk, tmp_path: Path):
+    """Wherever the pair was loaded from, and wherever it is written."""
+    a_pair().save_pretrained(tmp_path / "pair")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    pair.push_to_hub(NAME)
+    save(pair, tmp_path / "written", with_code=True)
+    files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in (tmp_path / "written").rglob("*.*")}
+    for content in {**files, **hub.files(NAME)}.values():
+        assert str(tmp_path).encode() not in content
+    licence = (Path(__file__).parents[2] / "LICENSE").read_bytes()
+    assert b"Apache License" in licence
+    assert hub.files(NAME)["custom_generate/LICENSE"] == licence
+    assert (tmp_path / "written" / "custom_generate" / "LICENSE").read_bytes() == licence

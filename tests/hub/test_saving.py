@@ -1,5 +1,6 @@
 """Saving a pair: whole or not at all, inside or by reference, and loaded again as it was."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,17 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from card_cases import full
+from hub_on_disk import HubOnDisk
 from repositories import weights_equal
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo import build
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.facts import tokenizer_facts
 from hf_specx.hub.fetch import fingerprint
 from hf_specx.hub.folders import OF_A_PAIR
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts, TokenizerFacts
-from hf_specx.hub.publish import save
+from hf_specx.hub.publish import reference_to, save
 
 
 EMBEDDED = Path(__file__).parents[2] / "hf_specx" / "hub" / "embedded"
@@ -67,23 +71,117 @@ def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path, recw
     assert (report.num_draft_tokens, report.verification, report.layout) == (3, "token", "padded")
 
 
-def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path: Path):
-    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded.
+def on_hub(pair: DraftTargetPair, hub: HubOnDisk) -> dict[str, str]:
+    """Put the target and the draft, which is in a folder of its repository, on the Hub; the commit of each."""
+    commits = {}
+    for role, folder in (("target", ""), ("draft", "small/")):
+        with tempfile.TemporaryDirectory() as work:
+            getattr(pair, role).save_pretrained(work)
+            files = {f"{folder}{path.name}": path.read_bytes() for path in Path(work).iterdir()}
+            commits[role] = hub.put(f"org/{role}", files)
+    pair.target.name_or_path, pair.target.config._commit_hash = "org/target", commits["target"]
+    pair.sources["draft"], pair.cache_dir = ModelSource("org/draft", commits["draft"], "small"), hub.cache
+    return commits
 
-    The draft is in a subfolder of a repository, as that of a pair is, which the model itself does not know.
-    """
-    pair.target.name_or_path, pair.target.config._commit_hash = "org/target", "0" * 40
-    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
-    target, draft = pair.target, pair.draft
+
+def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path: Path):
+    """By reference to the Hub at a commit; the draft's folder in its repository is not known to the model itself."""
+    commits = on_hub(pair, HubOnDisk(tmp_path / "home"))
     pair.save_pretrained(tmp_path / "both", target="reference", draft="reference")
     config = PairConfig.from_file(tmp_path / "both" / CONFIG_NAME)
-    assert (config.target.name, config.target.revision) == ("org/target", "0" * 40)
-    assert (config.draft.name, config.draft.revision, config.draft.subfolder) == ("org/pair", "1" * 40, "draft")
+    assert (config.target.name, config.target.revision) == ("org/target", commits["target"])
+    assert (config.draft.name, config.draft.revision, config.draft.subfolder) == (
+        "org/draft",
+        commits["draft"],
+        "small",
+    )
     assert not list((tmp_path / "both").rglob("*.safetensors"))
-    assert DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=draft).target is target
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "both", cache_dir=pair.cache_dir)
+    assert weights_equal(loaded.target, pair.target)
+    loaded.save_pretrained(tmp_path / "again", target="reference", draft="reference")
+    assert (tmp_path / "again" / CONFIG_NAME).read_text() == (tmp_path / "both" / CONFIG_NAME).read_text()
     pair.save_pretrained(tmp_path / "one", target="reference")
-    loaded = DraftTargetPair.from_pretrained(tmp_path / "one", target=target)
-    assert weights_equal(loaded.draft, draft)
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "one", target=pair.target)
+    assert weights_equal(loaded.draft, pair.draft)
+
+
+def altered(model: torch.nn.Module, change: str) -> None:
+    """Change a loaded model, as training and merged adapters do."""
+    with torch.no_grad():
+        if change == "last number of a weight":
+            model.model.layers[-1].mlp.down_proj.weight[-1, -1] += 1
+        elif change == "another setting":
+            model.config.rope_parameters["rope_theta"] = 5e5
+        elif change == "tied no more":
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+        elif change == "buffers":
+            weight = model.lm_head.weight.detach()
+            del model.lm_head.weight
+            model.lm_head.register_buffer("weight", -weight)
+
+
+CHANGES = {
+    "last number of a weight": "its model.layers.1.mlp.down_proj.weight was changed",
+    "another setting": "its config has another rope_parameters.rope_theta",
+    "tied no more": "lm_head.weight is not in the files",
+    "buffers": "its lm_head.weight was changed",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_reference_is_to_what_the_model_is(tmp_path: Path, role: str, change: str):
+    """A model that was changed since it was loaded has no place on the Hub; in another precision it has."""
+    tied = change == "tied no more"
+    models = [tiny(tie_word_embeddings=tied), tiny(seed=1, tie_word_embeddings=tied)]
+    pair, hub = DraftTargetPair(*models), HubOnDisk(tmp_path / "home")
+    on_hub(pair, hub)
+    altered(getattr(pair, role), change)
+    references = {"target": "reference", "draft": "reference"}
+    if CHANGES[change]:
+        with pytest.raises(ValueError, match=f"the {role} is not shown to be org/{role} at .*{CHANGES[change]}; save"):
+            pair.save_pretrained(tmp_path / "pair", **references)
+        assert not (tmp_path / "pair").exists()
+        references[role] = "inside"
+    else:
+        getattr(pair, role).to(torch.bfloat16)
+    pair.save_pretrained(tmp_path / "pair", **references)
+
+
+def test_a_reference_to_layers_that_are_fused_in_memory(tmp_path: Path):
+    """The experts of a Mixtral are apart in its files; one of them was changed."""
+    model, hub = build("causal", "mixtral"), HubOnDisk(tmp_path / "home")
+    pair = DraftTargetPair(model, tiny(vocab_size=model.config.vocab_size))
+    on_hub(pair, hub)
+    model.save_pretrained(tmp_path / "files")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "files")
+    loaded.name_or_path, loaded.config._commit_hash = model.name_or_path, model.config._commit_hash
+    for each in (model, loaded):
+        again = DraftTargetPair(each, pair.draft)
+        again.cache_dir = hub.cache
+        assert reference_to(again, "target")[1] == ""
+        next(weight for name, weight in each.named_parameters() if "experts" in name).data[-1].mul_(2)
+        assert "was changed" in reference_to(again, "target")[1]
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_a_reference_to_a_model_that_is_offloaded(tmp_path: Path, offload: Callable):
+    """Its weights are loaded and compared one by one."""
+    for last in (0, 1):
+        pair, hub = DraftTargetPair(tiny(), tiny(seed=1)), HubOnDisk(tmp_path / f"home {last}")
+        on_hub(pair, hub)
+        pair.target.lm_head.weight.data[-1] += last
+        offload(pair.target, *([tmp_path / f"offloaded {last}"] if offload is disk_offload else []))
+        why = reference_to(pair, "target")[1]
+        assert why.endswith("its lm_head.weight was changed" if last else "")
+        assert bool(why) == bool(last)
+
+
+def test_a_reference_without_files_to_compare_with(pair: DraftTargetPair, tmp_path: Path):
+    pair.sources["draft"], pair.cache_dir = ModelSource("org/draft", "1" * 40), tmp_path
+    with pytest.raises(ValueError, match="the draft is not shown to be org/draft at 1{40}: its files are not in the"):
+        pair.save_pretrained(tmp_path / "pair", draft="reference")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -1,5 +1,6 @@
 """Prompts to a file: whatever happens to it or to the process, the same call completes it, to the same bytes."""
 
+import copy
 import errno
 import fcntl
 import json
@@ -86,6 +87,35 @@ def test_a_file_of_other_prompts_or_options_is_refused(
     with pytest.raises(ValueError, match=message):
         pair.complete(texts, out=out, **SAMPLED | options)
     assert out.read_bytes() == undisturbed
+
+
+def permuted(model: torch.nn.Module) -> None:
+    """Reverse all numbers of each weight but the first 64."""
+    for weight in model.parameters():
+        weight.data = torch.cat([weight.flatten()[:64], weight.flatten()[64:].flip(0)]).view_as(weight)
+
+
+def quantised(model: torch.nn.Module, scale: float) -> None:
+    """Have the weights of linear layers in buffers, as GPTQ and AWQ do."""
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            weight = part.weight.detach() * scale
+            del part.weight
+            part.register_buffer("weight", weight)
+
+
+@pytest.mark.parametrize("difference", ["behind the first numbers", "in buffers"])
+def test_a_file_of_another_model_is_refused(pair: DraftTargetPair, tmp_path: Path, difference: str):
+    models = [copy.deepcopy(pair.target) for _ in range(2)]
+    if difference == "in buffers":
+        for model, scale in zip(models, (1.0, -1.0), strict=True):
+            quantised(model, scale)
+    else:
+        permuted(models[1])
+    one, other = (DraftTargetPair(model, pair.draft, pair.tokenizer) for model in models)
+    out = one.complete(TEXTS[:2], out=tmp_path / "done.jsonl", **SAMPLED)
+    with pytest.raises(ValueError, match="was made with models="):
+        other.complete(TEXTS, out=out, **SAMPLED)
 
 
 def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):

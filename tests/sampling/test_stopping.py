@@ -1,7 +1,11 @@
 """Rows end where stock would end them, also inside an accepted run."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 from criteria import RowSumIs
 from plain import assert_plain, coupled
 from tiny import prompts, tiny
@@ -81,3 +85,55 @@ def test_each_row_drafts_no_more_than_it_can_emit():
             assert record.drafted == min(4, left - 1)
             left -= record.emitted
         assert left == 0
+
+
+BEYOND = {  # positions of the model, new tokens, and an end token of a text that never comes to it
+    "within": (32, 20),
+    "up to the limit": (31, 20),
+    "beyond, but for the last token": (30, 20),
+    "beyond": (29, 20),
+    "the prompt already": (8, 3),
+}
+
+
+def reminders(model, **options) -> list[str]:
+    """What transformers says of texts beyond a model's positions in a call."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("transformers.generation.stopping_criteria")
+    transformers.logging.warning_once.cache_clear()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)
+    try:
+        model.generate(**options)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return said
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 5])
+@pytest.mark.parametrize("case", BEYOND)
+def test_transformers_own_warning_of_a_text_beyond_the_positions(case: str, eos_token_id: int | None):
+    """It is given where plain `generate` gives it, in the same words, once."""
+    positions, new_tokens = BEYOND[case]
+    target = tiny(max_position_embeddings=positions)
+    options = prompts(3) | {"max_new_tokens": new_tokens, "do_sample": True, "eos_token_id": eos_token_id}
+    torch.manual_seed(0)
+    plain = reminders(target, **options)
+    for noise in (0.0, 0.5):
+        torch.manual_seed(0)
+        assert reminders(target, **options, custom_generate=coupled(target, noise)) == plain
+    assert eos_token_id is not None or len(plain) == (case in ("beyond", "the prompt already"))
+
+
+def test_requests_beyond_the_positions():
+    """Each by its own prompt and limit, as each alone would say it."""
+    target = tiny(max_position_embeddings=20)
+    for limit, count in ((6, 0), (20, 1)):
+        run = SimpleNamespace(
+            generate=lambda **options: list(coupled(target, 0.1).generate_many(target, [[1] * 5, [2] * 9], **options))
+        )
+        assert len(reminders(run, max_new_tokens=limit, batch_size=2, do_sample=True)) == count

@@ -1,6 +1,7 @@
 """`distill`: what it makes of a draft, what it leaves alone, and what it refuses."""
 
 import copy
+import json
 import random
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ from zoo import build
 from hf_specx import DraftTargetPair, distill
 from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.hub.cards import render
+from hf_specx.hub.publish import save
 from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.trainer import training_arguments
@@ -145,6 +147,25 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     shown = (*figures, '"loss": "jsd"', "24 prompts", "`my draft`", "specx distill 'a b' c")
     assert [text for text in shown if text not in card] == []
     assert tmp_path.name not in card
+
+
+@pytest.mark.parametrize("form", ["dict", "arguments"])
+def test_a_token_is_never_written(tmp_path, form: str):
+    """Neither into the card, nor beside the checkpoints, nor into what the command is said to have been."""
+    token, own = "hf_SECRET", {"hub_token": "hf_SECRET", "report_to": "none"}
+    given = own if form == "dict" else TrainingArguments(output_dir=str(tmp_path), **own)
+    command = f"specx distill a b --set 'training={json.dumps(own)}'"
+    result = trained(phases=1, training=given, folder=tmp_path / "training", command=command)
+    result.measure((1,), command)
+    result.pair.save_pretrained(tmp_path / "pair")
+    save(result.pair, tmp_path / "written", with_code=True)
+    texts = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert any(path.name == "training_args.bin" for path in texts)
+    assert [path for path, content in texts.items() if token.encode() in content] == []
+    assert '"hub_token": "<hidden>"' in result.pair.config.notes
+    assert result.recipe.training["hub_token"] == token
+    again = trained(phases=1, training=given, folder=tmp_path / "training")  # it goes on with what is there
+    assert again.alphas == result.alphas
 
 
 WRONG = {

@@ -1,6 +1,8 @@
 """The folder of a training: how an interrupted one goes on in it, and that nothing of others is touched."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,6 +28,46 @@ def test_the_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted(names)
     assert all((tmp_path / name).read_text() == '{"mine": true}' for name in names)
+
+
+TRAINS = """
+import sys
+from pathlib import Path
+from hf_specx.training.folder import held_folder
+with held_folder(Path(sys.argv[1])):
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def training_elsewhere(tmp_path):
+    """Another process that trains in a folder, until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINS, tmp_path / "training"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"begun\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path, training_elsewhere):
+    """The second one says who is there, and touches nothing; it has its turn once that process is gone, or killed."""
+    folder, pid = tmp_path / "training", training_elsewhere.pid
+    half = folder / CHECKPOINTS / "checkpoint-10" / "model.safetensors"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    (folder / SETTINGS_FILE).write_text("{}")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for _ in range(2):
+        told = rf"is in use by process {pid} on \S+, since 2.*; wait until it has ended, or name another folder"
+        with pytest.raises(ValueError, match=told):
+            trained(folder=folder, phases=1)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    training_elsewhere.kill()
+    training_elsewhere.wait()
+    assert trained(folder=folder, phases=1).alphas == trained(phases=1).alphas
 
 
 def test_checkpoints_of_others_beside_a_training_are_left_alone(tmp_path):

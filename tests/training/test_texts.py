@@ -11,7 +11,7 @@ from training_cases import models, silent, some_prompts
 
 from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
-from hf_specx.training.texts import Phases, Writer, fingerprint_of, seed_of
+from hf_specx.training.texts import Phases, Writer, seed_of, writer_digest
 
 
 pytestmark = pytest.mark.usefixtures("draft_pays")
@@ -51,14 +51,13 @@ def test_kept_texts_are_taken_only_for_what_they_were_made_of(tmp_path):
     assert first.write("some", some_prompts(4))[:3] == texts
 
 
-def test_targets_that_differ_in_precision_or_name():
-    """Weights that are offloaded cannot be read."""
-    offloaded = [cpu_offload(tiny(), torch.device("cpu")) for _ in range(2)]
-    for number, model in enumerate(offloaded):
-        model.name_or_path = f"org/{number}"
-    half = tiny().to(torch.bfloat16)
-    models = [half, copy.deepcopy(half).float(), *offloaded]
-    assert len({fingerprint_of(model) for model in models}) == 4
+def test_targets_that_write_other_texts():
+    """By their precision, their weights, also offloaded ones, or how they generate; a name changes nothing."""
+    half, named, ends = tiny().to(torch.bfloat16), tiny(), tiny()
+    named.name_or_path, ends.generation_config.eos_token_id = "org/other", 7
+    models = [half, copy.deepcopy(half).float(), tiny(), cpu_offload(tiny(seed=1), torch.device("cpu")), ends]
+    assert len({writer_digest(model) for model in models}) == 5
+    assert writer_digest(named) == writer_digest(cpu_offload(tiny(), torch.device("cpu"))) == writer_digest(tiny())
 
 
 def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):

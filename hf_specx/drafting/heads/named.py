@@ -1,28 +1,26 @@
 """Drafts that are given by a name: what its files say is loaded, a head or a model."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_specx.common.checkpoints import find_file, read_config
+from hf_specx.common.checkpoints import Files, find_file, read_config
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft, split_revision
 from hf_specx.common.errors import require
+from hf_specx.common.model_files import check_layers, check_links, check_model, check_weights, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
 from .head import DraftHead
+from .load_model import load_model
 from .reading import is_head
 
 
-AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
-NO_ADAPTERS = {"subfolder": "none", "local_files_only": True}  # where transformers looks for one if peft is installed
-KERNEL = re.compile(r'"_?\w*_implementation": "[^"]*[/:]')  # a repository whose code would be run
+OF_MODELS = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 
@@ -61,7 +59,7 @@ def loaded(draft: Any, target: PreTrainedModel) -> Any:
 def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
     """A head or a model from a folder or the Hub, as of an "@" and a revision; in the precision of its files.
 
-    No code of theirs is run.
+    No code of theirs is run, and all files are of one commit.
 
     Raises:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
@@ -69,21 +67,25 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
     name, revision = split_revision(name)
     told = f"draft_model={name!r} is a pair; give its draft, as {name}/draft, or load it by DraftTargetPair."
     require(find_file(name, "specx_config.json", revision=revision) is None, f"{told}from_pretrained.")
-    raw = read_config(name, revision=revision)
-    if is_head(name, raw, revision=revision):
-        return DraftHead.from_pretrained(name, target=target, revision=revision)
-    told = f"the config of {name!r} names code for parts of the model, which is not run; load the model yourself if "
-    require(KERNEL.search(json.dumps(raw)) is None, f"{told}you trust it, and give the model.")
+    read_config(name, revision=revision)  # raises where there is none
+    path = find_file(name, "config.json", revision=revision)
+    assert path is not None
+    commit = None if Path(name).is_dir() else path.parent.name
+    if is_head(name, read_config(path.parent), revision=commit):
+        return DraftHead.from_pretrained(name, target=target, revision=commit)
+    files = Files(name, commit, path.parent)
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        loader: Any = next(auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping)
-        options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False, "revision": revision}
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "adapter_kwargs": NO_ADAPTERS}
-        model, seen = loader.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError, StopIteration) as error:
+        for file in OF_MODELS:
+            find_file(name, file, revision=commit)
+        for shard in shards(files.folder):
+            find_file(name, shard, revision=commit)
+        check_links(files.root, files.folder)
+        check_model(files.folder, trust_remote_code=False, pinned=False)
+        check_weights(files.folder)
+        check_layers(files.folder)
+        model: Any = load_model(files, trust_remote_code=False, dtype="auto")
+    except (OSError, ValueError, KeyError) as error:
         told = f"draft_model={name!r} is no draft head, and cannot be loaded as a model that generates text, in "
-        raise ValueError(f"{told}safetensors and without code of its own ({error}); load it yourself.") from error
-    lacking = sorted(map(str, [*seen["missing_keys"], *seen["mismatched_keys"]]))
-    told = f"{name!r} lacks {len(lacking)} of the model's weights, {min(lacking, default='')!r} among them; "
-    require(not lacking, f"{told}get it again.")
-    return model.eval().to(last_device(target))
+        told += f"safetensors and without code of its own ({str(error).rstrip('.')}); load it yourself."
+        raise ValueError(told) from error
+    return model.to(last_device(target))

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from head_files import random_head, write
+from repositories import weights_equal
 from tiny import prompts, tiny
 from transformers import PreTrainedModel
 
 import hf_specx
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftTargetPair, SpeculativeDecoding
+from hf_specx.drafting.heads import named
+from hf_specx.drafting.heads.named import load_draft
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,12 @@ def changed(folder: Path, to: Path, **config) -> Path:
 REFUSED = [  # what is changed of which files, and what is said
     ("model", {"draft_vocab_size": 48}, r"is ambiguous.*DraftHead\.from_pretrained"),
     ("model", {"attn_implementation": "org/kernel"}, r"names code for parts of the model"),
-    ("model", {"num_hidden_layers": 5}, r"lacks .* of the model's weights"),
+    ("model", {"attn_implementation": {"": "org/kernel"}}, r"names code for parts of the model"),
+    ("model", {"experts_implementation": {"text_config": ["org/kernel@v1"]}}, r"names code for parts of the model"),
+    ("model", {"_attn_implementation_internal": "org/kernel:it"}, r"names code for parts of the model"),
+    ("model", {"transformers_weights": "../x.safetensors"}, r"which was not checked"),
+    ("model", {"num_hidden_layers": 3}, r"lacks .* of the model's weights"),
+    ("model", {"num_hidden_layers": 5}, r"numbers in its weights, and the model of its config"),
     ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, r"without code of its own"),
     ("head", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping"),
 ]
@@ -90,6 +98,42 @@ REFUSED = [  # what is changed of which files, and what is said
 @pytest.mark.parametrize(("source", "config", "told"), REFUSED)
 def test_files_that_are_refused(target, folders, tmp_path: Path, source, config, told):
     refused(target, changed(folders[source], tmp_path / "changed", **config), told)
+
+
+def test_no_code_is_asked_for(target, folders, tmp_path: Path, monkeypatch):
+    """What transformers would fetch a kernel by is not called, by neither of the ways to a draft."""
+    asked = []
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *args, **_: asked.append(args)
+    )
+    for number, kernel in enumerate(("org/kernel", {"": "org/kernel"})):
+        folder = changed(folders["model"], tmp_path / str(number), attn_implementation=kernel)
+        for load in (DraftTargetPair, lambda target, draft: DraftTargetPair.from_pretrained("embedded", draft=draft)):
+            with pytest.raises(ValueError, match="names code for parts of the model"):
+                load(target, str(folder))
+    assert asked == []
+
+
+def test_all_files_are_of_one_commit(target, folders, tmp_path: Path, monkeypatch):
+    """Though the branch moves on after its files were checked."""
+    repository = tmp_path / "models--org--model"
+    shutil.copytree(folders["model"], repository / "snapshots" / ("a" * 40))
+    tiny(seed=2).save_pretrained(repository / "snapshots" / ("b" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    find = named.find_file
+
+    def find_and_move(name, file, **hub):
+        path = find(name, file, **hub)
+        if file == "config.json":
+            (repository / "refs" / "main").write_text("b" * 40)
+        return path
+
+    monkeypatch.setattr(named, "find_file", find_and_move)
+    draft = load_draft("org/model", target)
+    assert weights_equal(draft, tiny(seed=1))
+    assert (draft.name_or_path, draft.config._commit_hash) == ("org/model", "a" * 40)
 
 
 def test_models_in_pickles_and_pairs_are_refused(target, folders, tmp_path: Path):

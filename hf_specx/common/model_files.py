@@ -11,25 +11,23 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import safe_open
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_specx.common.checkpoints import MEDUSA_WEIGHTS
-from hf_specx.common.errors import require
-from hf_specx.drafting.heads.reading import is_head
-
-from .schema import FULL_COMMIT
+from .checkpoints import MEDUSA_WEIGHTS
+from .errors import require
 
 
+FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
 AGAIN = "get it again, or save the pair anew"
 TRUST = "read it, and load it yourself with trust_remote_code=True if you trust it"
 FILES_FOR_MODELS = ("configuration_files", "transformers_weights")  # read in place of those that were checked
 FILES_FOR_TOKENIZERS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "merges_file", "vocab")
-KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+KERNEL = re.compile("[/:]")  # in what says how a part of a model is computed: a repository whose code would be run
 TOKENIZER_CLASSES = ("Tokenizer", "TokenizerFast", "Backend")  # how their names end
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 OF_SEVERAL_PROCESSES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # taken before all others
 
 
 def check_reference(name: str) -> None:
-    """Whether a repository that a config names can be loaded by its name."""
+    """Raise ValueError unless a repository that a config names can be loaded by its name."""
     told = f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
     told += "rename it or work elsewhere, or load the model yourself and pass it."
     require(not Path(name).exists(), told)
@@ -52,12 +50,19 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
     require(config is not None, f"{path} is not a JSON object; {AGAIN}.")
     told = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
     require(not generation.exists() or settings is not None, told)
-    beams = (settings or {}).get("num_beams")
-    told = f"{generation} has num_beams={beams!r}, which transformers would make room for before we are asked; "
-    require(beams in (None, 1), f"{told}take it out.")
     told = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the model."
     require(not (folder / "adapter_config.json").exists(), told)
     _check_code(path, config, trust_remote_code, pinned)
+
+
+def check_generation(folder: Path) -> None:
+    """Raise ValueError if a target would generate with beams where nothing else is said."""
+    path = folder / "generation_config.json"
+    beams = (_object_in(path) or {}).get("num_beams")
+    message = (
+        f"{path} has num_beams={beams!r}, which transformers would make room for before we are asked; take it out."
+    )
+    require(beams in (None, 1), message)
 
 
 def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool) -> None:
@@ -72,14 +77,25 @@ def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool
     for part in (config, *parts):
         if trusted:
             _check_own_code(path, part)
-        for name in KERNELS:
-            kernel = str(part.get(name, ""))
-            told = f"{path} has {name}={kernel!r}, code from elsewhere; take it out, or trust it at a full commit."
+        for name, kernel in _kernels(part):
+            message = (
+                f"{path} has {name}={kernel!r}, code from elsewhere, so that it names code for parts of the model; "
+            )
+            message += "take it out, or trust it at a full commit."
             fixed = FULL_COMMIT.fullmatch(kernel.partition("@")[2].partition(":")[0])
-            require("/" not in kernel or bool(trusted and fixed), told)
+            require(bool(trusted and fixed), message)
         for name in FILES_FOR_MODELS:
             told = f"{path} has {name}={part.get(name)!r}, which was not checked; take it out."
             require(not part.get(name), told)
+
+
+def _kernels(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The code from elsewhere that a config names for parts of a model, as one for all parts or one for each."""
+    for name, value in config.items():
+        if "_implementation" in name:
+            for text in _everything(value):
+                if isinstance(text, str) and KERNEL.search(text):
+                    yield name, text
 
 
 def _check_own_code(path: Path, config: dict[str, Any]) -> None:
@@ -138,12 +154,13 @@ def check_weights(folder: Path) -> None:
     part = min(filter(OF_SEVERAL_PROCESSES.fullmatch, found), default=None)
     told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
     require(part is None, told)
-    number = len(_shapes(folder))
-    path = folder / "config.json"
-    config = _object_in(path) or {}
-    if is_head(folder, config):  # whose config may count the layers of its target
-        return
-    for settings in _objects(config):
+    _shapes(folder)
+
+
+def check_layers(folder: Path) -> None:
+    """Raise ValueError if a model has more layers than weights; the config of a head may count its target's layers."""
+    number, path = len(_shapes(folder)), folder / "config.json"
+    for settings in _objects(_object_in(path) or {}):
         for name, value in settings.items():
             told = f"{path} has {name}={value}, and there are {number} weights; {AGAIN}."
             # max_window_layers makes none, and first layers of a model keep its number

@@ -17,7 +17,7 @@ class HubOnDisk:
     """Repositories below `home`, which is the `HF_HOME` of whoever loads them; each commit is a folder."""
 
     def __init__(self, home: Path):
-        self.home, self.commits = home, 0
+        self.home, self.commits, self.private = home, 0, set[str]()
 
     def branch(self, repo_id: str, name: str | None) -> Path:
         """The file that says which commit a branch is at."""
@@ -43,9 +43,21 @@ class HubOnDisk:
         branch.write_text(commit)
         return commit
 
-    def create_repo(self, repo_id: str, **_: Any) -> None:
+    @property
+    def cache(self) -> Path:
+        return self.home / "hub"
+
+    def create_repo(self, repo_id: str, private: bool | None, **_: Any) -> None:
         if not self.branch(repo_id, None).exists():
             self.put(repo_id, {".gitattributes": b""})
+            self.private |= {repo_id} if private else set()
+
+    def repo_info(self, repo_id: str) -> SimpleNamespace:
+        return SimpleNamespace(private=repo_id in self.private)
+
+    def hf_hub_download(self, repo_id: str, filename: str, revision: str | None = None) -> str:
+        commit = self.branch(repo_id, revision).read_text()
+        return str(self.branch(repo_id, None).parents[1] / "snapshots" / commit / filename)
 
     def create_branch(self, repo_id: str, branch: str, **_: Any) -> None:
         if not self.branch(repo_id, branch).exists():
@@ -65,6 +77,6 @@ class HubOnDisk:
         """Let `publish` upload here, by the methods of `HfApi`, with arguments that these have; yields that class."""
         with mock.patch.object(publish, "HfApi", autospec=True) as api:
             api.return_value.list_repo_files.side_effect = self.files
-            for name in ("create_repo", "create_branch", "upload_folder"):
+            for name in ("create_repo", "repo_info", "hf_hub_download", "create_branch", "upload_folder"):
                 getattr(api.return_value, name).side_effect = getattr(self, name)
             yield api

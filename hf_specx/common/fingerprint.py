@@ -1,0 +1,137 @@
+"""The fingerprint of a model, in memory or in its files: of its settings, and of all bytes of all of its tensors.
+
+Of a tensor it has the sum of every column of 8-byte words, with a prime number of columns, so that rows which change
+places change the sums, and words at equal strides. That reads each byte once and copies nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+FORM = "2:"  # how fingerprints of this kind begin; those of earlier versions had no such beginning
+COLUMNS, SAMPLES = 257, 64
+NO_SETTINGS = ("_name_or_path", "transformers_version", "_from_model_config")  # entries that do not change a model
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    """Twelve hexadecimal digits."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+def fingerprint_of(settings: dict[str, Any], tensors: Iterable[tuple[str, str, torch.Tensor | None]]) -> str:
+    """A text that is another one for other settings or tensors, each of these a name, its kind, and its bytes or None.
+
+    It does not depend on the device that they are on, nor on their order.
+    """
+    total = hashlib.sha256(json.dumps(_counted(settings), sort_keys=True, default=str).encode())
+    for name, line in sorted((name, _line(kind, bits)) for name, kind, bits in tensors):
+        total.update(f"\n{name} {line}".encode())
+    return FORM + total.hexdigest()
+
+
+def model_fingerprint(model: Any) -> str:
+    """The fingerprint of a model in memory: of its weights and buffers, also quantised or offloaded ones.
+
+    Of a model whose weights are nowhere in memory it has where that came from.
+    """
+    state = state_of(model)
+    absent = any(getattr(value, "is_meta", False) for value in state.values())
+    settings = model.config.to_dict() | {"weights": model.name_or_path if absent else None}
+    return fingerprint_of(settings, _tensors(state))
+
+
+def _counted(value: Any) -> Any:
+    """Settings without those that do not change a model, also in the settings of its parts."""
+    if not isinstance(value, dict):
+        return value
+    items = ((str(name), _counted(item)) for name, item in value.items() if name not in NO_SETTINGS)
+    return {name: item for name, item in items if item is not None}
+
+
+class Offloaded(NamedTuple):
+    """A weight that is not in the memory of its model; it may be on disk, so one is loaded at a time."""
+
+    stored: Mapping[str, torch.Tensor]
+    name: str
+    here: torch.Tensor  # a meta tensor
+
+    def load(self) -> torch.Tensor:
+        try:
+            return self.stored[self.name]
+        except KeyError:
+            return self.here
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    """The name, kind and bytes of each tensor of a module, with buffers that are not saved, and what is offloaded."""
+    return _tensors(state_of(module))
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    for name, value in state.items():
+        for inner, tensor in _plain_tensors(name, value.load() if isinstance(value, Offloaded) else value):
+            if isinstance(tensor, torch.Tensor):
+                kind = f"{tensor.dtype} {list(tensor.shape)}"
+                yield inner, kind, None if tensor.is_meta else _bytes(tensor)
+            else:
+                yield inner, repr(tensor), torch.zeros(0, dtype=torch.uint8, device="cpu")
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module holds by name: its state dict, other buffers, and `Offloaded` in place of what is elsewhere."""
+    # with the scales of quantised layers, which are neither parameters nor buffers; a tied one has several names
+    state: dict[str, Any] = dict(module.named_buffers()) | module.state_dict()
+    for path, part in module.named_modules():
+        hook: Any = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            stored: Any = getattr(each, "weights_map", None)  # of accelerate
+            for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
+                whole = f"{path}.{name}".removeprefix(".")
+                if getattr(state.get(whole), "is_meta", False):
+                    state[whole] = Offloaded(stored, name, state[whole])
+    return state
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """What tells a tensor from others, wherever it is."""
+    return _line(f"{tensor.dtype} {list(tensor.shape)}", _bytes(tensor))
+
+
+def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a weight consists of: plain tensors, and other values that are told by their `repr`."""
+    if isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _plain_tensors(f"{name}.{number}", item)
+    elif not isinstance(value, torch.Tensor):
+        yield name, value
+    elif hasattr(value, "full_tensor"):  # in parts on several devices
+        yield name, value.full_tensor()
+    elif value.is_quantized:
+        yield name, value.dequantize()
+    elif hasattr(value, "__tensor_flatten__"):  # of torchao
+        for part in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(f"{name}.{part}", getattr(value, part))
+    else:
+        yield name, value.to_dense() if value.layout is not torch.strided else value
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _line(kind: str, bits: torch.Tensor | None) -> str:
+    """What tells one tensor from another, by its kind and bytes [N]; None is of one that is nowhere in memory."""
+    if bits is None:
+        return kind
+    rows = len(bits) // 8 // COLUMNS
+    whole, rest = bits[: 8 * rows * COLUMNS], bits[8 * rows * COLUMNS :]
+    if whole.storage_offset() % 8:
+        whole = whole.clone()
+    words = whole.view(torch.int64)
+    sums = [words.view(rows, COLUMNS).sum(0), words[:: max(1, len(words) // SAMPLES)][: SAMPLES + 1]]
+    digest = hashlib.sha256(b"".join(bytes(_bytes(each).tolist()) for each in (*sums, rest)))
+    return f"{kind} {digest.hexdigest()}"

@@ -1,0 +1,127 @@
+"""Load a model or a head exactly as its files describe it; missing weights raise an error and are not made up.
+
+All that is loaded by a name or a folder is loaded here, from files that `common/model_files.py` has checked.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_specx.common.checkpoints import Files, read_config
+from hf_specx.common.errors import require
+from hf_specx.common.model_files import AGAIN, check_size
+
+from .head import DraftHead
+from .reading import is_head
+
+
+AUTO_CLASSES = (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForImageTextToText,
+)
+COMMIT = "_commit_hash"  # attribute of a config, not saved with it
+NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
+TABLES = 2**28  # numbers in buffers, more than any real model needs
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class that loads a model: the one that gives the class in `config.architectures`, else the first that
+    knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
+    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
+    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
+    exact = [each for each in known if each._model_mapping[type(config)].__name__ in (config.architectures or [])]
+    return [*exact, *known, *named, *AUTO_CLASSES][0]
+
+
+def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
+    """A model's config, from `files` that `fetch` has checked; its code runs only if it is trusted."""
+    with _reading(files.folder):
+        config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code)
+    assert isinstance(config, PreTrainedConfig)
+    if not trust_remote_code:
+        vars(config).pop("auto_map", None)  # transformers has a class of its own for it
+    return config
+
+
+def load_model(
+    files: Files, trust_remote_code: bool, target: PreTrainedModel | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
+
+    For a `target` it may be a draft head, in the precision of its files. `kwargs` are for `from_pretrained`. Weights
+    that are missing, have another shape, or belong to layers that the model does not have are a ValueError.
+    """
+    folder = files.folder  # not by the repository's name, whose code may have changed since it was checked
+    if target is not None and holds_head(files):
+        return _noted(files, DraftHead.from_pretrained(folder, target=target))
+    config, trust = load_config(files, trust_remote_code), {"trust_remote_code": trust_remote_code}
+    loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
+    if not quantised and kwargs.get("use_safetensors", True):
+        with _reading(folder), torch.device("meta"):
+            empty = loader.from_config(config, attn_implementation="eager", **trust)
+        tables = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
+        check_size(folder, empty.num_parameters() + max(0, tables - TABLES))
+    model, seen = loader.from_pretrained(
+        str(folder),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported below
+        adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
+        **{"use_safetensors": True} | trust | kwargs,
+    )
+    _check_loaded(files.shown, seen, list(model.state_dict()))
+    vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
+    return _noted(files, model).eval()
+
+
+def _noted(files: Files, model: PreTrainedModel) -> PreTrainedModel:
+    """A model that says where it came from."""
+    model.name_or_path = model.config._name_or_path = files.name
+    if files.revision is not None:
+        setattr(model.config, COMMIT, files.revision)
+    return model
+
+
+def holds_head(files: Files) -> bool:
+    """Whether what a pair's files have as its draft is a head."""
+    return is_head(files.folder, read_config(files.folder))
+
+
+def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:
+    """Whether the weights in files, as transformers has `seen` them, were all that a model has, and no others."""
+    name, found, expected = min(seen["mismatched_keys"], default=("", (), ()))
+    told = f"{where}: {name!r} is {list(found)}, and its config says {list(expected)}; {AGAIN}."
+    require(not seen["mismatched_keys"], told)
+    missing = seen["missing_keys"]
+    told = f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {AGAIN}."
+    require(not missing, told)
+    kinds = {re.sub(r"\d+", "#", name) for name in used}
+    no_layers = not any("#" in kind for kind in kinds)
+    unused = {name: re.sub(r"\d+", "#", name) for name in seen["unexpected_keys"]}
+    further = [name for name, kind in unused.items() if kind in kinds or (no_layers and "#" in kind)]
+    told = f"{where} has weights for more layers than its config, {min(further, default='')!r} among them; {AGAIN}."
+    require(not further, told)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Name the folder in errors that reading its config raises."""
+    try:
+        yield
+    except Exception as error:  # wrong values may raise any
+        told = f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
+        raise ValueError(told) from error
