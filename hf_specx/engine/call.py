@@ -24,10 +24,20 @@ from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
-from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_plain
+from .check_inputs import (
+    as_list,
+    check_guidance,
+    check_inputs,
+    check_length,
+    check_mode,
+    check_seeds,
+    why_guidance_plain,
+    why_no_noise,
+)
+from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target
 from .queue import RequestQueue
-from .ranks import check_synced, shares_rows, synced_by_default
+from .ranks import check_synced, shares_rows, synced_by_default, why_out_of_step
+from .reasons import reasons_of
 from .report import PLAINLY
 
 
@@ -126,7 +136,12 @@ def make_call(
         in_step=synced,
     )
     _check_asked(options, prompt, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
+    processors: Sequence[Processor] = given.processors
+    reasons: list[str] = []
+    if queue is None:  # else each request was asked by itself
+        processors, reasons = _with_masks(options, prompt, stopping)
+        reasons += _reasons(options, prompt, drafter, synced)
+    plain = "; ".join(reasons)
     seeds = None if given.seeds is None else as_list(given.seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
     if queue is not None and layout.refills:  # later requests have limits of their own
@@ -159,16 +174,15 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 
 
 def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
-    """Check that both models can be served, and what they are given to read."""
+    """Raise ValueError for what plain `generate` refuses as well, and for a draft that cannot serve."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
     check_target(model)
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
         check_length(prompt, prompt.max_new_tokens)
-    for processor in prompt.processors:
-        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            check_guidance(processor, model, len(prompt.input_ids))
+    for processor in _guiding(prompt):
+        check_guidance(processor, model, len(prompt.input_ids))
     drafter.meet(vocabulary(model), options.tokenizer)
     if drafter.model is not None and drafter.own_text:
         check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
@@ -176,23 +190,37 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
-    """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
-    if options.num_draft_tokens == 0:
-        return prompt.processors, SWITCHED_OFF
+def _guiding(prompt: Prompt) -> list[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
+    return [x for x in prompt.processors if isinstance(x, UnbatchedClassifierFreeGuidanceLogitsProcessor)]
+
+
+def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], list[str]]:
+    """Processors with `TokenMasks` in place of some, and which of them the call is not speculated with."""
     processors: Sequence[Processor] = prompt.processors
-    if not all(type(each) in WARPERS for each in processors):
+    if options.num_draft_tokens != 0 and not all(type(each) in WARPERS for each in processors):
         processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
     stateful += stopping.stateful
-    if stateful:
-        told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
-        return processors, f"{told}(set its attribute stateless = True if it keeps none)"
+    if not stateful:
+        return processors, []
+    message = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
+    return processors, [f"{message}(set its attribute stateless = True if it keeps none)"]
+
+
+def _reasons(options: Any, prompt: Prompt, drafter: Drafter, synced: bool) -> list[str]:
+    """Why transformers itself decodes a call, but for its processors; none if it is speculated."""
+    if options.num_draft_tokens == 0:
+        return [SWITCHED_OFF]
     config = prompt.generation_config
+    reasons = reasons_of(prompt, prompt.max_new_tokens)
+    reasons += [why for why in map(why_guidance_plain, _guiding(prompt)) if why]
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            return processors, f"{name}=True wants what the model gives for each token alone"
-    return processors, why_plain(prompt)
+            reasons.append(f"{name}=True wants what the model gives for each token alone")
+    verification = options.verification or ("block" if drafter.has_probs else "coupled")
+    noise = why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy")
+    step = why_out_of_step(prompt.model) if synced and not reasons else ""
+    return reasons + [why for why in (noise, step) if why]
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
@@ -246,11 +274,12 @@ def _check_together(call: Call) -> None:
         check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
     if call.plain:
         return
-    check_noise(ids.device, call.verification)
+    why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep
+    require(not why, f"{why}.")
     if call.options.compile:
         ranks = call.synced or call.shared
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
-        check_synced(call.prompt.model, drafting, drafter)
+        check_synced(drafting, drafter)

@@ -9,7 +9,16 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    QuantizedCache,
+    QuantizedLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from hf_specx.common.architectures import CACHE
 from hf_specx.common.errors import require
@@ -17,6 +26,9 @@ from hf_specx.common.errors import require
 from .layers import SlotLayer, Slots
 
 
+# What is quantised is so by a scale of several tokens
+QUANTIZED: type = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
+NOT_TAKEN_BACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
 MARGIN = 32  # slots for candidates after the last token that can be emitted
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
@@ -105,6 +117,22 @@ def tokens_held(cache: Cache) -> int:
         return cache.get_seq_length()
     except ValueError:
         return 0
+
+
+def unknown_cache(cache: Any) -> str:
+    """What a cache has that no layout takes back or moves; empty if all of its layers are known.
+
+    Known are layers that grow with the text, keep a window of it or a state, of transformers and its models.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        return unknown_cache(cache.self_attention_cache) or unknown_cache(cache.cross_attention_cache)
+    layers = [type(layer) for layer in getattr(cache, "layers", ())]
+    for kind in (type(cache), *layers, getattr(cache, "layer_class_to_replicate", None) or type(cache)):
+        ours = kind.__module__.startswith("transformers.") and isinstance(kind, type)
+        if not ours or issubclass(kind, NOT_TAKEN_BACK):
+            holds = f"{CACHE} is a {type(cache).__name__}"
+            return holds if kind is type(cache) else f"{holds} with a {kind.__name__}"
+    return f"{CACHE} is offloaded to the CPU" if getattr(cache, "offloading", False) else ""
 
 
 def cache_name(kwargs: Collection[str]) -> str:
