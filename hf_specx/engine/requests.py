@@ -118,7 +118,7 @@ class Preparing:
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
         if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-            own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
+            own |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}  # each request may have its own limit
         self._alone(one, own)
 
     def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:

@@ -29,6 +29,8 @@ from .layers import SlotLayer, Slots
 # What is quantised is so by a scale of several tokens
 QUANTIZED: type = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
 NOT_TAKEN_BACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
+PARTS = ("self_attention_cache", "cross_attention_cache")
+OF_LOCKSTEP = ("update", "record_past")  # what a copy of a layer has of its own while it is decoded from
 MARGIN = 32  # slots for candidates after the last token that can be emitted
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
@@ -145,6 +147,11 @@ def self_attention(cache: Cache) -> Cache:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
+def is_window(layer: Any) -> bool:
+    """Whether a layer of transformers drops what is out of its window."""
+    return bool(getattr(layer, "is_sliding", False))
+
+
 def with_slots(cache: Cache, made: SlotCache) -> Cache:
     """A new cache in slots, with a copy of what one holds; keys of an encoder stay.
 
@@ -195,8 +202,31 @@ def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
         told += "cannot be put together, or it is spread over ranks; pass the whole text without it in the next turn."
         warnings.warn(told, UserWarning, stacklevel=2)
         return None
-    vars(user_cache).update(vars(past))
+    parts = [(user_cache, past)]
+    if isinstance(user_cache, EncoderDecoderCache) and isinstance(past, EncoderDecoderCache):
+        parts = [(getattr(user_cache, name), getattr(past, name)) for name in PARTS]
+        user_cache.is_updated = past.is_updated
+    for held, filled in parts:
+        for number, layer in enumerate(filled.layers):
+            if number < len(held.layers):
+                _refill(held.layers[number], layer)
+            else:  # transformers too adds layers as they are written
+                held.layers.append(layer)
     return user_cache
+
+
+def _refill(layer: Any, filled: Any) -> None:
+    """Give a layer what another holds, which may be one without a window."""
+    if type(layer) is type(filled):
+        vars(layer).update({name: x for name, x in vars(filled).items() if name not in OF_LOCKSTEP})
+    elif filled.is_initialized:
+        layer.is_initialized = False
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = 0
+        layer.update(filled.keys, filled.values)
+    window = getattr(layer, "sliding_window", None)
+    if window and layer.is_initialized and not layer.record_past:  # as it keeps between forwards
+        layer.keys, layer.values = layer.keys[:, :, 1 - window :], layer.values[:, :, 1 - window :]
 
 
 class Pool:
