@@ -226,7 +226,13 @@ def test_a_cache_by_name_is_returned_as_plain_generate_returns_it():
     assert not torch.equal(expected.sequences, target.generate(**call))
 
 
-HONOURED = [("llama", False), ("llama", True), ("mistral", False), ("mistral", True), ("lfm2", True)]  # with its config
+HONOURED = [
+    ("llama", False),
+    ("llama", True),
+    ("mistral", False),
+    ("mistral", True),
+    ("lfm2", True),
+]  # with its config
 
 
 @pytest.mark.parametrize("layout", ["auto", "lockstep"])

@@ -14,9 +14,9 @@ from tiny import near
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED, WHOLE
+from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.models.choose import DECODERS, layouts_of
+from hf_specx.models.choose import DECODERS, layouts_of, why_no_layout
 
 
 NEW_TOKENS, NUM_DRAFT_TOKENS = 24, 3
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     """One row of the table.
 
     Attributes:
-        result: "exact", "plain", "refused", "not self-consistent" or "not built".
+        result: "exact", "plain", "not self-consistent" or "not built".
         note: the layouts in which it is exact, best first; or why it is not.
     """
 
@@ -47,18 +47,16 @@ def examine(kind: str, model_type: str) -> Outcome:
         return Outcome("not built", _line(error))
     inputs = zoo.inputs(model)
     inconsistent, greedy = _by_stock(model, inputs)
-    if model_type in WHOLE and greedy is not None and not inconsistent:
-        for mode, text in _stock_texts(model, inputs, greedy).items():
-            _compared(model, inputs, text, _strategy(near(model, 0.02), "auto"), f"plain, {mode}")
-        return Outcome("plain", "exact without a cache only")
-    try:
-        layouts = layouts_of(model)
-        if greedy is not None:
-            _check_like_stock(model, inputs, greedy, layouts)
-    except ValueError as error:
-        return Outcome("not self-consistent" if inconsistent else "refused", inconsistent or _line(error))
+    why = why_no_layout(model)
+    if greedy is not None:
+        _check_like_stock(model, inputs, greedy, "plain" if why else layouts_of(model)[0])
     if inconsistent:
         return Outcome("not self-consistent", inconsistent)
+    if why:
+        for mode, text in _stock_texts(model, inputs, greedy).items():
+            _compared(model, inputs, text, _strategy(near(model, 0.02), "auto"), f"plain, {mode}")
+        return Outcome("plain", why.partition(" of speculative decoding: ")[2].removesuffix("; choose another"))
+    layouts = layouts_of(model)
     texts, noises = _stock_texts(model, inputs, greedy), None
     for layout in layouts:
         noises = _check_exact(model, inputs, layout, texts, noises)
@@ -96,12 +94,12 @@ def _by_stock(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[
     return "", together
 
 
-def _check_like_stock(model: PreTrainedModel, inputs: dict, greedy: torch.Tensor, layouts: list[str]) -> None:
+def _check_like_stock(model: PreTrainedModel, inputs: dict, greedy: torch.Tensor, layout: str) -> None:
     """Also where stock itself gives a row another text in a batch than alone, ours in that batch is stock's."""
     strategy = _strategy(near(model, 0.02), "auto")
     output = _generate(model, inputs, MODES["greedy"], custom_generate=strategy)
     assert torch.equal(output, greedy), "another text than stock's"
-    assert strategy.report.layout == layouts[0]
+    assert strategy.report.layout == layout
 
 
 def _strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
