@@ -137,11 +137,10 @@ def make_call(
     )
     _check_asked(options, prompt, drafter, queue)
     processors: Sequence[Processor] = given.processors
-    reasons: list[str] = []
-    if queue is None:  # else each request was asked by itself
-        processors, reasons = _with_masks(options, prompt, stopping)
-        reasons += _reasons(options, prompt, drafter, synced)
-    plain = "; ".join(reasons)
+    plain = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
+    if queue is None and not plain:  # else each request was asked by itself
+        processors = _with_masks(prompt, stopping)
+        plain = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
     seeds = None if given.seeds is None else as_list(given.seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
     if queue is not None and layout.refills:  # later requests have limits of their own
@@ -194,33 +193,32 @@ def _guiding(prompt: Prompt) -> list[UnbatchedClassifierFreeGuidanceLogitsProces
     return [x for x in prompt.processors if isinstance(x, UnbatchedClassifierFreeGuidanceLogitsProcessor)]
 
 
-def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], list[str]]:
-    """Processors with `TokenMasks` in place of some, and which of them the call is not speculated with."""
-    processors: Sequence[Processor] = prompt.processors
-    if options.num_draft_tokens != 0 and not all(type(each) in WARPERS for each in processors):
-        processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
+    """The processors of a call, with `TokenMasks` in place of some."""
+    if all(type(each) in WARPERS for each in prompt.processors):
+        return prompt.processors
+    return masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+
+
+def _reasons(
+    options: Any, prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, drafter: Drafter, synced: bool
+) -> list[str]:
+    """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
+    config, reasons = prompt.generation_config, reasons_of(prompt, prompt.max_new_tokens)
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    stateful += stopping.stateful
-    if not stateful:
-        return processors, []
-    message = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
-    return processors, [f"{message}(set its attribute stateless = True if it keeps none)"]
-
-
-def _reasons(options: Any, prompt: Prompt, drafter: Drafter, synced: bool) -> list[str]:
-    """Why transformers itself decodes a call, but for its processors; none if it is speculated."""
-    if options.num_draft_tokens == 0:
-        return [SWITCHED_OFF]
-    config = prompt.generation_config
-    reasons = reasons_of(prompt, prompt.max_new_tokens)
-    reasons += [why for why in map(why_guidance_plain, _guiding(prompt)) if why]
+    if stateful or stopping.stateful:
+        names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
+        remedy = "(set its attribute stateless = True if it keeps none)"
+        reasons.append(f"{names} may keep state, and must be shown each token once, in order {remedy}")
+    reasons += map(why_guidance_plain, _guiding(prompt))
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             reasons.append(f"{name}=True wants what the model gives for each token alone")
     verification = options.verification or ("block" if drafter.has_probs else "coupled")
-    noise = why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy")
-    step = why_out_of_step(prompt.model) if synced and not reasons else ""
-    return reasons + [why for why in (noise, step) if why]
+    reasons.append(why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy"))
+    if synced and not any(reasons):
+        reasons.append(why_out_of_step(prompt.model))
+    return [why for why in reasons if why]
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:

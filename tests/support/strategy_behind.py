@@ -1,6 +1,6 @@
 """A plugin of pytest: a strategy serves every call of `generate` in tests that know nothing of one.
 
-`pytest -p strategy_behind` runs them with a draft that is a copy of their model, coupled, so that nothing else changes.
+`pytest -p strategy_behind` runs them with a copy of their model as the draft, coupled, so that nothing else changes.
 """
 
 import copy
