@@ -16,11 +16,9 @@ from hf_specx.models.slots import CACHE, tokens_held, unknown_cache
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
 NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
 MAX_SEED = 2**63
-ELSEWHERE = {  # fields of a config whose way of generating is no part of transformers, or mixes in another model
+OF_ASSISTANTS = {  # fields of a config that say what transformers does with a draft model of its own
     "speculation_type": "a kind of draft that transformers makes itself",
     "assistant_ensemble_weight": "a mixture of draft and target",
-    "constraints": "decoding under constraints",
-    "force_words_ids": "decoding with forced words",
 }
 ASSISTED = {  # fields that select assisted generation: by what, and the same as a draft
     "prompt_lookup_num_tokens": ("prompt lookup", "SuffixDraft({})"),
@@ -32,18 +30,17 @@ ASSISTED = {  # fields that select assisted generation: by what, and the same as
 def check_mode(prompt: Prompt, streamer: Any) -> None:
     """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
-    for name, mode in ELSEWHERE.items():
+    for name, mode in OF_ASSISTANTS.items():
         value = getattr(config, name, None)
-        message = f"{name}={value!r} selects {mode}, which is no part of transformers; leave it out, also of "
-        message += "model.generation_config, or call generate without a strategy."
-        require(value is None, message)
-    repository = method_of(prompt)
-    message = f"this generation_config selects {repository} of the Hub; leave it out, also of model.generation_config "
-    require("/" not in repository, f"{message}(penalty_alpha, dola_layers and the like), or call generate without us.")
+        message = f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
+        require(value is None, f"{message}model.generation_config.")
+    method = method_of(prompt)
+    message = f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also "
+    require("/" not in method, f"{message}of model.generation_config, or call generate without a strategy.")
     message = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
     require(size is None or (is_int(size) and size >= 1), message)
     message = f"num_beams={config.num_beams} has no text before its end, which a streamer could get; leave one out."
-    require(streamer is None or repository != "_beam_search", message)
+    require(streamer is None or method != "_beam_search", message)
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
     message = f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
     require(streamer is None or rows == 1 or tags_rows, message)
