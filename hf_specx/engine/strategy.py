@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,8 @@ class SpeculativeDecoding(NoModel):
         check_entry(model := unwrapped(model))
         own = vars(model)
         before = {"generate": own["generate"]} if "generate" in own else {}
-        own["generate"] = partial(self._generate, model)
+        plain = partial(type(model).generate, model)  # type: ignore[attr-defined]
+        own["generate"] = update_wrapper(partial(self._generate, model), plain)  # some ask for its arguments
         try:
             yield model
         finally:

@@ -126,7 +126,7 @@ def unknown_cache(cache: Any) -> str:
 
     Known are layers that grow with the text, keep a window of it or a state, of transformers and its models.
     """
-    if isinstance(cache, EncoderDecoderCache):
+    if type(cache) is EncoderDecoderCache:
         return unknown_cache(cache.self_attention_cache) or unknown_cache(cache.cross_attention_cache)
     layers = [type(layer) for layer in getattr(cache, "layers", ())]
     for kind in (type(cache), *layers, getattr(cache, "layer_class_to_replicate", None) or type(cache)):
@@ -225,7 +225,7 @@ def _refill(layer: Any, filled: Any) -> None:
             layer.cumulative_length = 0
         layer.update(filled.keys, filled.values)
     window = getattr(layer, "sliding_window", None)
-    if window and layer.is_initialized and not layer.record_past:  # as it keeps between forwards
+    if window and layer.is_initialized and not getattr(layer, "record_past", False):  # as it keeps between forwards
         layer.keys, layer.values = layer.keys[:, :, 1 - window :], layer.values[:, :, 1 - window :]
 
 

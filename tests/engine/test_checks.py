@@ -1,5 +1,6 @@
 """Bad input and misuse: one clear error before any forward, naming the value and the remedy, nothing changed."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -142,3 +143,38 @@ def test_prompts_beyond_the_length_where_frequencies_change(model_type: str, lay
     with pytest.warns(UserWarning, match="'longrope' changes its frequencies after position 5"):
         text = target.generate(**call | {"do_sample": False}, custom_generate=strategy)
     assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
+def test_a_draft_whose_frequencies_change_on_the_way(layout: str):
+    """Phi-3's preparation would then drop the draft's cache, and read all of its text anew; here it is kept."""
+    target, reports = tiny("phi3", sliding_window=None), []
+    call = prompts(3) | {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    torch.manual_seed(0)
+    expected = target.generate(**call)
+    for limit in (4096, 16):
+        draft = near(target, 0.05)
+        draft.config.original_max_position_embeddings = limit
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=4, layout=layout, verification="coupled")
+        torch.manual_seed(0)
+        assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
+        reports.append(strategy.report)
+    assert reports[0].accepted_per_row == reports[1].accepted_per_row
+    assert reports[0].accepted > 0
+
+
+def test_requests_within_and_beyond_the_length_where_frequencies_change():
+    """Each has the text that it has alone: a longer one would give its frequencies to all rows of a batch."""
+    target = tiny(rope_parameters=LONG | {"original_max_position_embeddings": 12}, max_position_embeddings=48)
+    asks = [list(range(1, 1 + length)) for length in (3, 14, 4, 20, 9, 2)]
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = list(
+            strategy.generate_many(target, asks, batch_size=3, ordered=True, max_new_tokens=6, do_sample=False)
+        )
+    assert any("'longrope' changes its frequencies after position 12" in str(each.message) for each in caught)
+    for ids, each in zip(asks, done, strict=True):
+        text = target.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert each.tokens == text[0, len(ids) :].tolist()
+    assert strategy.report.accepted > 0
