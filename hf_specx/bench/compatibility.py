@@ -13,7 +13,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
-from hf_specx.engine.check_models import check_own_text, check_pair, vocabularies_of_other_sizes
+from hf_specx.engine.check_models import check_own_text, check_pair, check_sizes, one_tokenizer
 from hf_specx.hub.pair_config import WeightlessDraft
 
 
@@ -87,7 +87,9 @@ def _tokens(
     both = tokenizer, draft_tokenizer
     size, own = ("no tokenizer" if each is None else str(len(each.get_vocab())) for each in both)
     if tokenizer is None or draft_tokenizer is None:
-        vocabularies_of_other_sizes(target, draft)
+        check_sizes(target, draft, *both)
+        if one_tokenizer(target, draft, *both):
+            return Finding("tokens", size, own, OK, "every token has the same id in both")
         told = "not checked: the models only score equally many; be sure that ids agree"
         return Finding("tokens", size, own, NOTE, told)
     if same_tokens(tokenizer, draft_tokenizer):

@@ -1,6 +1,8 @@
 """Models inside the wrappers of `torch.compile` and PEFT, copies, vocabularies and names of models; and no models."""
 
+import copy
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -60,6 +62,19 @@ def _rebound(value: Any, module: torch.nn.Module, made: torch.nn.Module) -> Any:
     bound = partial(_rebound(value.func, module, made), *args, **named)
     vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
     return bound
+
+
+def keeping_cache(model: PreTrainedModel) -> Any:
+    """The model, or a copy whose preparation of inputs never drops its cache.
+
+    That of Phi-3 does once a text is longer than its short frequencies serve, to read all of it anew.
+    """
+    if not hasattr(model.config, "original_max_position_embeddings"):
+        return model
+    keeping = shallow(model)
+    keeping.config = copy.copy(model.config)
+    keeping.config.original_max_position_embeddings = sys.maxsize
+    return keeping
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -25,17 +25,20 @@ from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import as_list, check_guidance, check_inputs, check_length, check_mode, check_noise, check_seeds
-from .check_models import (
-    OWN_TEXT_LAYOUTS,
-    check_own_text,
-    check_pair,
-    check_target,
-    warn_of_larger_draft,
-    why_plain,
+from .check_inputs import (
+    as_list,
+    check_guidance,
+    check_inputs,
+    check_length,
+    check_mode,
+    check_seeds,
+    why_guidance_plain,
+    why_no_noise,
 )
+from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, warn_of_larger_draft
 from .queue import RequestQueue
-from .ranks import check_synced, shares_rows, synced_by_default
+from .ranks import check_synced, shares_rows, synced_by_default, why_out_of_step
+from .reasons import reasons_of
 from .report import PLAINLY
 
 
@@ -134,7 +137,11 @@ def make_call(
         in_step=synced,
     )
     _check_asked(options, prompt, drafter, queue)
-    processors, plain = (given.processors, "") if queue is not None else _with_masks(options, prompt, stopping)
+    processors: Sequence[Processor] = given.processors
+    plain = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
+    if queue is None and not plain:  # else each request was asked by itself
+        processors = _with_masks(prompt, stopping)
+        plain = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
     seeds = None if given.seeds is None else as_list(given.seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
     if queue is not None and layout.refills:  # later requests have limits of their own
@@ -175,16 +182,15 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 
 
 def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
-    """Check that both models can be served, and what they are given to read."""
+    """Raise ValueError for what plain `generate` refuses as well, and for a draft that cannot serve."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
     check_target(model)
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
         check_length(prompt, prompt.max_new_tokens)
-    for processor in prompt.processors:
-        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-            check_guidance(processor, model, len(prompt.input_ids))
+    for processor in _guiding(prompt):
+        check_guidance(processor, model, len(prompt.input_ids))
     drafter.meet(vocabulary(model), options.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
@@ -194,23 +200,36 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(options: Any, prompt: Prompt, stopping: Stopping) -> tuple[Sequence[Processor], str]:
-    """Processors with `TokenMasks` in place of some, and why the call is not speculated; empty if it is."""
-    if options.num_draft_tokens == 0:
-        return prompt.processors, SWITCHED_OFF
-    processors: Sequence[Processor] = prompt.processors
-    if not all(type(each) in WARPERS for each in processors):
-        processors = masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+def _guiding(prompt: Prompt) -> list[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
+    return [x for x in prompt.processors if isinstance(x, UnbatchedClassifierFreeGuidanceLogitsProcessor)]
+
+
+def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
+    """The processors of a call, with `TokenMasks` in place of some."""
+    if all(type(each) in WARPERS for each in prompt.processors):
+        return prompt.processors
+    return masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+
+
+def _reasons(
+    options: Any, prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, drafter: Drafter, synced: bool
+) -> list[str]:
+    """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
+    config, reasons = prompt.generation_config, reasons_of(prompt, prompt.max_new_tokens)
     stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    stateful += stopping.stateful
-    if stateful:
-        told = f"{', '.join(dict.fromkeys(stateful))} may keep state, and must be shown each token once, in order "
-        return processors, f"{told}(set its attribute stateless = True if it keeps none)"
-    config = prompt.generation_config
+    if stateful or stopping.stateful:
+        names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
+        remedy = "(set its attribute stateless = True if it keeps none)"
+        reasons.append(f"{names} may keep state, and must be shown each token once, in order {remedy}")
+    reasons += map(why_guidance_plain, _guiding(prompt))
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            return processors, f"{name}=True wants what the model gives for each token alone"
-    return processors, why_plain(prompt)
+            reasons.append(f"{name}=True wants what the model gives for each token alone")
+    verification = options.verification or ("block" if drafter.has_probs else "coupled")
+    reasons.append(why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy"))
+    if synced and not any(reasons):
+        reasons.append(why_out_of_step(prompt.model))
+    return [why for why in reasons if why]
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
@@ -264,11 +283,12 @@ def _check_together(call: Call) -> None:
         check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
     if call.plain:
         return
-    check_noise(ids.device, call.verification)
+    why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep
+    require(not why, f"{why}.")
     if call.options.compile:
         ranks = call.synced or call.shared
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
-        check_synced(call.prompt.model, drafting, drafter)
+        check_synced(drafting, drafter)

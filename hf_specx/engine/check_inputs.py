@@ -1,66 +1,84 @@
-"""Whether what a call gives can be decoded: its text, masks, positions, cache, seeds, and ways of generating."""
+"""What a call gives, its text, masks, positions, cache and ways of generating: what is refused, or decoded plainly."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
 from hf_specx.models.prompts import Prompt, position_table
-from hf_specx.models.slots import CACHE, tokens_held
+from hf_specx.models.slots import CACHE, tokens_held, unknown_cache
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
 NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
 MAX_SEED = 2**63
-OTHER_MODES = {  # fields of a config that select another way of generating
-    "penalty_alpha": "contrastive search",
-    "dola_layers": "DoLa",
-    "prompt_lookup_num_tokens": "prompt lookup",
-    "assistant_early_exit": "early exit",
-    "use_mtp": "multi-token prediction heads",
+OF_ASSISTANTS = {  # fields of a config that say what transformers does with a draft model of its own
     "speculation_type": "a kind of draft that transformers makes itself",
     "assistant_ensemble_weight": "a mixture of draft and target",
-    "constraints": "decoding under constraints",
-    "force_words_ids": "decoding with forced words",
 }
-DRAFTS_INSTEAD = {"prompt_lookup_num_tokens": "SuffixDraft({})", "assistant_early_exit": "EarlyExitDraft({})"}
-DRAFTS_INSTEAD |= {"use_mtp": "MtpDraft()"}
+ASSISTED = {  # fields that select assisted generation: by what, and the same as a draft
+    "prompt_lookup_num_tokens": ("prompt lookup", "SuffixDraft({})"),
+    "assistant_early_exit": ("early exit", "EarlyExitDraft({})"),
+    "use_mtp": ("multi-token prediction heads", "MtpDraft()"),
+}
 
 
 def check_mode(prompt: Prompt, streamer: Any) -> None:
-    """Check that a call asks for greedy decoding or sampling, with a cache and a stream that can be kept."""
-    given, config, rows = prompt.kwargs, prompt.generation_config, len(prompt.input_ids)
-    for name in ("num_beams", "num_beam_groups"):
+    """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
+    config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
+    for name, mode in OF_ASSISTANTS.items():
         value = getattr(config, name, None)
-        require(value in (None, 1), f"{name}={value} is beam search, which is not supported; set {name}=1.")
-    for name, mode in OTHER_MODES.items():
-        value = getattr(config, name, None)
-        draft, instead = DRAFTS_INSTEAD.get(name, "").format(value), "for greedy decoding or sampling"
-        if draft:
-            instead = f"give SpeculativeDecoding({draft}), or a list of it and other drafts, and"
-        told = f"{name}={value!r} selects {mode}; {instead} leave it out, also of model.generation_config."
-        require(value is None or value is False, told)
-    cache, past, size = config.cache_implementation, given.get(CACHE), config.prefill_chunk_size
-    told = "use_cache=False cannot be honoured: candidates need a cache; pass use_cache=True."
-    require(given.get("use_cache") is not False, told)
-    require(cache in (None, "dynamic"), f"cache_implementation={cache!r} cannot be honoured; leave it out.")
-    told = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
-    require(size is None or (is_int(size) and size >= 1), told)
-    told = f"{CACHE} is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
-    require(not isinstance(past, StaticCache), told)
+        message = f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
+        require(value is None, f"{message}model.generation_config.")
+    method = method_of(prompt)
+    message = f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also "
+    require("/" not in method, f"{message}of model.generation_config, or call generate without a strategy.")
+    message = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
+    require(size is None or (is_int(size) and size >= 1), message)
+    message = f"num_beams={config.num_beams} has no text before its end, which a streamer could get; leave one out."
+    require(streamer is None or method != "_beam_search", message)
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
-    told = f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
-    require(streamer is None or rows == 1 or tags_rows, told)
+    message = f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer."
+    require(streamer is None or rows == 1 or tags_rows, message)
 
 
-def check_noise(device: torch.device, verification: str) -> None:
-    """Check that the random numbers of a call can be drawn where its text is; "greedy" draws none."""
-    told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
-    require(verification == "greedy" or device.type != "mps", told)
-    told = f"'coupled' cannot redraw the noise of sampling on {device.type!r}; use verification='token' or 'block'."
-    require(verification != "coupled" or device.type in NOISE_DEVICES, told)
+def method_of(prompt: Prompt) -> str:
+    """The name of the method by which `generate` would decode; of what is no part of transformers, its repository."""
+    return GENERATION_MODES_MAPPING[prompt.generation_config.get_generation_mode()]
+
+
+def why_mode_plain(prompt: Prompt) -> Iterator[str]:
+    """Reasons in how a call asks to generate: another method than greedy decoding or sampling, or no cache."""
+    config, method = prompt.generation_config, method_of(prompt)
+    if method == "_beam_search":
+        yield f"num_beams={config.num_beams} is beam search, which has no candidates; set num_beams=1"
+    for name, (mode, draft) in ASSISTED.items() if method == "_assisted_decoding" else ():
+        value = getattr(config, name, None)
+        if value:
+            instead = f"give SpeculativeDecoding({draft.format(value)}), or a list of it and other drafts"
+            yield f"{name}={value!r} selects {mode}; {instead}, and leave it out, also of model.generation_config"
+    if prompt.kwargs.get("use_cache") is False:
+        yield "use_cache=False leaves no cache, which candidates need; pass use_cache=True"
+    unknown = "" if prompt.past is None else unknown_cache(prompt.past)
+    if unknown:
+        yield f"{unknown}, from which rejected tokens cannot be taken back; use a DynamicCache"
+    if "inputs_embeds" in prompt.kwargs and config.prefill_chunk_size is not None:
+        yield "prefill_chunk_size= reads tokens in the places of inputs_embeds=; leave one of them out"
+
+
+def why_no_noise(device: torch.device, verification: str) -> str:
+    """Why the random numbers of a call cannot be drawn where its text is; empty if they can. "greedy" draws none."""
+    if verification != "greedy" and device.type == "mps":
+        needed = "sampling draws numbers of 64 bits, which device type 'mps' does not have"
+        return f"{needed}; use do_sample=False or the CPU"
+    if verification == "coupled" and device.type not in NOISE_DEVICES:
+        cannot = f"'coupled' cannot redraw the noise of sampling on {device.type!r}"
+        return f"{cannot}; use verification='token' or 'block'"
+    return ""
 
 
 def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
@@ -109,61 +127,100 @@ def check_inputs(prompt: Prompt) -> None:
 def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
     """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    past, decodes = kwargs.get(CACHE), name != "attention_mask"
-    held = 0 if past is None else tokens_held(past)
-    widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
-    mask = kwargs.get(name)
-    known = getattr(prompt.generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # if all ones
-    if held and embeds is None and not decodes and known == width:  # `generate` then takes it for the whole text
-        told = f"{CACHE} holds {held} tokens, and the whole text has {known}; pass the text with at least one "
-        require(held < known, f"{told}token more than the cache holds, or the new tokens alone with a mask for all.")
+    decodes, mask = name != "attention_mask", kwargs.get(name)
+    cached = 0 if prompt.past is None else tokens_held(prompt.past)
+    width = width if embeds is None else max(width, embeds.shape[1])
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
     told = f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
     require(fits, f"{told}that came with input_ids, 1 for a token and 0 for a pad.")
-    told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
-    told += f"came with input_ids, with columns before them for the {held} tokens of {CACHE}."
-    require(known is None or known in widths or known - held in widths, told)
     positions = None if decodes else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
-        new = max(widths) - held
+        new = width - cached
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
         told = f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
         require(fits, f"{told}{(rows, new)}; pass one a token, or leave it out.")
+
+
+def why_text_plain(prompt: Prompt) -> Iterator[str]:
+    """Reasons in the mask and the cache of a call, which `generate` takes as they are, though they fit no text."""
+    (_, width), kwargs = prompt.input_ids.shape, prompt.kwargs
+    decodes = "encoder_outputs" in kwargs
+    name = "decoder_attention_mask" if decodes else "attention_mask"
+    mask, embeds = kwargs.get(name), None if decodes else kwargs.get("inputs_embeds")
+    cached = 0 if prompt.past is None else tokens_held(prompt.past)
+    widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
+    all_ones = getattr(prompt.generation_config, "_mask_length", None)
+    columns = all_ones if mask is None else mask.shape[-1]
+    if cached and embeds is None and not decodes and columns == width and cached >= width:  # it is then the whole text
+        more = "pass the text with at least one token more than the cache holds, or the new tokens with a mask for all"
+        yield f"{CACHE} holds {cached} tokens, and the whole text has {width}; {more}"
+    if columns is not None and columns not in widths and columns - cached not in widths:
+        fits = f"pass the mask that came with input_ids, with columns before them for the {cached} tokens of {CACHE}"
+        yield f"{name} has {columns} columns, and the text {' or '.join(map(str, sorted(widths)))}; {fits}"
     if mask is None:
         return
     mask = mask.cpu()  # so that all that follow wait for the device once
     seen = mask.bool()
     strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
-    require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
-    unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
-    for row, (filled, last) in enumerate(zip(seen.any(-1).tolist(), seen[:, -1].tolist(), strict=True)):
-        require(filled, f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. {unset}")
-        told = f"row {row} of {name} ends in 0: pad prompts on the left, set tokenizer.padding_side='left'. {unset}"
-        require(last, told)
-    no_holes = prompt.model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
-    told = f"{name} has zeros between tokens of a row, which {type(prompt.model).__name__} ignores; pad on the left "
-    require(bool(no_holes), f"{told}only.")
+    if strange:
+        yield f"{name} has the value {strange[0]}; pass 1 for a token and 0 for a pad"
+    unset = f"if you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token"
+    empty, last = (~seen.any(-1)).nonzero()[:, 0].tolist(), (~seen[:, -1]).nonzero()[:, 0].tolist()
+    if empty:
+        yield f"the prompt of row {empty[0]} is empty ({name} is all 0); pass at least one token a row, and {unset}"
+    elif last:
+        left = "pad prompts on the left, set tokenizer.padding_side='left'"
+        yield f"row {last[0]} of {name} ends in 0: {left}, and {unset}"
+    if prompt.model.config.model_type in WITHOUT_HOLES and (seen.cummax(-1).values != seen).any():
+        ignores = f"zeros between tokens of a row, which {type(prompt.model).__name__} ignores"
+        yield f"{name} has {ignores}; pad on the left only"
 
 
-def check_length(prompt: Prompt, new_tokens: int) -> None:
-    """Check that a text can get so many new tokens: by its rotary frequencies, or by its table of positions."""
-    model, width, mask = prompt.model, prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
-    if not model.config.is_encoder_decoder:  # the text may be passed as embeddings, or without what a cache holds
-        width = getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
+def text_width(prompt: Prompt) -> int:
+    """Columns of the text before its first new token; it may be in embeddings, or partly in a cache."""
+    width, mask = prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
+    if prompt.model.config.is_encoder_decoder:
+        return width
+    return getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
+
+
+def why_length_plain(prompt: Prompt, new_tokens: int) -> Iterator[str]:
+    """Reasons in how long a text with so many new tokens may be: what a model does with it changes on the way."""
+    longest, config = text_width(prompt) + new_tokens, prompt.model.config.get_text_config(decoder=True)
+    for kind, limit in rope_limits(prompt.model):
+        if longest > limit and not (kind == "longrope" and is_beyond(prompt, limit)):
+            changes = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too"
+            yield f"{changes} early; keep prompt and new tokens within {limit} (they may be {longest})"
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None and longest > kept:
+        leaves = f"{type(prompt.model).__name__} leaves tokens out of texts longer than keep_window_size={kept}"
+        yield f"{leaves}, and of equal ones rounding decides; keep within it (there may be {longest} tokens)"
+
+
+def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """The kinds of rotary frequencies that depend on the length of the text, each with where it changes them."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        limit = getattr(config, "max_position_embeddings", None)
+        kind, limit = str(rope.get("rope_type")) if isinstance(rope, dict) else "", None
+        if kind in ("dynamic", "longrope"):
+            limit = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings", limit)
-        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too early; "
-        told += f"keep prompt and new tokens within {limit} (they may be {width + new_tokens})."
-        require(kind not in ("dynamic", "longrope") or limit is None or width + new_tokens <= limit, told)
-    kept = getattr(config, "keep_window_size", None)
-    told = f"{type(model).__name__} leaves tokens out of texts longer than keep_window_size={kept}, and of equal ones "
-    told += f"rounding decides, in plain generate too; keep within it (there may be {width + new_tokens} tokens)."
-    require(kept is None or width + new_tokens <= kept, told)
+        if limit is not None:
+            yield kind, limit
+
+
+def is_beyond(prompt: Prompt, limit: int) -> bool:
+    """Whether all forwards are: each of them has a row with more tokens than that, whichever rows have ended."""
+    positions = prompt.kwargs.get("position_ids")
+    at_once = prompt.generation_config.prefill_chunk_size is None and not (prompt.past and tokens_held(prompt.past))
+    return at_once and positions is not None and positions.ndim == 2 and bool((positions[:, -1] >= limit).all())
+
+
+def check_length(prompt: Prompt, new_tokens: int) -> None:
+    """Raise ValueError if a text of so many new tokens is longer than a table of positions."""
+    model, width = prompt.model, text_width(prompt)
     table = position_table(model)
     if table is None:
         return
@@ -220,9 +277,16 @@ def check_guidance(
         return
     told = f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
     require(len(ids) == rows, f"{told}negative prompt a row.")
-    if mask is not None:
-        told = f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of "
-        require(mask.shape == ids.shape, f"{told}shape {tuple(ids.shape)}; pass both as the tokenizer gives them.")
-        for row, last in enumerate(mask[:, -1].tolist()):
-            told = f"row {row} of negative_prompt_attention_mask ends in 0: set tokenizer.padding_side='left'."
-            require(bool(last), told)
+    told = f"negative_prompt_attention_mask of shape {None if mask is None else tuple(mask.shape)} does not fit "
+    told += f"negative_prompt_ids of shape {tuple(ids.shape)}; pass both as the tokenizer gives them."
+    require(mask is None or mask.shape == ids.shape, told)
+
+
+def why_guidance_plain(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor) -> str:
+    """Why negative prompts are not guided by in rounds: pads that stand where tokens go on."""
+    context: dict[str, Any] = processor.unconditional_context
+    mask = context["attention_mask"]
+    if mask is None or not context["first_pass"] or mask[:, -1].all():
+        return ""
+    row = int((mask[:, -1] == 0).nonzero()[0, 0])
+    return f"row {row} of negative_prompt_attention_mask ends in 0: set tokenizer.padding_side='left'"

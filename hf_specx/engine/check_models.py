@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import transformers
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_specx.common.architectures import ENCODERS, READS_WHOLE, WHOLE
+from hf_specx.common.architectures import ENCODERS, READS_WHOLE
 from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import logical_parameters, vocabulary
-from hf_specx.models.choose import layouts_of
+from hf_specx.models.choose import layouts_of, why_no_layout
 from hf_specx.models.prompts import Prompt
+from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import tokens_held
 
 
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
+CHECKPOINTS_KEEP_CACHE = (5, 24)  # of transformers
 TOKENIZER_FILE = "tokenizer.json"
-QUANTISES_ALL = "torch.ao.nn.quantized.dynamic"  # layers that quantise what they are given: all tokens of all rows
 BY_ROW = {"adapter_names", "alora_offsets", "task_ids"}  # what hooks of PEFT's `generate` hand to layers
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
@@ -36,12 +38,19 @@ TokenizerOrNone = PreTrainedTokenizerBase | None
 
 
 def check_target(model: PreTrainedModel) -> None:
-    """Check that the target can be decoded exactly, whatever the draft."""
-    check_adapter(model)
-    _check_ready("target", model)
+    """Raise ValueError if the weights of the target are not there."""
+    _check_weights("target", model)
+
+
+def why_model_plain(model: PreTrainedModel) -> Iterator[str]:
+    """Reasons why transformers itself decodes with this target, each with its remedy, whatever it is given to read."""
+    yield why_learned_prompt(model)
+    yield why_training("target", model)
+    yield why_no_layout(model)
     config = model.config.get_text_config(decoder=True)
-    told = f"{type(model).__name__} attends in both directions, so that candidates would change what stands before "
-    require(config.model_type not in ENCODERS or config.is_decoder, f"{told}them; set is_decoder=True in its config.")
+    if config.model_type in ENCODERS and not config.is_decoder:
+        both = f"{type(model).__name__} attends in both directions, so that candidates would change what stands before"
+        yield f"{both} them; set is_decoder=True in its config"
 
 
 def why_plain(prompt: Prompt) -> str:
@@ -50,13 +59,15 @@ def why_plain(prompt: Prompt) -> str:
     in_parts = prompt.generation_config.prefill_chunk_size is not None or (past is not None and tokens_held(past))
     if kind in READS_WHOLE and in_parts:
         return f"{name} reads whole prompts without its window, and parts of prompts with it"
-    if any(type(module).__module__.startswith(QUANTISES_ALL) for module in prompt.model.modules()):
-        return f"the scores of {name} depend on what else is in a forward, all of which it quantises by one scale"
+    fits = tokens_of_a_round(prompt.model)
+    if fits is not None and fits < 2:
+        shared = "shared by all rows" if fits == 0 else f"{fits} token of a row in a forward"
+        return f"the experts of {name} have a capacity ({shared}), which several tokens would exceed"
     if adapts_rows(prompt.model):
         return (
             "PEFT says what adapter each row has (as by adapter_names), or where it begins (aLoRA), for whole batches"
         )
-    return f"{name} is exact without a cache only" if kind in WHOLE else ""
+    return ""
 
 
 def adapts_rows(model: PreTrainedModel) -> bool:
@@ -68,34 +79,55 @@ def adapts_rows(model: PreTrainedModel) -> bool:
     return False
 
 
-def check_adapter(inner: PreTrainedModel) -> None:
-    """Check a target that PEFT's `generate` hands over: a learned prompt is no part of it, as learned weights are."""
+def why_learned_prompt(inner: PreTrainedModel) -> str:
+    """Why PEFT's own preparation has to feed the target; empty if its adapters are in its weights."""
     wrapper = getattr(inner.prepare_inputs_for_generation, "__self__", None)  # put there while PEFT's `generate` runs
     config = getattr(wrapper, "active_peft_config", None)
-    told = f"the target has a learned prompt ({type(config).__name__}), which PEFT's own generate alone puts before "
-    require(not getattr(config, "is_prompt_learning", False), f"{told}the text; use adapters in the weights, as LoRA.")
+    if not getattr(config, "is_prompt_learning", False):
+        return ""
+    learned = f"the target has a learned prompt ({type(config).__name__}), which PEFT's own generate alone puts before"
+    return f"{learned} the text; use adapters in the weights, as LoRA"
 
 
-def _check_ready(role: str, model: PreTrainedModel) -> None:
-    """Check that a model has its weights, and that nothing in it is random or without a cache."""
+def _check_weights(role: str, model: PreTrainedModel) -> None:
+    """Raise ValueError if a model has parameters without values, and nothing that loads them."""
     if any(map(attrgetter("is_meta"), model.parameters())):
-        told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
-        told += "weights first, for example with from_pretrained(..., device_map='auto')."
-        require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
-    if any(map(attrgetter("training"), model.modules())):
-        _check_training(role, model)
+        message = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
+        message += "weights first, for example with from_pretrained(..., device_map='auto')."
+        require(any(hasattr(module, "_hf_hook") for module in model.modules()), message)
 
 
-def _check_training(role: str, model: PreTrainedModel) -> None:
-    """Check a model that is in training mode, or has a module that is."""
+def _check_draft(model: PreTrainedModel) -> None:
+    """Raise ValueError if a draft has no weights, or if anything in it is random or without a cache."""
+    _check_weights("draft", model)
+    why = why_training("draft", model)
+    require(not why, f"{why}.")
+
+
+def why_training(role: str, model: PreTrainedModel) -> str:
+    """What in a model that is in training mode is random, or turns its cache off; empty if nothing is."""
     training = {name: module for name, module in model.named_modules() if module.training}
-    names = list(_active_dropout(training))
-    shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-    told = f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
-    require(not names, f"{told}{role}.eval(), or set these probabilities to 0.")
-    told = f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval()"
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in training.values())
-    require(not checkpoints, f"{told} or gradient_checkpointing_disable() while it generates.")
+    random = list(_active_dropout(training))
+    if random:
+        shown = ", ".join(random[:3]) + f" and {len(random) - 3} more" * (len(random) > 3)
+        mode = f"the {role} is in training mode, where its text is random or its statistics change ({shown})"
+        return f"{mode}; call {role}.eval(), or set these probabilities to 0"
+    if any(_loses_cache(module) for module in training.values()):
+        mode = f"the {role} is in training mode with gradient checkpointing, which turns its cache off"
+        return f"{mode}; call {role}.eval() or gradient_checkpointing_disable() while it generates"
+    return ""
+
+
+def _loses_cache(module: nn.Module) -> bool:
+    """Whether gradient checkpointing takes a module's cache away where there are no gradients.
+
+    From transformers 5.24 on its layers keep the cache then, but for models whose own forward looks at the setting.
+    """
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    forward = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    looks = forward is None or "gradient_checkpointing" in forward.co_names
+    return looks or tuple(map(int, transformers.__version__.split(".")[:2])) < CHECKPOINTS_KEEP_CACHE
 
 
 def _active_dropout(training: dict[str, nn.Module]) -> Iterator[str]:
@@ -116,10 +148,10 @@ def check_pair(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> None:
     """Check that the draft can run, and that its token ids mean what the target's mean."""
-    _check_ready("draft", draft)
+    _check_draft(draft)
     _check_encoder(target, draft)
     if tokenizer is None or draft_tokenizer is None:
-        vocabularies_of_other_sizes(target, draft)
+        check_sizes(target, draft, tokenizer, draft_tokenizer)
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
         told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
@@ -146,10 +178,29 @@ def warn_of_larger_draft(target: PreTrainedModel, draft: PreTrainedModel) -> Non
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
-def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that both score equally many tokens."""
+def check_sizes(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
+) -> None:
+    """Raise ValueError if two models score other numbers of tokens, and are not known to have one tokenizer."""
     size, draft_size = vocabulary(target), vocabulary(draft)
-    require(size == draft_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
+    alike = size == draft_size or target in COMPARED.get(draft, ())
+    alike = alike or one_tokenizer(target, draft, tokenizer, draft_tokenizer)
+    require(alike, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
+
+
+def one_tokenizer(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
+) -> bool:
+    """Whether two models have the same tokens by their tokenizers, given or beside their files; False if not known."""
+    file, draft_file = _file_of(target), _file_of(draft)
+    if tokenizer is None and draft_tokenizer is None and file and draft_file and _same_contents(file, draft_file):
+        return True
+    tokens, draft_tokens = _tokens(tokenizer, file), _tokens(draft_tokenizer, draft_file)
+    return tokens is not None and tokens == draft_tokens
+
+
+def _same_contents(file: Path, other: Path) -> bool:
+    return file == other or file.read_bytes() == other.read_bytes()
 
 
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -184,7 +235,7 @@ def check_own_text(
     able = not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS)
     require(able, f"{told}, {why}draft with attention alone, or one with the target's tokenizer.")
     require(width > 0, f"{told} and cannot read inputs_embeds; pass input_ids= as well.")
-    _check_ready("draft", draft)
+    _check_draft(draft)
     for role, model, own in (("target", target, tokenizer), ("draft", draft, other)):
         if own is not None:
             _check_tokenizer(role, model, own)
@@ -217,7 +268,7 @@ def compare_vocabularies(
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)
-    if file and draft_file and (file == draft_file or file.read_bytes() == draft_file.read_bytes()):
+    if file and draft_file and _same_contents(file, draft_file):
         return
     tokens, draft_tokens = _tokens(tokenizer, file), _tokens(None if shared else draft_tokenizer, draft_file)
     if not (tokens and draft_tokens):

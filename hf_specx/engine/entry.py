@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import check_names, is_int, kind, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
@@ -168,6 +169,13 @@ def check_many(
     told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
     check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
+
+
+def repository_of(model: Any, generation_config: GenerationConfig | None = None, **kwargs: Any) -> str:
+    """The repository on the Hub by which `generate` would decode a call; empty if it would do so itself."""
+    config, _ = model._prepare_generation_config(generation_config, **kwargs)
+    method = GENERATION_MODES_MAPPING[config.get_generation_mode(kwargs.get("assistant_model"))]
+    return method if "/" in method else ""
 
 
 class AskedSignature:

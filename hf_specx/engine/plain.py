@@ -10,6 +10,7 @@ from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
 from .call import Call
+from .check_inputs import method_of
 from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
 from .run import make_batch
@@ -18,23 +19,30 @@ from .run import make_batch
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report."""
     prompt, begun = call.prompt, time.perf_counter()
-    ids, config = prompt.input_ids, prompt.generation_config
-    told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
+    ids, config, method = prompt.input_ids, prompt.generation_config, method_of(prompt)
+    message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     alone = call.seeds is None or len(ids) == 1 or not config.do_sample
-    require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
+    require(alone, f"{message}{call.plain}; call generate for each row, or leave the seeds out.")
     stream = None if call.options.streamer is None else Stream(call)
-    watch = _Watch(call.stopping, stream, ids)
+    steps = method == "_sample"  # which asks the criteria after each token of each row
+    watch = _Watch(call.stopping, stream if steps else None, ids)
     if stream is not None:
         stream.prompt(make_batch(prompt))
-    model: Any = prompt.model
+    arguments: dict[str, Any] = {"synced_gpus": call.synced, **prompt.kwargs}
+    if method == "_assisted_decoding":
+        arguments["inputs_tensor"] = prompt.inputs_tensor
     # under a seed the default generator is left as it was
     with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else [], enabled=call.seeds is not None):
         if call.seeds is not None:
             torch.manual_seed(call.seeds[0])
-        output = model._sample(ids, prompt.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
-    columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
-    report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
-    report.plain_steps, report.emitted_per_row = columns, watch.emitted(columns).tolist()
+        output = getattr(prompt.model, method)(ids, prompt.processors, watch, config, **arguments)
+    text = getattr(output, "sequences", output)[:, ids.shape[1] :]
+    rows, columns = text.shape
+    if stream is not None and not steps:
+        stream.hand_on(text.tolist(), [])
+    report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", rows)
+    report.plain_steps = columns
+    report.emitted_per_row = watch.emitted(columns).tolist() if steps else [columns] * rows
     report.seconds["total"] = time.perf_counter() - begun
     return output, report
 

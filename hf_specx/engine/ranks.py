@@ -48,7 +48,7 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, parts))
 
 
-def check_synced(target: PreTrainedModel, drafting: Drafting, drafter: Drafter) -> None:
+def check_synced(drafting: Drafting, drafter: Drafter) -> None:
     """Check that ranks that hold parts of the models can keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
     told = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
@@ -57,9 +57,17 @@ def check_synced(target: PreTrainedModel, drafting: Drafting, drafter: Drafter) 
     require(not drafting.threshold, f"{told}draft, and {where_fixed}; set it to 0.")
     same = "synced_gpus=True needs the same forwards on every rank, and "
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
-    told = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often; use "
-    told += "a target and a draft that take another layout, or replicas without synced_gpus."
-    models = [target] if drafter.model is None else [target, drafter.model]
-    require(all(layouts_of(model, drafts=True)[0] != "lockstep" for model in models), f"{same}{told}")
+    why = "" if drafter.model is None else why_out_of_step(drafter.model)
+    require(not why, f"{why}.")
     told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     require(not drafter.own_text, told)
+
+
+def why_out_of_step(model: PreTrainedModel) -> str:
+    """Why ranks with parts of a model would run different forwards; empty if they keep step."""
+    if layouts_of(model, drafts=True)[0] != "lockstep":
+        return ""
+    same = "synced_gpus=True needs the same forwards on every rank"
+    again = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often"
+    remedy = "use a target and a draft that take another layout, or replicas without synced_gpus"
+    return f"{same}, and {again}; {remedy}"

@@ -20,9 +20,10 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import MAX_SEED, check_encoder_positions, check_length, unknown_token
-from .check_models import adapts_rows, check_adapter, why_plain
+from .check_inputs import MAX_SEED, check_encoder_positions, check_length, rope_limits, text_width, unknown_token
+from .check_models import adapts_rows, why_learned_prompt
 from .entry import bind_stop_strings, prepared
+from .reasons import reasons_of
 
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
@@ -117,7 +118,7 @@ class Preparing:
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
         if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-            own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
+            own |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}  # each request may have its own limit
         self._alone(one, own)
 
     def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
@@ -165,7 +166,9 @@ class Preparing:
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        if stateful or why_plain(given):
+        longest = text_width(given) + given.stopping.max_new_tokens
+        changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch
+        if stateful or changes or reasons_of(given, given.stopping.max_new_tokens):
             return given.processors, True
         for mask in masks:
             mask.begin(1)
@@ -211,7 +214,11 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, opt
     @wraps(prepared)
     def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
-        check_adapter(given.model)
+        why = why_learned_prompt(given.model)
+        require(not why, f"{why}.")
+        message = f"num_beams={given.generation_config.num_beams} and num_return_sequences="
+        message += f"{given.generation_config.num_return_sequences} make several rows of a request, which has one; "
+        require(len(given.input_ids) == len(ids), f"{message}leave them out, or call generate for each request.")
         told = "PEFT's own generate alone knows where adapters begin (aLoRA); call it for each request."
         require(not adapts_rows(given.model), told)
         given.generation_config.return_dict_in_generate = False

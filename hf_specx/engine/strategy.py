@@ -2,11 +2,12 @@
 
 import copy
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_specx.models.prompts import Prompt, prepare
 from .call import DOES_NOT_PAY, Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode
-from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, withheld
+from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, repository_of, withheld
 from .plain import decode_plainly
 from .proven import proven
 from .queue import RequestQueue, in_order
@@ -236,12 +237,24 @@ class SpeculativeDecoding(NoModel):
         check_entry(model := unwrapped(model))
         own = vars(model)
         before = {"generate": own["generate"]} if "generate" in own else {}
-        own["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
+        plain = partial(type(model).generate, model)  # type: ignore[attr-defined]
+        own["generate"] = update_wrapper(partial(self._generate, model), plain)  # some ask for its arguments
         try:
             yield model
         finally:
             del own["generate"]
             own.update(before)
+
+    def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """What `model.generate` gives inside of `attached`; without us where a repository of the Hub decodes."""
+        repository = repository_of(model, *args[1:2], **kwargs)
+        if not repository:
+            return type(model).generate(model, *args, **{"custom_generate": self} | kwargs)
+        message = f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
+        if repository not in self._said:
+            self._said.add(repository)
+            warnings.warn(f"{message}leave penalty_alpha, dola_layers and the like out.", UserWarning, stacklevel=2)
+        return type(model).generate(model, *args, **kwargs)
 
     def load(self, target: PreTrainedModel) -> None:
         """Load what was given by its name, for this target."""

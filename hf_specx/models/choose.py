@@ -30,28 +30,44 @@ REASONS = {
 }
 
 
-def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
-    """The layouts that have been shown to be exact for a model, best first; a `ValueError` if there is none.
+def why_no_layout(model: PreTrainedModel, drafts: bool = False) -> str:
+    """Why no layout has been shown to be exact for a model, and what to do; empty if one has.
 
     One that `drafts` may be inexact: verification corrects any distribution of its tokens.
     """
     config, name = model.config.get_text_config(decoder=True), model.config.model_type
     refused, role = (REFUSED, "a draft") if drafts else (REFUSED | INEXACT, "a target")
     for kind in (name, config.model_type):
-        told = f"model type {kind!r} cannot be {role} of speculative decoding: {refused.get(kind)}; choose another."
-        require(kind not in refused, told)
+        if kind in refused:
+            return f"model type {kind!r} cannot be {role} of speculative decoding: {refused[kind]}; choose another"
     version = transformers.__version__
-    known = drafts or name not in LATER or tuple(map(int, version.split(".")[:2])) >= SINCE
-    told = f"model type {name!r} has been shown to be exact on transformers {SINCE[0]}.{SINCE[1]} and later"
-    require(known, f"{told}, not on {version}; upgrade transformers.")
+    if not drafts and name in LATER and tuple(map(int, version.split(".")[:2])) < SINCE:
+        since = f"transformers {SINCE[0]}.{SINCE[1]} and later"
+        return f"model type {name!r} has been shown to be exact on {since}, not on {version}; upgrade transformers"
+    if not _layouts(model, drafts):
+        needed = "is exact with a mask by position only, which attn_implementation="
+        attention = config._attn_implementation
+        return f"model type {name!r} {needed}{attention!r} cannot take; load it with attn_implementation='sdpa'"
+    return ""
+
+
+def _layouts(model: PreTrainedModel, drafts: bool = False) -> list[str]:
+    """The layouts of the table that the attention of a model can take, best first."""
+    config = model.config.get_text_config(decoder=True)
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
-    attention = config._attn_implementation
-    masked = attention in MASKED and not getattr(config, "alibi", False)
+    masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
     untried = UNKNOWN[-1:] if drafts else UNKNOWN  # whether a draft is right is not measured
-    found = [x for x in LAYOUTS_OF.get(name, untried) if masked or x not in BY_MASK]
-    told = f"model type {config.model_type!r} is exact with a mask by position only, which attn_implementation="
-    require(bool(found), f"{told}{attention!r} cannot take; load it with attn_implementation='sdpa'.")
-    return found
+    return [x for x in LAYOUTS_OF.get(model.config.model_type, untried) if masked or x not in BY_MASK]
+
+
+def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
+    """The layouts that have been shown to be exact for a model, best first; a `ValueError` if there is none.
+
+    Of a target that is in no table these are the ones to be measured.
+    """
+    why = why_no_layout(model, drafts)
+    require(not why, f"{why}.")
+    return _layouts(model, drafts)
 
 
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:

@@ -17,7 +17,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, joined, last_device, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
-from hf_specx.common.wrappers import text_decoder
+from hf_specx.common.wrappers import keeping_cache, text_decoder
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
 from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
@@ -124,7 +124,7 @@ class Decoder:
         home, rows = ids.device, len(self.held)
         with self.hidden or contextlib.nullcontext():
             given = self.kwargs | {self.cache_name: self.cache}
-            output = self.model._prefill(self._known(ids), config, given)  # type: ignore[operator]
+            output = keeping_cache(self.model)._prefill(self._known(ids), config, given)
         if self.cache is None:  # the model makes one of its own
             self.cache = getattr(output, self.cache_name)
         self.after_prompt = output.logits[:, -1:].to(home)

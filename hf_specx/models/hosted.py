@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from hf_specx.common.altered import ColumnTable, altered, column_tables, without_limits
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
+from hf_specx.common.wrappers import keeping_cache
 
 from .attention import grouped_queries
 from .decoder import Decoder
@@ -65,7 +66,7 @@ class HostedDecoder(Decoder):
             given[self.mask_name] = self._mask(batch, ahead, total)
         # only the last `count` columns are read
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
-        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+        inputs = self.preparing.prepare_inputs_for_generation(
             columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
         )
         if "logits_to_keep" in self.parameters:
@@ -112,6 +113,11 @@ class HostedDecoder(Decoder):
     @cached_property
     def tables(self) -> dict[nn.Module, ColumnTable]:
         return column_tables(self.model, self.position_name in self.parameters, self.even)
+
+    @cached_property
+    def preparing(self) -> Any:
+        """The model, as it prepares its inputs."""
+        return keeping_cache(self.model)
 
     @cached_property
     def stepping(self) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import keeping_cache
 
 from .attention import Masks, grouped_queries
 from .decoder import Decoder
@@ -45,7 +46,7 @@ class PackedDecoder(Decoder):
         size = self.prompt.generation_config.prefill_chunk_size
         _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
-        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+        inputs: dict[str, Any] = keeping_cache(self.model).prepare_inputs_for_generation(
             ids, is_first_iteration=True, next_sequence_length=ids.shape[1], **{self.cache_name: self.cache}, **given
         )
         others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]

@@ -16,7 +16,7 @@ from .attention import SLIDING, Mask, Masks, grouped_queries
 from .decoder import Decoder
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
-from .slots import MARGIN, Columns, SlotCache, with_slots
+from .slots import MARGIN, Columns, SlotCache, is_window, self_attention, with_slots
 
 
 LEAST = 32  # columns at the beginning of prompts that are worth a copy
@@ -38,6 +38,9 @@ class RaggedDecoder(Decoder):
         super().__init__(prompt, known_ids)
         self.masks = Masks(self.model)
         limit, window = prompt.input_ids.shape[1] + prompt.longest + MARGIN, self.masks.longest_window
+        # the user's cache is filled with what its layers keep
+        of_user = getattr(self.cache, "_is_user_defined", False)
+        window = 0 if of_user and not any(map(is_window, self_attention(self.cache).layers)) else window
         self.cache = with_slots(self.cache, self._slot_cache(limit, window and window + MARGIN))
         assert isinstance(self.cache, SlotCache)
         self.texts = self._texts()
@@ -45,7 +48,8 @@ class RaggedDecoder(Decoder):
 
     def _slot_cache(self, limit: int, ring: int) -> SlotCache:
         """An empty cache in which layers with a window keep that alone, and what a round may feed."""
-        kinds = [RingLayer if kind in self.masks.windows else SlotLayer for kind in self.masks.layers or [SLIDING]]
+        windows = self.masks.windows if ring else ()
+        kinds = [RingLayer if kind in windows else SlotLayer for kind in self.masks.layers or [SLIDING]]
         return SlotCache(limit, ring, kinds)
 
     def _texts(self) -> torch.Tensor | None:

@@ -9,7 +9,16 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    QuantizedCache,
+    QuantizedLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from hf_specx.common.architectures import CACHE
 from hf_specx.common.errors import require
@@ -17,6 +26,11 @@ from hf_specx.common.errors import require
 from .layers import SlotLayer, Slots
 
 
+# What is quantised is so by a scale of several tokens
+QUANTIZED: type = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
+NOT_TAKEN_BACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
+PARTS = ("self_attention_cache", "cross_attention_cache")
+OF_LOCKSTEP = ("update", "record_past")  # what a copy of a layer has of its own while it is decoded from
 MARGIN = 32  # slots for candidates after the last token that can be emitted
 Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
@@ -107,6 +121,22 @@ def tokens_held(cache: Cache) -> int:
         return 0
 
 
+def unknown_cache(cache: Any) -> str:
+    """What a cache has that no layout takes back or moves; empty if all of its layers are known.
+
+    Known are layers that grow with the text, keep a window of it or a state, of transformers and its models.
+    """
+    if type(cache) is EncoderDecoderCache:
+        return unknown_cache(cache.self_attention_cache) or unknown_cache(cache.cross_attention_cache)
+    layers = [type(layer) for layer in getattr(cache, "layers", ())]
+    for kind in (type(cache), *layers, getattr(cache, "layer_class_to_replicate", None) or type(cache)):
+        ours = kind.__module__.startswith("transformers.") and isinstance(kind, type)
+        if not ours or issubclass(kind, NOT_TAKEN_BACK):
+            holds = f"{CACHE} is a {type(cache).__name__}"
+            return holds if kind is type(cache) else f"{holds} with a {kind.__name__}"
+    return f"{CACHE} is offloaded to the CPU" if getattr(cache, "offloading", False) else ""
+
+
 def cache_name(kwargs: Collection[str]) -> str:
     """The name of the cache among inputs that `generate` has prepared."""
     return "cache_params" if "cache_params" in kwargs else CACHE
@@ -115,6 +145,11 @@ def cache_name(kwargs: Collection[str]) -> str:
 def self_attention(cache: Cache) -> Cache:
     """The part of a cache that grows with the text."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def is_window(layer: Any) -> bool:
+    """Whether a layer of transformers drops what is out of its window."""
+    return bool(getattr(layer, "is_sliding", False))
 
 
 def with_slots(cache: Cache, made: SlotCache) -> Cache:
@@ -172,8 +207,31 @@ def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
         told += "cannot be put together, or it is spread over ranks; pass the whole text without it in the next turn."
         warnings.warn(told, UserWarning, stacklevel=2)
         return None
-    vars(user_cache).update(vars(past))
+    parts = [(user_cache, past)]
+    if isinstance(user_cache, EncoderDecoderCache) and isinstance(past, EncoderDecoderCache):
+        parts = [(getattr(user_cache, name), getattr(past, name)) for name in PARTS]
+        user_cache.is_updated = past.is_updated
+    for held, filled in parts:
+        for number, layer in enumerate(filled.layers):
+            if number < len(held.layers):
+                _refill(held.layers[number], layer)
+            else:  # transformers too adds layers as they are written
+                held.layers.append(layer)
     return user_cache
+
+
+def _refill(layer: Any, filled: Any) -> None:
+    """Give a layer what another holds, which may be one without a window."""
+    if type(layer) is type(filled):
+        vars(layer).update({name: x for name, x in vars(filled).items() if name not in OF_LOCKSTEP})
+    elif filled.is_initialized:
+        layer.is_initialized = False
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = 0
+        layer.update(filled.keys, filled.values)
+    window = getattr(layer, "sliding_window", None)
+    if window and layer.is_initialized and not getattr(layer, "record_past", False):  # as it keeps between forwards
+        layer.keys, layer.values = layer.keys[:, :, 1 - window :], layer.values[:, :, 1 - window :]
 
 
 class Pool:

@@ -130,12 +130,16 @@ class OutlinesGuides(Matchers):
 class PrefixFunction:
     """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
 
+    It is given the number of the prompt, which may have several `rows`.
+
     `barred` has its errors, by row and by tokens emitted before: it allowed no token, or raised. It `insists` where
     other processors have excluded all that it allows: that has scores of 0 then, in transformers that do so.
     """
 
-    def __init__(self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int):
-        self.function, self.vocab_size, self.prompts = function, vocab_size, input_ids
+    def __init__(
+        self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int, rows: int = 1
+    ):
+        self.function, self.vocab_size, self.prompts, self.rows_of_prompt = function, vocab_size, input_ids, rows
         self.texts: list[list[int]] = [[] for _ in input_ids]
         self.barred: dict[tuple[int, int], Exception] = {}
         alone = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros(1, 1), torch.full((1, 1), -torch.inf))
@@ -156,7 +160,7 @@ class PrefixFunction:
             emitted = self.texts[row]
             text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
             try:
-                allowed = self.function(row, text)
+                allowed = self.function(row // self.rows_of_prompt, text)
                 if not len(allowed):
                     told = f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones"
                     raise ValueError(f"{told}; it must return one id or more.")

@@ -204,8 +204,9 @@ def masked(
         if maker is not None:
             matchers = maker(processor, len(input_ids), vocab_size)
             found.append(TokenMasks(matchers, vocab_size, stopping.ends, of_call=True))
-        elif type(processor) is PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
-            function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size)
+        elif type(processor) is PrefixConstrainedLogitsProcessor and len(input_ids) % processor._num_beams == 0:
+            rows = processor._num_beams  # of a prompt: from 5.24 on also those of num_return_sequences
+            function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size, rows)
             found.append(TokenMasks(function, vocab_size, stopping.ends, of_call=True))
         elif isinstance(processor, RewindableProcessor):
             found.append(TokenMasks(processor, vocab_size, stopping.ends))

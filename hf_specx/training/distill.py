@@ -22,7 +22,7 @@ from hf_specx.common.drafts import NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
-from hf_specx.engine.check_models import check_pair, check_target
+from hf_specx.engine.check_models import check_pair, check_target, why_model_plain
 from hf_specx.engine.entry import check_entry
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
@@ -106,6 +106,8 @@ def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) ->
     """
     check_entry(target)
     check_target(target)
+    for why in filter(None, why_model_plain(target)):
+        raise ValueError(f"{why}.")
     given = {name: value for name, value in given.items() if name not in OF_GENERATION or value is not None}
     drawn = {name: given[name] for name in OF_GENERATION if name in given}
     usual = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import VOCAB_SIZE, prompts, tiny
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -71,3 +72,52 @@ def test_nothing_to_compare():
     assert warned(target, tiny(seed=3, eos_token_id=[7, 5])) == []
     both = tokenizer_of(WORDS)
     assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []
+
+
+SIZES = {"a larger draft": (VOCAB_SIZE, VOCAB_SIZE + 8), "a smaller draft": (VOCAB_SIZE + 8, VOCAB_SIZE)}
+
+
+def padded(folder: Path, size: int, words: Sequence[str], seed: int = 0) -> PreTrainedModel:
+    """A model loaded from a folder, with its tokenizer and more scores than that has tokens."""
+    tiny(vocab_size=size, seed=seed, hidden_size=32).save_pretrained(folder)
+    tokenizer_of(words).save_pretrained(folder)
+    return type(tiny()).from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_one_tokenizer_and_padded_vocabularies_of_other_sizes(sizes: str, verification: str, tmp_path: Path):
+    """As of Qwen 2.5. Ids that the draft alone scores are never proposed, those that it lacks may be emitted."""
+    size, draft_size = SIZES[sizes]
+    target = padded(tmp_path / "target", size, WORDS)
+    draft = padded(tmp_path / "draft", draft_size, WORDS)
+    with torch.no_grad():  # the same model, but for the ids that only one of them scores
+        common = min(size, draft_size)
+        for name, weight in draft.state_dict().items():
+            of_target = target.state_dict()[name]
+            weight[:common].copy_(of_target[:common]) if "embed" in name or "lm_head" in name else weight.copy_(
+                of_target
+            )
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    call = prompts(3) | {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "temperature": 2.0}
+    torch.manual_seed(0)
+    plain = target.generate(**call)
+    torch.manual_seed(0)
+    text = target.generate(**call, custom_generate=strategy)
+    assert strategy.report.accepted > 0
+    assert torch.equal(text, plain) or verification != "coupled"
+    assert (plain >= VOCAB_SIZE).any() == (size > draft_size)
+    assert torch.equal(
+        target.generate(**call | {"do_sample": False}, custom_generate=strategy),
+        target.generate(**call | {"do_sample": False}),
+    )
+
+
+def test_other_sizes_without_one_tokenizer(tmp_path: Path):
+    target, draft = padded(tmp_path / "target", VOCAB_SIZE, WORDS), padded(tmp_path / "draft", VOCAB_SIZE + 8, OTHERS)
+    with pytest.raises(ValueError, match="the target scores 48 tokens and the draft 56; pass tokenizer= and draft_"):
+        warned(target, draft)
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="the target scores 48 tokens and the draft 56; pass tokenizer= and draft_"):
+        warned(target, draft)
+    assert warned(target, draft, draft_tokenizer=tokenizer_of(WORDS)) == []

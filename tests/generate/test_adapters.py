@@ -75,12 +75,18 @@ def test_an_adapter_that_is_switched_off_and_on(kind: str, tmp_path: Path):
     assert not torch.equal(texts[0], texts[1])
 
 
-@pytest.mark.parametrize("call", [*WAYS, by_queue])
-def test_a_learned_prompt_is_refused(call: Callable):
+@pytest.mark.parametrize("call", WAYS)
+def test_a_learned_prompt_is_put_before_the_text_by_peft(call: Callable):
+    """In a queue there is no `generate` of its own around the forwards, so there it is refused."""
     base = tiny()
     target = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    expected = target.generate(**prompts(3), **GREEDY)
+    with target.disable_adapter():
+        assert not torch.equal(target.generate(**prompts(3), **GREEDY), expected)
+    with pytest.warns(UserWarning, match=r"a learned prompt \(PromptTuningConfig\)"):
+        assert torch.equal(call(target, near(base, 0.05), **prompts(3), **GREEDY), expected)
     with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
-        call(target, near(base, 0.05), **prompts(3), **GREEDY)
+        by_queue(target, near(base, 0.05), **prompts(3), **GREEDY)
     assert not forwards.ids
 
 

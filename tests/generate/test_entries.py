@@ -230,7 +230,8 @@ def test_every_form_ends_its_stream_once(world: SimpleNamespace, form: str, faul
 
     collector, settings = Collector(), GREEDY
     if fault == "refused":
-        settings, error = GREEDY | {"num_beams": 2}, pytest.raises(ValueError, match="num_beams=2 is beam search")
+        settings = GREEDY | {"num_beams": 2}
+        error = pytest.raises(ValueError, match="num_beams=2 has no text before its end")
     else:
         error = pytest.raises(RuntimeError, match="in the middle")
     failing = {"target": [world.target, world.own], "draft": [world.draft], "refused": []}[fault]

@@ -52,6 +52,13 @@ def test_names_that_are_asked_for_with_a_default():
     assert {"pixel_values", "inputs_embeds"} & set(names), "models: the list of inputs for the prompt moved"
 
 
+def test_methods_that_decode_plainly():
+    methods = set(utils.GENERATION_MODES_MAPPING.values())
+    own = {name for name in methods if "/" not in name}
+    assert own == {"_sample", "_beam_search", "_assisted_decoding"}, "engine: another way of decoding, see plain.py"
+    assert all(name.startswith("transformers-community/") for name in methods - own)
+
+
 def called_with(**options: Any) -> dict[str, Any]:
     """What a callable for `custom_generate=` receives."""
     found: dict[str, Any] = {}

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from counting import counting, reads_only
 from plain import assert_plain, coupled
-from tiny import prompts, tiny
+from tiny import near, prompts, tiny
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import Request, SpeculativeDecoding
@@ -127,3 +128,21 @@ def test_a_warning_says_why_and_how_to_silence_it():
 def test_registered_models_are_trusted(tmp_path: Any):
     for model_type in RIGHT:
         assert not unproven(tiny(model_type))
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 64])
+def test_experts_with_a_capacity_are_fed_no_more_than_fits(capacity: int):
+    """Switch Transformers leaves out tokens of a row that an expert has no room for, which single steps never do."""
+    target = zoo.build("seq2seq", "switch_transformers")
+    target.config.expert_capacity = capacity
+    for module in target.modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = capacity
+    strategy = SpeculativeDecoding(near(target, 0.02), num_draft_tokens=6, verification="coupled")
+    inputs = zoo.inputs(target)
+    for settings in (GREEDY, SAMPLED):
+        assert_plain(target, strategy, inputs, **settings)
+        report = strategy.report
+        assert (report.layout == "plain") == (capacity == 1)
+        fed = [record.drafted for history in report.history for record in history]
+        assert max(fed, default=0) == {1: 0, 3: 2, 64: 6}[capacity]

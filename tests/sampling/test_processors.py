@@ -90,6 +90,23 @@ def test_a_strict_constraint_is_asked_only_what_stock_may_ask(rows: int, do_samp
         assert_plain(target, coupled(target, noise), prompts(rows), fresh, **settings)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_prefix_function_is_asked_for_prompts(do_sample: bool):
+    """From transformers 5.24 on it gets the number of the prompt, whatever `num_return_sequences` is."""
+    settings = {
+        "do_sample": do_sample,
+        "top_k": 0,
+        "max_new_tokens": 20,
+        "num_return_sequences": 2 if do_sample else 1,
+    }
+    settings["prefix_allowed_tokens_fn"] = lambda prompt, ids: range(5 * prompt, 5 * prompt + 20)
+    strategy = coupled(tiny(), 0.05)
+    compared = assert_plain(tiny(), strategy, **settings)
+    assert strategy.report.layout == "ragged"
+    assert strategy.report.accepted > 0
+    assert compared.forwards < compared.plain
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("settings", [{"temperature": 0.5, "top_k": 10}, {"watermarking_config": SYNTHID}], ids=str)
 def test_processors_act_once_on_the_draft(settings: dict, verification: str):

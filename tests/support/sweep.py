@@ -14,9 +14,9 @@ from tiny import near
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED, WHOLE
+from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.models.choose import DECODERS, layouts_of
+from hf_specx.models.choose import DECODERS, layouts_of, why_no_layout
 
 
 NEW_TOKENS, NUM_DRAFT_TOKENS = 24, 3
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     """One row of the table.
 
     Attributes:
-        result: "exact", "plain", "refused", "not self-consistent" or "not built".
+        result: "exact", "plain", "not self-consistent" or "not built".
         note: the layouts in which it is exact, best first; or why it is not.
     """
 
@@ -47,21 +47,18 @@ def examine(kind: str, model_type: str) -> Outcome:
         return Outcome("not built", _line(error))
     inputs = zoo.inputs(model)
     inconsistent, greedy = _by_stock(model, inputs)
-    if model_type in WHOLE and greedy is not None and not inconsistent:
-        for mode, text in _stock_texts(model, inputs, greedy).items():
-            _compared(model, inputs, text, _strategy(near(model, 0.02), "auto"), f"plain, {mode}")
-        return Outcome("plain", "exact without a cache only")
-    try:
-        layouts = layouts_of(model)
-        if greedy is not None:
-            layout = _check_like_stock(model, inputs, greedy)
-            # a type that is in no table has the layout that was measured
-            layouts = layouts if model.config.model_type in LAYOUTS_OF else [layout]
-            assert layout == layouts[0]
-    except ValueError as error:
-        return Outcome("not self-consistent" if inconsistent else "refused", inconsistent or _line(error))
+    why = why_no_layout(model)
+    layout = _check_like_stock(model, inputs, greedy) if greedy is not None else ""
     if inconsistent:
         return Outcome("not self-consistent", inconsistent)
+    if why:
+        assert layout == "plain"
+        for mode, text in _stock_texts(model, inputs, greedy).items():
+            _compared(model, inputs, text, _strategy(near(model, 0.02), "auto"), f"plain, {mode}")
+        return Outcome("plain", why.partition(" of speculative decoding: ")[2].removesuffix("; choose another"))
+    # a type that is in no table has the layout that was measured
+    layouts = layouts_of(model) if model.config.model_type in LAYOUTS_OF else [layout]
+    assert layout == layouts[0]
     texts, noises = _stock_texts(model, inputs, greedy), None
     for layout in layouts:
         noises = _check_exact(model, inputs, layout, texts, noises)
