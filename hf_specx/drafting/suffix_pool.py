@@ -214,8 +214,8 @@ class SuffixPool:
             "max_tokens": self.max_tokens,
             "vocab_size": self.vocab_size,
             "vocabulary": self.vocabulary,
-            "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32),
-            "lengths": torch.tensor([len(text) for text in texts]),
+            "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32, device="cpu"),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu"),
         }
         written = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
         torch.save(content, written)

@@ -168,7 +168,7 @@ class RaggedDecoder(Decoder):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
             self.widen(batch.width - self.width)
-        index = torch.tensor(rows).to(batch.ids.device, non_blocking=True)
+        index = sent(rows, batch.ids.device)
         width = max(batch.prompt_lengths[row] for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]

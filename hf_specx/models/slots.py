@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_specx.common.architectures import CACHE
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 
 from .layers import SlotLayer, Slots
@@ -58,7 +59,7 @@ class SlotCache(Cache):
     def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
         for layer, read in zip(self._filled(), other._filled(), strict=True):
-            layer.take(read, torch.tensor(rows).to(layer.keys.device, non_blocking=True), start, end)
+            layer.take(read, sent(rows, layer.keys.device), start, end)
 
     def begin(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""

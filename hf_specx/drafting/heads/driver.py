@@ -78,7 +78,8 @@ class HeadDrafter(SampledCandidateGenerator):
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.least, self.threshold = self.threshold, 0.0
         if self.ids is not None:
-            self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
+            nothing = torch.zeros(reading.vocab_size, dtype=torch.bool, device="cpu")
+            self.known = nothing.index_fill_(0, self.ids.cpu(), True)
         self.held, self.prompted = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
