@@ -3,6 +3,7 @@
 Where a test is about anything but the compiler, torch traces the same regions and runs them as they are.
 """
 
+import contextlib
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from defaults import defaults
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -216,6 +218,22 @@ def test_forwards_are_recorded_where_that_will_do(traced: None, no_dynamo: None,
 
 
 RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged" in LAYOUTS_OF.get(each[1], ())]
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_default_device_is_none_of_a_forward():
+    """It is a mode in which torch would trace no forward; the compiled ones are those of calls without it."""
+    target, draft = pair()
+    inputs, counts = prompts(2), []
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True)
+    expected = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for ambient in (defaults(), torch.device("meta"), contextlib.nullcontext()):
+        with ambient:
+            output = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=strategy)
+        assert torch.equal(output, expected)
+        counts.append(strategy.report.compilations)
+    assert counts[0] > 0
+    assert counts[2] == 0  # under another default dtype they are others
 
 
 @pytest.mark.slow

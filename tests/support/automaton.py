@@ -18,7 +18,8 @@ class Automaton(LogitsProcessor):
 
     def __init__(self, vocab_size, width, states=6, free=(), always=None, max_rollback=10**6):
         self.vocab_size, self.width, self.free, self.max_rollback = vocab_size, width, free, max_rollback
-        table = torch.rand(states, vocab_size, generator=torch.Generator().manual_seed(5), device="cpu") < 0.5
+        generator, plain = torch.Generator("cpu").manual_seed(5), {"dtype": torch.float32, "device": "cpu"}
+        table = torch.rand(states, vocab_size, generator=generator, **plain) < 0.5
         table[:, -2:] = True
         if always is not None:
             table[:, always] = True
