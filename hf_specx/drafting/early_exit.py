@@ -19,6 +19,10 @@ from .drafter import Drafter, Reading, check_number
 from .forward_times import ForwardSize
 
 
+CHANGING = {
+    "generation_config",
+    "generate",
+}  # of a model, and nothing to its forwards: `attached` puts the latter there
 NUMBER, NO_LAYERS = "the number of layers that draft", "give a draft model instead, or SuffixDraft()"
 
 
@@ -72,10 +76,11 @@ class EarlyExitDraft(Drafter):
         require(self.head is None or not self.head.training, told)
         above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         parts = [part.items() for module in above for part in (vars(module), module._modules)]
-        now = [(name, id(value)) for part in parts for name, value in part if name != "generation_config"]
+        now = [(name, id(value)) for part in parts for name, value in part if name not in CHANGING]
         model, then = self.models.get(target, (None, []))
         if model is None or then != now:
             model = self._copy(target, path)
+            vars(model).pop("generate", None)  # which would keep the target for ever
             self.models[target] = model, now
         model.generation_config = target.generation_config
         return model

@@ -66,7 +66,7 @@ def test_publish(monkeypatch):
     given = {"dtype": "auto", "device_map": None, "revision": None, "trust_remote_code": False, "draft": None}
     assert asked.pop("load") == given
     assert asked == {"private": None, "revision": None, "id": "org/name", "target": "reference", "draft": "inside"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # of any kind
     output("publish", "org/pair@v1", "org/name@next", "--private", "--trust-remote-code", "--inside")
     assert asked["load"] == given | {"revision": "v1", "trust_remote_code": True, "device_map": "auto"}
     assert (asked["private"], asked["revision"], asked["target"]) == (True, "next", "inside")
