@@ -2,7 +2,6 @@
 
 import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import kind, require
-from hf_specx.common.wrappers import text_decoder
+from hf_specx.common.wrappers import OfModels, text_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 
@@ -56,7 +55,7 @@ class EarlyExitDraft(Drafter):
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
         # of targets, and what these held when their first layers were copied
-        self.models = WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]()
+        self.models = OfModels[tuple[PreTrainedModel, list[tuple[str, int]]]]()
 
     def __repr__(self) -> str:
         head = "" if self.head is None else f", head={type(self.head).__name__}"
@@ -80,7 +79,6 @@ class EarlyExitDraft(Drafter):
         model, then = self.models.get(target, (None, []))
         if model is None or then != now:
             model = self._copy(target, path)
-            vars(model).pop("generate", None)  # which would keep the target for ever
             self.models[target] = model, now
         model.generation_config = target.generation_config
         return model

@@ -145,6 +145,14 @@ class SuffixPool:
         self._added, self._held = 0, 0
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which have the same texts and go their own way."""
+        with self._lock:
+            return vars(self) | {"_texts": dict(self._texts), "_indices": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def __repr__(self) -> str:
         return f"SuffixPool({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
 

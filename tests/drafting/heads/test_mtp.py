@@ -1,5 +1,7 @@
 """The target's own multi-token layers propose what transformers' `use_mtp` proposes, row by row at any batch size."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,15 @@ def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
     assert len(reads) == 1
     hf_specx.generate(**inputs, model=target.bfloat16(), max_new_tokens=8, do_sample=False, use_mtp=True)
     assert len(reads) == 2  # for a target of another precision
+
+
+def test_a_pickle_reads_the_layers_anew(tmp_path: Path):
+    target, inputs, strategy = mtp_target("mellum", tmp_path), left_padded(), SpeculativeDecoding(MtpDraft())
+    settings = {**inputs, "max_new_tokens": 8, "do_sample": False}
+    for one in (strategy, pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        assert torch.equal(target.generate(**settings, custom_generate=one), target.generate(**settings))
+        assert one.report.drafted > 0
+    assert len(pickle.dumps(strategy)) < 20_000  # without the layers
 
 
 @pytest.mark.parametrize("name", ["mellum", "deepseek_v3 of three"])
