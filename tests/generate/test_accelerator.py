@@ -201,6 +201,25 @@ def test_torchs_defaults_change_nothing(kind: str):
         assert call(*moved, there, SHORT) == expected
 
 
+@pytest.mark.parametrize(
+    "kind", ["ragged, block", "padded, coupled", "token", "list", "masks, sampled", "seeds", "eagle3", "dspark, seeds"]
+)
+def test_under_deterministic_algorithms(kind: str):
+    """The same text; top-p of transformers sums floats, which they refuse on CUDA in plain `generate` too."""
+    call = KINDS[kind]
+    pair, inputs = models(call.model), prompts(3)
+    inputs["input_ids"] %= pair[0].config.vocab_size
+    expected = call(*pair, inputs, SHORT)
+    with emulated():
+        moved, there = [on_device(model) for model in pair], {name: x.to("cuda:0") for name, x in inputs.items()}
+    try:
+        torch.use_deterministic_algorithms(True)
+        with emulated():
+            assert call(*moved, there, SHORT) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_keys_of_rows_that_end_are_kept_without_a_send(layout: str):
     settings = SAMPLED | {"eos_token_id": 7, "return_dict_in_generate": True}
