@@ -5,6 +5,7 @@ rows always come last. Nothing is moved until a row leaves.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hf_specx.common.errors import require
 from .attention import Masks, grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
-from .slots import CACHE, MARGIN, Columns, SlotCache
+from .slots import CACHE, MARGIN, KeysValues, SlotCache
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", CACHE}
@@ -129,7 +130,7 @@ class PackedDecoder(Decoder):
         self.row, self.before = row[kept], self.before[kept]
         self._hold([self.lengths[n] for n in stay.tolist()])
 
-    def columns(self, index: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         held = self.lengths[index] + self.held[row]
         slots = ((self.row == index) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
         pads = self.width - self.lengths[index]
