@@ -182,7 +182,7 @@ def test_the_cache_is_not_there_twice(layout: str, rows: int, ends: list[int] | 
     ours, output = peak_of(lambda: target.generate(**call, custom_generate=strategy))
     assert torch.equal(output.sequences, expected.sequences)
     assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    assert strategy.report.rounds > 1
+    assert (strategy.report.layout, strategy.report.drafted > 0) == (layout, True)
     assert ours < (1.15 if rows == 1 else 1.45) * plain, (ours, plain)
 
 
