@@ -120,9 +120,8 @@ class PackedDecoder(Decoder):
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
     def leave(self, stay: torch.Tensor) -> None:
-        index = torch.full(
-            (len(self.lengths),), -1, dtype=torch.int64, device=self.device
-        )  # [R], the index that a row gets
+        # [R], the index that a row gets
+        index = torch.full((len(self.lengths),), -1, dtype=torch.int64, device=self.device)
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
         row = index[self.row[: self.cache.slots.extent]]
         kept = (row >= 0).nonzero()[:, 0]  # the slots of other rows are dropped

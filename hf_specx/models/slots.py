@@ -173,8 +173,10 @@ def assemble(
     """
     encoded = DynamicCache()
     layers: list[Any] = source.layers
-    for number, layer in enumerate([layer for layer in layers if layer.is_initialized]):
-        fits = shared is not None and type(layer) is SlotLayer and length <= layer.keys.shape[2] <= MOST_SPARE * length
+    layers = [layer for layer in layers if layer.is_initialized]
+    slots = [layer.keys.shape[2] if type(layer) is SlotLayer else 0 for layer in layers]
+    fits = shared is not None and all(length <= number <= MOST_SPARE * length for number in slots)
+    for number, layer in enumerate(layers):
         if fits:
             keys, values = layer.keys[:, :, shared], layer.values[:, :, shared]
             cache.update(keys[:, :, :0], values[:, :, :0], number)

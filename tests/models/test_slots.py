@@ -14,6 +14,7 @@ from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models import layers
 from hf_specx.models.choose import DECODERS
 from hf_specx.models.decoder import Decoder
+from hf_specx.models.layers import RingLayer, SlotLayer
 from hf_specx.models.slots import SlotCache, assemble
 
 
@@ -120,3 +121,16 @@ def test_a_cache_that_is_handed_over_is_what_would_be_copied(first: int):
         assert layer.keys.untyped_storage().nbytes() > layer.keys.nbytes == copied.keys.untyped_storage().nbytes()
         assert layer.get_seq_length() == length
     assert not made[0].layers[0].keys[0, :, 3:].any()
+
+
+def test_layers_of_two_kinds_are_put_together():
+    """One that keeps a window beside one that could be handed over."""
+    states = torch.randn(3, 2, 2, 20, 4, generator=torch.Generator().manual_seed(0))  # of three layers
+    source = SlotCache(20, ring=24, kinds=(SlotLayer, RingLayer, SlotLayer))
+    for number, layer in enumerate(states):
+        source.update(layer.clone(), layer + 1, number)
+    rows = {row: source.row(row, torch.arange(20)) for row in range(2)}
+    made = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
+    for layer, written in zip(made.layers, states, strict=True):
+        assert torch.equal(layer.keys, written)
+        assert torch.equal(layer.values, written + 1)
