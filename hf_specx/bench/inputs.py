@@ -36,8 +36,8 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
     """
     _check_room(pair.target, length, new_tokens)
     if pair.tokenizer is None:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(1, vocabulary(pair.target), (batch, length), generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        ids = torch.randint(1, vocabulary(pair.target), (batch, length), generator=generator, device="cpu")
     else:
         texts = [tokens for text in pair.prompts if (tokens := token_ids(pair.tokenizer, text))]
         require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
@@ -45,7 +45,7 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         for first in range(batch):
             rotated = itertools.islice(itertools.cycle(texts), first, None)
             rows.append(list(itertools.islice(itertools.chain.from_iterable(rotated), length)))
-        ids = torch.tensor(rows)
+        ids = torch.tensor(rows, device="cpu")
     device = execution_device(pair.target)
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 

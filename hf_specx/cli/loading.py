@@ -30,9 +30,9 @@ from .prompts import Prompt
 def device_map(device: str | None) -> str | None:
     """What --device-map says; without it, "auto" if there is an accelerator."""
     if device in (None, "auto"):
-        return "auto" if torch.cuda.is_available() else None
+        return "auto" if torch.accelerator.is_available() else None
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
         first = str(error).partition("\n")[0]
         told = f"--device-map {device} is not available on this machine ({first}); give cpu, or leave it out."

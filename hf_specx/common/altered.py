@@ -74,7 +74,7 @@ class ColumnTable(nn.Module):
             given["position_ids"] = columns.to(position_ids.device).view(-1, *[1] * (position_ids.ndim - 1))
             return self.table(**given).reshape(rows, count, -1)
         given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
-        vectors = torch.zeros((), device=columns.device)
+        vectors = torch.zeros((), dtype=torch.float32, device=columns.device)  # takes on the dtype of the table
         for column in sorted(self.numbers):
             given[COUNT] = column
             found = self.table(**given)  # [R * q or 1, 1, D] or [1, D]

@@ -41,7 +41,7 @@ def hardware(device: torch.device) -> str:
 
 def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers as a tensor on a device; this does not wait until the device has done what it has to do."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def moved(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
@@ -143,6 +144,18 @@ class Recorder(TorchFunctionMode):
                 found = {"": (str(id(module)), type(module))}
             frame = frame.f_back  # type: ignore[assignment]
         return found
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """A context where `torch.device(...)` around it, or `set_default_device`, counts for nothing in this thread.
+
+    It is a mode in which a forward is neither recorded nor traced.
+    """
+    with ExitStack() as stack:
+        while isinstance((_get_current_function_mode_stack() or [None])[-1], DeviceContext):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def padded_rows(
 
     Pads are the tokenizer's pad token, else its end token, else 0: processors see them in the text.
     """
-    ids = [torch.as_tensor(row) for row in rows]
+    ids = [row if isinstance(row, torch.Tensor) else torch.as_tensor(row, device="cpu") for row in rows]
     ones = [torch.ones_like(row) for row in ids]
     known = () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
     pad = next((token for token in known if token is not None), 0)

@@ -1,15 +1,40 @@
-"""Models inside the wrappers of `torch.compile` and PEFT, copies, vocabularies and names of models; and no models."""
+"""Models inside the wrappers of `torch.compile` and PEFT, copies, references and names of models; and no models."""
 
 import copy
 import math
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
+
+
+Made = TypeVar("Made")
+
+
+class OfModels(WeakKeyDictionary[PreTrainedModel, Made]):
+    """What was made of models, as long as these exist. Copies and pickles of it are empty: it is made again there."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: Any) -> "OfModels[Made]":
+        return type(self)()
+
+
+class ModelReference(weakref.ref[PreTrainedModel]):
+    """A weak reference to a model; a pickle has None in its place, since the model is another one there."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> "ModelReference":
+        return self
 
 
 def unwrapped(model: Any, adapters: bool = False) -> Any:

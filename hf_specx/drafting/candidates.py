@@ -123,7 +123,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                     logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
             elif growth is not None and growth.forces:
-                scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
+                size = len(lengths), self.vocab_size or 0
+                scores = torch.zeros(size, dtype=torch.float32, device=batch.ids.device)
             else:
                 break
             if growth is not None:

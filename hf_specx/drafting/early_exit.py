@@ -2,7 +2,6 @@
 
 import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import kind, require
-from hf_specx.common.wrappers import text_decoder
+from hf_specx.common.wrappers import OfModels, text_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import RaggedDecoder
 
@@ -19,6 +18,10 @@ from .drafter import Drafter, Reading, check_number
 from .forward_times import ForwardSize
 
 
+CHANGING = {
+    "generation_config",
+    "generate",
+}  # of a model, and nothing to its forwards: `attached` puts the latter there
 NUMBER, NO_LAYERS = "the number of layers that draft", "give a draft model instead, or SuffixDraft()"
 
 
@@ -52,7 +55,7 @@ class EarlyExitDraft(Drafter):
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
         # of targets, and what these held when their first layers were copied
-        self.models = WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]()
+        self.models = OfModels[tuple[PreTrainedModel, list[tuple[str, int]]]]()
 
     def __repr__(self) -> str:
         head = "" if self.head is None else f", head={type(self.head).__name__}"
@@ -72,7 +75,7 @@ class EarlyExitDraft(Drafter):
         require(self.head is None or not self.head.training, told)
         above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         parts = [part.items() for module in above for part in (vars(module), module._modules)]
-        now = [(name, id(value)) for part in parts for name, value in part if name != "generation_config"]
+        now = [(name, id(value)) for part in parts for name, value in part if name not in CHANGING]
         model, then = self.models.get(target, (None, []))
         if model is None or then != now:
             model = self._copy(target, path)

@@ -145,6 +145,14 @@ class SuffixPool:
         self._added, self._held = 0, 0
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which have the same texts and go their own way."""
+        with self._lock:
+            return vars(self) | {"_texts": dict(self._texts), "_indices": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def __repr__(self) -> str:
         return f"SuffixPool({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
 
@@ -214,8 +222,8 @@ class SuffixPool:
             "max_tokens": self.max_tokens,
             "vocab_size": self.vocab_size,
             "vocabulary": self.vocabulary,
-            "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32),
-            "lengths": torch.tensor([len(text) for text in texts]),
+            "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32, device="cpu"),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu"),
         }
         written = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
         torch.save(content, written)

@@ -45,8 +45,10 @@ class VocabularyMap:
         self.overlap = len(common) / max(1, sum(map(bool, target.contents[: sizes[0]])))
         sample = target.encode(SAMPLE_TEXT.encode())
         self.coverage = sum(number in common for number in sample) / len(sample)
-        # [2, n]: ids of the draft that mean one of the target, and what they mean
-        self.pairs = torch.tensor([pair for pair in enumerate(self.to_target) if pair[1] >= 0]).view(-1, 2).T
+        common_pairs = [pair for pair in enumerate(self.to_target) if pair[1] >= 0]
+        on_cpu = torch.tensor(common_pairs, dtype=torch.int64, device="cpu").view(-1, 2).T
+        # [2, n] on each device: ids of the draft that mean one of the target, and what they mean
+        self.pairs = {on_cpu.device: on_cpu}
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits [..., V_draft] by the target's ids: [..., V_target] float32, -inf where it has no token.
@@ -54,8 +56,10 @@ class VocabularyMap:
         Their softmax is the draft's distribution restricted to the common tokens; what several tokens of the draft
         have, that mean the same, is added.
         """
-        self.pairs = self.pairs.to(logits.device)
-        own, meant = self.pairs
+        device = logits.device
+        if device not in self.pairs:  # another thread may have another device
+            self.pairs[device] = self.pairs[torch.device("cpu")].to(device)
+        own, meant = self.pairs[device]
         common = logits.index_select(-1, own).float()
         highest = common.amax(-1, keepdim=True)
         sums = highest.new_zeros(*logits.shape[:-1], self.sizes[0])

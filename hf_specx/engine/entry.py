@@ -166,6 +166,11 @@ def check_many(
     for name in OF_ONE_REQUEST:
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
+    number = setting("num_return_sequences", model, kwargs)
+    told = (
+        f"num_return_sequences={number!r} of a generation config is for one call of generate; set it to 1 there, and "
+    )
+    require(number in (None, 1), f"{told}give the prompt as several requests.")
     told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
     check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")

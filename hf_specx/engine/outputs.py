@@ -86,7 +86,7 @@ class Stream:
         for row, tokens in enumerate(new):
             step = 1 if self.by == "token" else max(1, len(tokens))
             for first in range(0, len(tokens), step):
-                self.put(row, torch.tensor(tokens[first : first + step]))
+                self.put(row, torch.tensor(tokens[first : first + step], device="cpu"))
         for row in ended if self.tags_rows else ():
             self.streamer.end_row(row)
 

@@ -143,7 +143,7 @@ class Preparing:
         start, seed = given.input_ids[0], request.seed
         processors, alone = self._with_masks(given)
         if seed is None:
-            seed = int(torch.randint(MAX_SEED - 1, ())) if given.generation_config.do_sample else 0
+            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if given.generation_config.do_sample else 0
         own_processors = request.logits_processor is not None
         alike = not own_processors and all(value is None for value in warps.values())
         known = index, ids, start, seed, request.seed is not None
@@ -156,7 +156,8 @@ class Preparing:
     def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prompt:
         """As `_prepared`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
-            options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
+            states = torch.zeros(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
+            options = options | {"encoder_outputs": BaseModelOutput(states)}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
     def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], bool]:
@@ -187,7 +188,8 @@ class Preparing:
 def as_ids(given: Any) -> torch.Tensor:
     """A prompt as a tensor [L] of integers; a ValueError if it is of another type."""
     try:
-        ids = torch.as_tensor(given if len(given) else torch.zeros(0, dtype=torch.int64))
+        dtype = None if len(given) else torch.int64
+        ids = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, dtype=dtype, device="cpu")
         ok = ids.ndim == 1 and not (ids.is_floating_point() or ids.dtype == torch.bool or ids.is_meta)
     except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
         ok = False

@@ -3,7 +3,6 @@
 import copy
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
-from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
+from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import PROBE_SHARE, Costs
 from hf_specx.drafting.drafter import Drafter
@@ -117,7 +116,7 @@ class SpeculativeDecoding(NoModel):
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
-        self._served: weakref.ref[PreTrainedModel] | None = None
+        self._served: ModelReference | None = None
 
     def __repr__(self) -> str:
         told = label_of(self.draft_model)
@@ -283,7 +282,7 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model, adapters=True)
         if self._served is not None and self._served() is not model:
             self.costs = Costs()
-        self._served = weakref.ref(model)
+        self._served = ModelReference(model)
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""

@@ -96,7 +96,7 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
 def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
     """The Exp(1) numbers [1, V] that `generate` draws for a row at a position: one [B, V] for each position so far."""
     generator = torch.Generator(like.device).manual_seed(noise.seed)
-    drawn = torch.empty(noise.rows, like.shape[-1], device=like.device)
+    drawn = torch.empty(noise.rows, like.shape[-1], dtype=torch.float32, device=like.device)
     for _ in range(position + 1):
         drawn.exponential_(generator=generator)
     return drawn[noise.row : noise.row + 1].double()

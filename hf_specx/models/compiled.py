@@ -205,6 +205,10 @@ class CompiledDecoder(RaggedDecoder):
         move(self.buffers, self.buffers, stay.to(self.device))
         self.given = {}
 
+    def shared_slots(self, length: int) -> slice | None:
+        """None: the buffers serve later calls."""
+        return None
+
     def _feed_last(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
         count = min(self.usual, self._at_once(batch), *(batch.counts[row] for row in batch.rows))

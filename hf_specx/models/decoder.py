@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import keeping_cache, text_decoder
 
 from .prompts import UNLIMITED, Place, Prompt, has_rows, position_table, select
-from .slots import Columns, assemble, cache_name, columns_of, select_rows, self_attention
+from .slots import Columns, KeysValues, assemble, cache_name, columns_of, drained, select_rows, self_attention
 
 
 NOT_FED = {"labels", "output_attentions", "output_hidden_states"}
@@ -81,7 +81,8 @@ class Decoder:
             these are all rows'. `prompt_hidden`: their states [B, L, H], right-aligned; None unless they are read.
         held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
             of these, from the first on, may still be its text.
-        left: the columns of rows that have left, where the call wants its cache.
+        left: the columns of rows that have left before the end, where the call wants its cache; `last`: the rows whose
+            columns are in the cache at the end.
         compilations: forwards that torch has compiled for this one.
         copied: tokens of prompts that were not read, since others begin alike.
     """
@@ -105,6 +106,7 @@ class Decoder:
         self.held = [0] * len(prompt.input_ids)
         self.valid = list(self.held)
         self.left: dict[int, Columns] = {}
+        self.last: list[int] = []
         self.per_row: set[str] = set()
         self.holes: torch.Tensor | None = None  # [B, width] bool, hidden slots after the pads, if there are any
         self.first_position: torch.Tensor | None = None
@@ -255,7 +257,10 @@ class Decoder:
         self.rows = len(stay)
 
     def _keep_columns(self, done: Round) -> None:
-        """Copy the columns of the rows that leave; a last token that is no candidate was not fed yet, and is now."""
+        """Copy the columns of rows that leave before others; the last ones' stay in the cache.
+
+        A last token that is no candidate was not fed yet, and is now.
+        """
         counts, staying = list(done.batch.counts), [] if done.stay is None else done.batch.rows
         leaving = [row for row in done.rows if row not in staying]
         last = max(counts) if done.finished else None  # `generate` does not feed the last tokens of the longest rows
@@ -265,22 +270,38 @@ class Decoder:
             if self.even:  # rows that are shorter have ended before the last candidate: of them, no more is kept
                 counts = [max(counts)] * len(counts)
             self._feed_last(done.batch.until(counts, done.rows))
-        self.left |= {row: self.columns(done.rows.index(row), row) for row in leaving}
+        if done.finished:
+            self.last = leaving
+        else:
+            self.left |= {row: list(self.columns(done.rows.index(row), row)) for row in leaving}
 
     def _feed_last(self, batch: Batch) -> None:
         self.feed(batch, 1, 0, keep=1)
 
-    def columns(self, index: int, row: int) -> Columns:
-        """Keys and values [H, n, D] by layer, pads among them, of what row `row`, the `index`-th of R, was fed."""
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
+        """By layer keys and values [H, n, D], pads among them, of what row `row`, the `index`-th of R, was fed."""
         raise NotImplementedError
 
+    def shared_slots(self, length: int) -> slice | None:
+        """The slots that hold the first `length` columns of all rows that decode; None if these differ.
+
+        Or if the buffers are kept for later calls.
+        """
+        return None
+
     def past(self, batch: Batch, emitted: int) -> Cache | None:
-        """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
+        """The cache that `generate` would return: of all columns except the last. None if that cannot be made.
+
+        This decoder has no cache then.
+        """
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
         length, slots = self.width + emitted - 1, getattr(self_attention(self.cache), "slots", None)
         cut = slots is not None and slots.has_lost  # windows are of the whole text otherwise
         made = DynamicCache(config=self.model.config) if cut else DynamicCache()
-        return assemble(made, self.left, ends, length, self.crossed)
+        rows: dict[int, Iterator[KeysValues]] = {row: drained(columns) for row, columns in self.left.items()}
+        rows |= {row: self.columns(index, row) for index, row in enumerate(self.last)}
+        shared = None if self.left else self.shared_slots(length)
+        return assemble(made, self_attention(self.cache), rows, ends, length, shared, self.crossed)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Types [R, count] of the next tokens: as in `generate` that of the last token, or text."""

@@ -25,7 +25,7 @@ from .attention import grouped_queries
 from .decoder import Decoder
 from .layers import SlotLayer, TailLayer
 from .prompts import Prompt
-from .slots import MARGIN, Columns, SlotCache, self_attention, with_slots
+from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
 
 
 class HostedDecoder(Decoder):
@@ -196,7 +196,11 @@ class PaddedDecoder(HostedDecoder):
         """Nor more than windows have kept: rows that lack fewer tokens are fed theirs again."""
         return min(super()._at_once(batch), MARGIN) if self.window else super()._at_once(batch)
 
-    def columns(self, index: int, row: int) -> Columns:
+    def shared_slots(self, length: int) -> slice | None:
+        first = self.length - self.width - self.held[0]
+        return slice(first, first + length) if first >= 0 and len(set(self.held)) == 1 else None
+
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         columns = self.width + self.held[row]
         slots = torch.arange(self.length - columns, self.length, device=self.device)
         slots[: self.padding[row]] = -1

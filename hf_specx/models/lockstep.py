@@ -4,7 +4,7 @@ States that cannot be cropped (recurrent, convolutional) are kept as they were b
 """
 
 import copy
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from types import MethodType
 from typing import Any
 
@@ -22,7 +22,7 @@ from hf_specx.common.round import Round
 
 from .hosted import HostedDecoder
 from .prompts import Prompt
-from .slots import Columns, columns_of, has_columns, own_copy, self_attention
+from .slots import KeysValues, has_columns, own_copy, self_attention
 
 
 KEPT = ("conv_states", "recurrent_states")
@@ -71,15 +71,16 @@ class LockstepDecoder(HostedDecoder):
         if not together and type(text) is DynamicCache and plain and has_columns(text):
             super()._keep_columns(done)
 
-    def columns(self, index: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         end = self.width + self.held[row]
-        every = columns_of(self_attention(self.cache))
-        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in every]
+        layers: list[Any] = self_attention(self.cache).layers
+        for layer in layers:
+            yield layer.keys[index, :, :end].clone(), layer.values[index, :, :end].clone()
 
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
         rows = len(batch.counts)
-        if len(self.left) == rows:
+        if len(self.left) + len(self.last) == rows:
             return super().past(batch, emitted)
         if self.left or self.rows < rows or len(set(batch.counts)) > 1:
             return None

@@ -5,6 +5,7 @@ rows always come last. Nothing is moved until a row leaves.
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hf_specx.common.wrappers import keeping_cache
 from .attention import Masks, grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
-from .slots import CACHE, MARGIN, Columns, SlotCache
+from .slots import CACHE, MARGIN, KeysValues, SlotCache
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", CACHE}
@@ -40,8 +41,8 @@ class PackedDecoder(Decoder):
         """What `generate` would feed the model first; a `ValueError` if that is more than tokens and positions."""
         given, held = self.kwargs, self.cache.get_seq_length()
         _take(not held, f"starts empty, and {CACHE} holds {held} tokens")
-        mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
-        gaps = bool((mask.cummax(-1).values != mask).any())
+        mask = given.get("attention_mask")
+        gaps = mask is not None and bool((mask.bool().cummax(-1).values != mask.bool()).any())
         _take(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
         size = self.prompt.generation_config.prefill_chunk_size
         _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
@@ -122,7 +123,8 @@ class PackedDecoder(Decoder):
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
     def leave(self, stay: torch.Tensor) -> None:
-        index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
+        # [R], the index that a row gets
+        index = torch.full((len(self.lengths),), -1, dtype=torch.int64, device=self.device)
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
         row = index[self.row[: self.cache.slots.extent]]
         kept = (row >= 0).nonzero()[:, 0]  # the slots of other rows are dropped
@@ -130,7 +132,7 @@ class PackedDecoder(Decoder):
         self.row, self.before = row[kept], self.before[kept]
         self._hold([self.lengths[n] for n in stay.tolist()])
 
-    def columns(self, index: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         held = self.lengths[index] + self.held[row]
         slots = ((self.row == index) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
         pads = self.width - self.lengths[index]

@@ -1,6 +1,7 @@
 """The ragged layout: each token stays in the slot of its column, and a mask by position hides the rest."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .attention import SLIDING, Mask, Masks, grouped_queries
 from .decoder import Decoder
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
-from .slots import MARGIN, Columns, SlotCache, is_window, self_attention, with_slots
+from .slots import MARGIN, KeysValues, SlotCache, is_window, self_attention, with_slots
 
 
 LEAST = 32  # columns at the beginning of prompts that are worth a copy
@@ -173,7 +174,7 @@ class RaggedDecoder(Decoder):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
             self.widen(batch.width - self.width)
-        index = torch.tensor(rows).to(batch.ids.device, non_blocking=True)
+        index = sent(rows, batch.ids.device)
         width = max(batch.prompt_lengths[row] for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
@@ -217,8 +218,11 @@ class RaggedDecoder(Decoder):
     def _widen_cache(self, count: int) -> None:
         self.cache.widen(count)
 
-    def columns(self, index: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         return self.cache.row(index, torch.arange(self.width + self.held[row], device=self.device))
+
+    def shared_slots(self, length: int) -> slice | None:
+        return slice(length)
 
 
 def why_read_anew(model: PreTrainedModel) -> str:

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx.common.kernels import compile_part, in_one_file, signature
-from hf_specx.common.recording import conditions, kind_of, record
+from hf_specx.common.recording import conditions, kind_of, record, without_default_device
 
 from .attention import TILED, Masks
 from .decoder import HiddenStates
@@ -97,6 +97,12 @@ class Regions:
 
     def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
+        with without_default_device():
+            return self._run(function, size, given, named)
+
+    def _run(
+        self, function: Any, size: tuple[Any, ...], given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[torch.Tensor | None, ...]:
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         guards: tuple[Any, ...] = ()

@@ -26,7 +26,7 @@ from hf_specx.common.devices import sent
 from .decoder import Decoder, HiddenStates
 from .packed import PackedDecoder
 from .prompts import has_rows, select
-from .slots import assemble, columns_of, select_rows, self_attention, with_cross_attention
+from .slots import columns_of, select_rows, self_attention, with_cross_attention
 
 
 TRUSTED = ("torch", "transformers", "peft", "accelerate", "deepspeed")  # whose code the tests run in targets
@@ -310,10 +310,13 @@ def host_cache(runner: Decoder) -> Cache:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
     crossed = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
-    if isinstance(runner, PackedDecoder):
-        rows = {row: runner.columns(row, row) for row in range(len(runner.held))}
-        return assemble(DynamicCache(config=runner.model.config), rows, [runner.width] * len(rows), runner.width, [])
     fresh = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
+    if isinstance(runner, PackedDecoder):
+        by_row = (runner.columns(row, row) for row in range(len(runner.held)))
+        for number, of_rows in enumerate(zip(*by_row, strict=True)):
+            keys, values = map(torch.stack, zip(*of_rows, strict=True))
+            fresh.update(keys, values, number)
+        return fresh
     for number, layer in enumerate(text.layers):
         if layer.is_initialized:  # else it shares the keys of another
             states = layer.in_order()

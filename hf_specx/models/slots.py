@@ -4,7 +4,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specx.common.architectures import CACHE
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 
 from .layers import SlotLayer, Slots
@@ -32,7 +33,9 @@ NOT_TAKEN_BACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
 PARTS = ("self_attention_cache", "cross_attention_cache")
 OF_LOCKSTEP = ("update", "record_past")  # what a copy of a layer has of its own while it is decoded from
 MARGIN = 32  # slots for candidates after the last token that can be emitted
-Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
+MOST_SPARE = 1.25  # times as many slots as it needs are as many as a buffer has that is handed over as it is
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+Columns = list[KeysValues]  # layer by layer
 
 
 class SlotCache(Cache):
@@ -72,7 +75,7 @@ class SlotCache(Cache):
     def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
         for layer, read in zip(self._filled(), other._filled(), strict=True):
-            layer.take(read, torch.tensor(rows).to(layer.keys.device, non_blocking=True), start, end)
+            layer.take(read, sent(rows, layer.keys.device), start, end)
 
     def begin(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""
@@ -87,9 +90,9 @@ class SlotCache(Cache):
         for layer in self._filled():
             layer.roll(source)
 
-    def row(self, index: int, slots: torch.Tensor) -> Columns:
+    def row(self, index: int, slots: torch.Tensor) -> Iterator[KeysValues]:
         """By layer, as there."""
-        return [layer.row(index, slots) for layer in self._filled()]
+        return (layer.row(index, slots) for layer in self._filled())
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:
@@ -177,18 +180,52 @@ def columns_of(cache: Cache) -> Columns:
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
-def assemble(cache: Cache, rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
+def drained(columns: Columns) -> Iterator[KeysValues]:
+    """Layer by layer, each let go of when the next one is asked for."""
+    while columns:
+        yield columns.pop(0)
+
+
+def assemble(
+    cache: Cache,
+    source: Cache,
+    rows: Mapping[int, Iterator[KeysValues]],
+    ends: list[int],
+    length: int,
+    shared: slice | None,
+    crossed: Columns,
+) -> Cache:
     """Fill an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
 
-    Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`. Those of
-    cross-attention are `crossed`, empty without an encoder.
+    It is made layer by layer, and each layer of the source is let go of, so that no more than one is there twice.
+
+    Args:
+        source: the cache of the rows that were the last to end.
+        rows: keys and values [H, n, D] of each row, layer by layer.
+        ends: how many columns of each row are valid; then there are zeros up to `length`.
+        shared: slots of the source that hold the columns of all rows; None if there are none.
+        crossed: keys and values of cross-attention, empty without an encoder.
     """
-    for number, layer in enumerate(rows[0]):
-        keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in layer)
-        for row, columns in rows.items():
-            end = min(ends[row], length)
-            keys[row, :, :end], values[row, :, :end] = (x[:, :end] for x in columns[number])
-        cache.update(keys, values, number)
+    layers: list[Any] = source.layers
+    layers = [layer for layer in layers if layer.is_initialized]
+    slots = [layer.keys.shape[2] if type(layer) is SlotLayer else 0 for layer in layers]
+    fits = shared is not None and all(length <= number <= MOST_SPARE * length for number in slots)
+    for number, layer in enumerate(layers):
+        if fits:
+            keys, values = layer.keys[:, :, shared], layer.values[:, :, shared]
+            cache.update(keys[:, :, :0], values[:, :, :0], number)
+            made: Any = cache.layers[number]
+            made.keys, made.values = keys, values  # `update` would copy them
+        else:
+            of_rows = {row: next(columns) for row, columns in rows.items()}
+            keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in of_rows[0])
+            for row, parts in of_rows.items():
+                keys[row, :, : ends[row]], values[row, :, : ends[row]] = (x[:, : ends[row]] for x in parts)
+            cache.update(keys, values, number)
+        layer.keys = layer.values = None
+        if fits:
+            for row in [row for row, end in enumerate(ends) if end < length]:
+                keys[row, :, ends[row] :], values[row, :, ends[row] :] = 0, 0
     return with_cross_attention(cache, crossed)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,6 +42,8 @@ NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self",
 LOADER_OPTIONS: tuple[str, ...] = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 KNOWN_EXITS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
+# how long forwards take, by draft, and by what else they depend on; an attribute of the draft would change its traits
+TIMES: WeakKeyDictionary[Any, dict[str, dict[int, dict[str, Any]]]] = WeakKeyDictionary()
 OWN_LAYERS = MtpDraft()  # likewise, and so that a target's layers are read once
 
 
@@ -50,8 +53,8 @@ def generate(
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
     The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
-    as where they are compiled: by batch size, in the draft's attribute `specx_times`. A strategy object also remembers
-    acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
+    as where they are compiled: by batch size, as long as the draft exists. A strategy object also remembers acceptance
+    and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
         *more: further positional arguments of the model's own `generate`.
@@ -129,7 +132,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
 
 @contextmanager
 def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
-    """The times that earlier calls left on their draft, where this one leaves its own, if any: by batch size.
+    """The times of earlier calls with the draft, to which this one adds its own, if any: by batch size.
 
     They hold for targets of one class, size and dtype on one kind of device.
     """
@@ -139,13 +142,16 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
     draft: Any = strategy.draft_model
     if isinstance(draft, list):
         draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
-    held = getattr(draft, "__dict__", {})
-    times = held.get("specx_times", {}).get(kind, {})
+    try:
+        of_draft = TIMES.setdefault(draft, {})
+    except TypeError:  # it takes no weak references, or has no hash
+        of_draft = {}
+    times = of_draft.get(kind, {})
     try:
         yield times
     finally:
         if times:  # another thread may have been first
-            held.setdefault("specx_times", {}).setdefault(kind, times).update(times)
+            of_draft.setdefault(kind, times).update(times)
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 
 
-BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1  # [256, 8], of each byte
+BITS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1 == 1  # [256, 8], of each byte
 BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
 MOST_BACK = 4096  # tokens that an outlines guide can take back; by default 32
+MOST_TOKENS = 1 << 22  # of any vocabulary
 
 
 class Matchers:
@@ -29,7 +30,7 @@ class Matchers:
 
     def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, beyond: bool = False):
         self.matchers, self.vocab_size, self.beyond = matchers, vocab_size, beyond
-        self.words = torch.full((len(matchers), -(-mask_size // 32)), -1, dtype=torch.int32)
+        self.words = torch.full((len(matchers), -(-mask_size // 32)), -1, dtype=torch.int32, device="cpu")
         self.after_end = [0] * len(matchers)  # tokens of each row that its matcher was not shown
 
     def accept(self, row: int, token: int) -> None:
@@ -142,7 +143,8 @@ class PrefixFunction:
         self.function, self.vocab_size, self.prompts, self.rows_of_prompt = function, vocab_size, input_ids, rows
         self.texts: list[list[int]] = [[] for _ in input_ids]
         self.barred: dict[tuple[int, int], Exception] = {}
-        alone = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros(1, 1), torch.full((1, 1), -torch.inf))
+        nothing = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
+        alone = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(nothing), nothing)
         self.insists = bool(alone.isfinite())
 
     def accept(self, row: int, token: int) -> None:
@@ -155,7 +157,7 @@ class PrefixFunction:
             del self.barred[key]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
-        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool)
+        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
             emitted = self.texts[row]
             text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
@@ -212,12 +214,13 @@ def _outlines_core(processor: Any, rows: int, vocab_size: int) -> Matchers:
     _check_outlines(processor)
     guide = sys.modules["outlines_core"].Guide
     guides = [guide(processor.index, max_rollback=MOST_BACK) for _ in range(rows)]
-    made = OutlinesGuides(guides, vocab_size, vocab_size)
+    matchers = OutlinesGuides(guides, vocab_size, vocab_size)
     try:
-        made.mask([0])
-    except ValueError as error:  # the mask of its vocabulary is larger
+        matchers.mask([0])
+    except ValueError as error:
+        OutlinesGuides(guides, MOST_TOKENS, MOST_TOKENS).mask([0])  # raises too, unless the mask was only too small
         raise ValueError(f"{_other_size('more', vocab_size)}.") from error
-    return made
+    return matchers
 
 
 def _check_outlines(processor: Any) -> None:

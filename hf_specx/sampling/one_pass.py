@@ -164,7 +164,7 @@ def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> t
         own = copy.copy(processor)  # which is left unused
         own._prepare_bias_variables(scores[:, 0])
         tables = own.multi_token_biases  # of G sequences their starts [G, n], ends and biases [G]
-        ends = torch.tensor([]) if not tables else torch.cat([last for _, last, _ in tables]).unique()
+        ends = torch.cat([last for _, last, _ in tables]).unique() if tables else own.length_1_bias[:0]
         columns = [(starts, torch.searchsorted(ends, last), amounts) for starts, last, amounts in tables]
         return own.length_1_bias.to(scores.dtype), ends, columns
 
@@ -208,7 +208,7 @@ def _forced(length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) 
     """Only these tokens after a prefix of this length."""
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
-    if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
+    if not _inside(torch.as_tensor(tokens, device="cpu"), scores.shape[-1]):
         return None
     only = scores.new_full(scores.shape[-1:], -torch.inf)
     only[tokens] = 0

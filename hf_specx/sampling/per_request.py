@@ -74,7 +74,7 @@ class RequestProcessors(Processors):
         for row, is_wanted in zip(batch.rows, wanted, strict=True):
             masks = self.own[row].allowed(batch.alone(row), ahead, [is_wanted])
             if masks is None:  # a request without masks goes on as it does where no other has any
-                masks = [torch.ones(self.mask_size, dtype=torch.bool) if is_wanted else None]
+                masks = [torch.ones(self.mask_size, dtype=torch.bool, device="cpu") if is_wanted else None]
             found.append(masks[0])
         return found
 

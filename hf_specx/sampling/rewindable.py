@@ -90,7 +90,7 @@ class TokenMasks(RoundProcessor):
         positions = scores.shape[1]
         wanted = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
         masks = self.after(batch, ahead, wanted)
-        every = torch.ones(self.vocab_size, dtype=torch.bool)
+        every = torch.ones(self.vocab_size, dtype=torch.bool, device="cpu")
         cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
         excluded = moved(torch.stack(cells), scores.device).logical_not_().view(scores.shape)
         found = scores.masked_fill(excluded, -torch.inf)

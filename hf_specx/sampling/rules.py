@@ -82,10 +82,10 @@ class RejectionRule(Rule):
 
     def stream(self, seed: int | None) -> dict[str, torch.Generator]:
         """A generator for each purpose."""
-        source = None if seed is None else torch.Generator().manual_seed(int(seed))
+        source = None if seed is None else torch.Generator("cpu").manual_seed(int(seed))
         device, purposes = self.device if seed is None else "cpu", ("drafting", "accepting", "choosing")
         own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
-        return {name: torch.Generator().manual_seed(number) for name, number in zip(purposes, own, strict=True)}
+        return {name: torch.Generator("cpu").manual_seed(number) for name, number in zip(purposes, own, strict=True)}
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -111,7 +111,7 @@ class RejectionRule(Rule):
         A row with streams of its own draws none beyond its place in `lengths` [R], so that what it gets depends on
         nothing but how many it had before; the others are 0.
         """
-        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
+        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64, device="cpu")
         if self.seeds is None:
             noise.uniform_(generator=self.streams[0][purpose])
         else:

@@ -33,6 +33,8 @@ Shapes: B rows of the batch, R rows still decoding, K candidates of a row, P pos
 candidates are), L prefix length (in columns), V vocabulary.
 """
 
+import itertools
+
 import torch
 
 from hf_specx.common.round import Judgement
@@ -90,7 +92,7 @@ def verify_block(
     if proposed is not None:
         draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
-    sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [R, K + 1], from 0
+    sums = torch.nn.functional.pad(running_sums(p.double().log() - q.double().log()), (1, 0))  # [R, K + 1], from 0
     reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
     excess = reach[..., None].to(target_probs.dtype) * target_probs  # [R, K + 1, V]
     excess[:, :-1] -= draft_probs
@@ -131,8 +133,37 @@ def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     It needs one random number a row, [R] float64 in [0, 1), where a race needs V, and on a CPU these take most of the
     time of a draw. As 1 is excluded, a weight of 0 is never drawn.
     """
+    if forbids_cumsum(weights):
+        return pick_by_halves(weights, uniforms)
     sums = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+def forbids_cumsum(values: torch.Tensor) -> bool:
+    """Whether `torch.use_deterministic_algorithms` is on, which has no cumulative sum of floats on CUDA."""
+    return values.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
+
+
+def running_sums(values: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums of floats [R, K]."""
+    if forbids_cumsum(values):
+        return torch.stack(list(itertools.accumulate(values.unbind(-1))), -1)
+    return values.cumsum(-1)
+
+
+def pick_by_halves(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """As `pick`, up to rounding at the edges of tokens: by the sums of ever smaller runs of weights."""
+    size = 1 << (weights.shape[1] - 1).bit_length()
+    sums = [torch.nn.functional.pad(weights.double(), (0, size - weights.shape[1]))]  # of runs of 1, 2, 4, ... weights
+    while sums[-1].shape[1] > 1:
+        sums.append(sums[-1][:, ::2] + sums[-1][:, 1::2])
+    rest = uniforms[:, None] * sums.pop()
+    run = torch.zeros_like(rest, dtype=torch.int64)
+    for halves in reversed(sums):
+        first, second = halves.gather(1, 2 * run), halves.gather(1, 2 * run + 1)
+        is_second = (rest >= first) & (second > 0)  # what is left may have been rounded up to all of the first
+        rest, run = torch.where(is_second, rest - first, rest), 2 * run + is_second
+    return run[:, 0]
 
 
 def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

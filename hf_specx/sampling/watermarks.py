@@ -26,7 +26,7 @@ def watermark(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch
     if len(lists) + len(tokens) > max(MOST_GREENLISTS, len(tokens)):
         lists.clear()
     for token in set(tokens) - lists.keys():
-        processor.set_seed(torch.tensor([token]))
+        processor.set_seed(torch.tensor([token], device="cpu"))
         order = torch.randperm(processor.vocab_size, device=scores.device, generator=processor.rng)
         chosen = torch.zeros_like(scores[0, 0], dtype=torch.bool)
         lists[token] = chosen.index_fill(0, order[: processor.greenlist_size], True)

@@ -1,6 +1,7 @@
 """What is trained: an EAGLE-3 or DSpark head, from nothing or from one that was given."""
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -70,7 +71,7 @@ class HeadDraft(Learner):
 
     def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
         if isinstance(self.made_from, str):
-            ids = torch.tensor([i for text in texts for i in text.new] + [i for prompt in prompts for i in prompt])
+            ids = torch.tensor(list(itertools.chain(*(text.new for text in texts), *prompts)), device="cpu")
             counts = torch.bincount(ids, minlength=vocabulary(self.target))
             self._start(new_head(self.target, self.made_from, counts, self.recipe))
 
@@ -88,9 +89,10 @@ class HeadDraft(Learner):
         weight, entries, begin = next(model.parameters()), [], 0
         every = 1 if draws is None else EVERY
         for (prompt, new), seen, draw in zip(texts, said.states, draws or [0] * len(texts), strict=True):
-            ids = torch.tensor([*prompt, *new])
+            ids = torch.tensor([*prompt, *new], device="cpu")
             first, last = max(0, len(ids) - 2 - MOST), max(1, len(ids) - 2)
-            row = torch.arange(first, last) + 2 - len(prompt)  # entry i, of token i + 1, says what token i + 2 is
+            # entry i, of token i + 1, says what token i + 2 is
+            row = torch.arange(first, last, device="cpu") + 2 - len(prompt)
             number = torch.where((row >= 0) & (row < len(new)), row + begin, -1)
             begins = (number >= 0) & ((row - draw) % every == 0)
             entries.append((ids[first + 1 : last + 1], number, begins, seen[first:last]))
@@ -186,14 +188,15 @@ def new_head(target: PreTrainedModel, kind: str, counts: torch.Tensor, recipe: T
     known = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values
     rare, embed = counts.argsort(stable=True)[:RAREST], target.get_input_embeddings()
     mask = int(rare[embed(read_by(embed, rare)).float().norm(dim=-1).argmax().cpu()])
-    head: Any = DraftHead(new_config(target, kind, recipe, len(known), mask))
-    generator = torch.Generator().manual_seed(recipe.seed)
+    with torch.device("cpu"):
+        head: Any = DraftHead(new_config(target, kind, recipe, len(known), mask)).float()
+    generator = torch.Generator("cpu").manual_seed(recipe.seed)
     for weight in head.parameters():
         if weight.ndim > 1:
-            weight.copy_(torch.randn(weight.shape, generator=generator) * INITIAL)
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float32, device="cpu") * INITIAL)
     output: Any = target.get_output_embeddings()
     head.lm_head.weight.copy_(output.weight[known.to(output.weight.device)])
     if len(known) < vocabulary(target):
-        head.d2t.copy_(known - torch.arange(len(known)))
+        head.d2t.copy_(known - torch.arange(len(known), device="cpu"))
         head.t2d[known] = True
     return cast(DraftHead, head.to(last_device(target), target.dtype).requires_grad_(False).eval())

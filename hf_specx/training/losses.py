@@ -118,7 +118,7 @@ def measure(said: Remembered, learner: Any, draft: Any, texts: Sequence[Text]) -
         table = shares.new_full((len(every), len(of_target.logits)), math.nan)
         table[steps, predicted.rows] = shares
         found += [_sums(each) for each in table.cpu().split([len(text.new) for text in part], 1)]
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
 def _sums(shares: torch.Tensor) -> list[list[float]]:
@@ -140,8 +140,8 @@ def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate
 
     With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """
-    generator = torch.Generator().manual_seed(0)
-    picked = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    picked = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator, device="cpu")
 
     def resampled(of: torch.Tensor) -> torch.Tensor:
         return of[picked, 0].sum(-1) / of[picked, 1].sum(-1)
@@ -149,5 +149,5 @@ def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate
     value, values = alpha(sums), resampled(sums)
     if before is not None:
         value, values = value - alpha(before), values - resampled(before)
-    low, high = torch.quantile(values, torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=values.dtype)).tolist()
+    low, high = torch.quantile(values, values.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     return Estimate(value, low, high)

@@ -38,7 +38,7 @@ def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
     batch = padded_rows([text.prompt + text.new for text in texts], "right")
     labels = torch.full_like(batch["input_ids"], -100)
     for row, (prompt, new) in enumerate(texts):
-        labels[row, len(prompt) : len(prompt) + len(new)] = torch.tensor(new)
+        labels[row, len(prompt) : len(prompt) + len(new)] = torch.tensor(new, device="cpu")
     return batch | {"labels": labels}
 
 

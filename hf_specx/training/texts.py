@@ -101,15 +101,16 @@ class Phases(torch.utils.data.Dataset[int]):
             texts = [text.cut(self.writer.learner.most) for text in texts]
             self.texts += texts
             self.written(texts)
-        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))
-        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator).tolist()
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "order", phase))
+        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator, device="cpu").tolist()
         numbers = [*range(new * phase, new * (phase + 1)), *drawn]
-        self.order = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
+        places = torch.randperm(len(numbers), generator=generator, device="cpu").tolist()
+        self.order = [numbers[place] for place in places]
 
     def _prompt(self, place: int) -> list[int]:
         again, number = divmod(place, len(self.prompts))
-        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
-        return self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])]
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "prompts", again))
+        return self.prompts[int(torch.randperm(len(self.prompts), generator=generator, device="cpu")[number])]
 
 
 def writer_digest(model: PreTrainedModel) -> str:

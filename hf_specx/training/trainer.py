@@ -142,7 +142,8 @@ class DistillationTrainer(Trainer):
 
     def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:
         """The texts of these numbers as a batch."""
-        return collate([self.phases.texts[number] for number in numbers]) | {"numbers": torch.tensor(numbers)}
+        batch = collate([self.phases.texts[number] for number in numbers])
+        return batch | {"numbers": torch.tensor(numbers, device="cpu")}
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -179,3 +179,9 @@ def test_publish_into_a_folder(folder, tmp_path):
 def test_export(folder, config):
     assert output("export", "vllm", folder) == f"{vllm(config, folder)}\n"
     assert all("vllm serve" in output("export", "vllm", name) for name in ("embedded", KNOWN))
+
+
+def test_models_go_to_an_accelerator_of_any_kind(monkeypatch: pytest.MonkeyPatch):
+    assert loading.device_map(None) is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert loading.device_map(None) == "auto"

@@ -1,6 +1,8 @@
 """For every kind of draft: the text is plain's, rows with seeds do not depend on mates, and threads may share it."""
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -104,6 +106,34 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(kind: str, verification: 
     assert texts([0, 1, 2, 3]) == alone
     assert len({len(text) for text in alone}) > 1
     assert sum(drafted[:4]) > 0
+
+
+def copy_of(strategy: SpeculativeDecoding, how: str) -> SpeculativeDecoding:
+    return pickle.loads(pickle.dumps(strategy)) if how == "pickled" else copy.deepcopy(strategy)
+
+
+@pytest.mark.parametrize("how", ["pickled", "copied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strategy_that_has_served_is_copied_with_what_it_has_learned(kind: str, how: str):
+    """As Ray does, or a process that is spawned; it then goes its own way."""
+    target, inputs = repetitive(), few_tokens(2)
+    strategy = SpeculativeDecoding(KINDS[kind][0](target), num_draft_tokens=3)
+    expected = run(target, inputs, strategy, do_sample=False)
+    other = copy_of(strategy, how)
+    learned = [vars(one.costs) | {"texts": texts_of(one.draft_model)} for one in (strategy, other)]
+    assert learned[0] == learned[1]
+    assert other.report.to_dict() == strategy.report.to_dict()
+    again = [
+        run(target, inputs, one, do_sample=False) for one in (other, strategy)
+    ]  # texts of a pool count from here on
+    assert torch.equal(again[0], expected)
+    assert torch.equal(again[1], expected)
+    assert other.report.drafted == strategy.report.drafted
+    assert other.costs.alpha == strategy.costs.alpha
+
+
+def texts_of(draft: Any) -> list:
+    return draft.pool.texts if isinstance(draft, SuffixDraft) else []
 
 
 @pytest.mark.parametrize("draft", [SuffixDraft(pool=SuffixPool(500)), EarlyExitDraft(1)], ids=["suffix", "early exit"])

@@ -6,11 +6,12 @@ from itertools import permutations
 
 import pytest
 import torch
+from defaults import defaults
 from other_tokens import KINDS, PROMPTS, TEXTS, tokenizer_of, vocabularies_of
 
 from hf_specx.drafting.other_tokenizer import Translation
 from hf_specx.drafting.token_bytes import TokenBytes
-from hf_specx.drafting.vocabulary_map import vocabulary_map
+from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
 
 
 EXACT = [kind for kind in KINDS if "word pieces" not in kind]
@@ -109,6 +110,20 @@ def test_what_several_tokens_have_is_added():
             expected[:, other] += logits[:, own].exp()
     assert twice > 20
     torch.testing.assert_close(probs, expected / expected.sum(-1, keepdim=True))
+
+
+def test_a_map_serves_logits_of_several_devices_in_turn():
+    """As threads with targets on other devices do; the map is made once for all."""
+    target, draft = (TokenBytes(tokenizer_of(kind)) for kind in ("byte-level", "unigram"))
+    sizes = vocabularies_of("byte-level", "unigram").sizes
+    with defaults():
+        made = VocabularyMap(target, draft, sizes)
+    logits = torch.randn(2, sizes[1], generator=torch.Generator().manual_seed(0))
+    expected = vocabularies_of("byte-level", "unigram").logits(logits)
+    for device in ("cpu", "meta", "cpu"):
+        mapped = made.logits(logits.to(device))
+        assert mapped.device.type == device
+    assert torch.equal(mapped, expected)
 
 
 def test_a_token_that_only_the_draft_has_may_be_far_likelier():

@@ -7,6 +7,7 @@ import torch
 from many import GREEDY, SAMPLED, alone, completed, requests
 from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
+from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding
@@ -149,12 +150,16 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [wrong, wrong], **GREEDY))
 
 
+SEVERAL = "num_return_sequences=2 of a generation config is for one call of generate; set it to 1 there, and give"
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
+        ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, SEVERAL),
         ({"foo": 2}, "no argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
         ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),

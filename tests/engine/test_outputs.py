@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -12,9 +13,11 @@ from counting import reads_only
 from criteria import RowSumIs
 from plain import coupled
 from tiny import VOCAB_SIZE, prompts, tiny
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.models.slots import CACHE
 
 
@@ -157,6 +160,32 @@ def test_the_cache_of_a_decoder_serves_the_next_turn(model_type: str, layout: st
     assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     turn = later(call, output.sequences, counts, WIDTH) | {"max_new_tokens": NEW_TOKENS}
     assert_continues(target, turn, output.past_key_values)
+
+
+def peak_of(call: Callable[[], ModelOutput]) -> tuple[int, ModelOutput]:
+    """The most bytes of tensors at once during a call, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output = call()
+    events = profiler.profiler.kineto_results.events()
+    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in sizes)), output
+
+
+@pytest.mark.parametrize(("rows", "ends"), [(1, None), (4, [29, 32, 38])])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
+def test_the_cache_is_not_there_twice(layout: str, rows: int, ends: list[int] | None):
+    """But for rows that leave before others, which are copied then, and again at the end, layer by layer."""
+    target = tiny(num_hidden_layers=8, num_key_value_heads=4, head_dim=32, max_position_embeddings=1000)
+    ids = torch.randint(1, VOCAB_SIZE, (rows, 400), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24}
+    call |= {"prefill_chunk_size": 64, "eos_token_id": ends, "pad_token_id": 0, "return_dict_in_generate": True}
+    strategy = SpeculativeDecoding(SuffixDraft(), layout=layout)
+    plain, expected = peak_of(lambda: target.generate(**call))
+    ours, output = peak_of(lambda: target.generate(**call, custom_generate=strategy))
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert (strategy.report.layout, strategy.report.drafted > 0) == (layout, True)
+    assert ours < (1.15 if rows == 1 else 1.45) * plain, (ours, plain)
 
 
 @pytest.mark.parametrize("ends", [False, True])

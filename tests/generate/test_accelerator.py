@@ -16,6 +16,7 @@ import zoo
 from accelerator import emulated, on_device
 from automaton import Automaton
 from collectors import RowCollector
+from defaults import defaults
 from head_files import random_head, write
 from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
@@ -181,6 +182,42 @@ KINDS |= {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str):
     holds(KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_defaults_change_nothing(kind: str):
+    """A device and a dtype that are not the model's, as a script may set them; and its own as the default device."""
+    call = KINDS[kind]
+    plain_fails = "bad_words_ids" in call.settings  # of one token; transformers has their biases in float32 alone
+    dtypes = (torch.float32, torch.float32) if plain_fails else (torch.float16, torch.float64)
+    pair, inputs = models(call.model), prompts(3)
+    inputs["input_ids"] %= pair[0].config.vocab_size
+    expected = call(*pair, inputs, SHORT)
+    with defaults(dtype=dtypes[0]):
+        assert call(*pair, inputs, SHORT) == expected
+    with emulated():
+        moved, there = [on_device(model) for model in pair], {name: x.to("cuda:0") for name, x in inputs.items()}
+    with emulated(), defaults("cuda:0", dtypes[1]):
+        assert call(*moved, there, SHORT) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["ragged, block", "padded, coupled", "token", "list", "masks, sampled", "seeds", "eagle3", "dspark, seeds"]
+)
+def test_under_deterministic_algorithms(kind: str):
+    """The same text; top-p of transformers sums floats, which they refuse on CUDA in plain `generate` too."""
+    call = KINDS[kind]
+    pair, inputs = models(call.model), prompts(3)
+    inputs["input_ids"] %= pair[0].config.vocab_size
+    expected = call(*pair, inputs, SHORT)
+    with emulated():
+        moved, there = [on_device(model) for model in pair], {name: x.to("cuda:0") for name, x in inputs.items()}
+    try:
+        torch.use_deterministic_algorithms(True)
+        with emulated():
+            assert call(*moved, there, SHORT) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])

@@ -16,6 +16,7 @@ import torch
 from all_pairs import once
 from collectors import Collector
 from criteria import RowAndPrefix, RowSumIs
+from defaults import defaults
 from forms import ALL_FORMS, FORMS, GREEDY, OURS, SAMPLED, equal, make_world
 from tiny import Forwards, prompts
 from transformers import (
@@ -61,6 +62,17 @@ CASES: dict[str, dict[str, Any]] = {
     "synced_gpus": SAMPLED | {"synced_gpus": False},
     "loader": GREEDY | {"trust_remote_code": True},  # a folder and an override are made by it themselves
 }
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_torchs_defaults_change_nothing(world: SimpleNamespace, form: str):
+    """A default device and dtype that are not the models' do no more to our text than to that of plain `generate`."""
+    inputs, texts = prompts(3), []
+    for call in (world.target.generate, partial(world.call[form], **OURS)):
+        torch.manual_seed(5)
+        with defaults():
+            texts.append(call(**inputs, **SAMPLED))
+    assert torch.equal(*texts)
 
 
 CALLS = [(form, case) for form in FORMS for case in CASES if case != "loader" or form not in ("folder", "override")]

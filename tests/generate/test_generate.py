@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.drafting.draft_length import PRIOR_ALPHA
+from hf_specx.pairs.generate import TIMES
 
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
@@ -56,7 +57,7 @@ def test_models_that_something_is_put_around(wrapper: str):
     assert strategy.report.accepted > 0
     assert strategy.draft_model is pair.draft is draft
     assert pair.target is target
-    assert len(draft.specx_times) == 1
+    assert len(TIMES[draft]) == 1
 
 
 def test_costs_start_anew_for_another_target():
@@ -121,10 +122,12 @@ def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     def call(model: PreTrainedModel = target, rows: int = 2, **options: Any) -> Callable:
         return lambda: generate(**prompts(rows), **SAMPLED, model=model, draft_model=draft, **options)
 
+    before = dict(vars(draft))
     calls = [call(), call(), call(rows=3), call(other), call(alike), call(), call(costs=Costs()), call()]
     assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 0, 1, 0]
-    assert [list(times) for times in draft.specx_times.values()] == [[2, 3], [2]]
-    assert all(row.keys() == {"target", "draft"} for times in draft.specx_times.values() for row in times.values())
+    assert vars(draft) == before
+    assert [list(times) for times in TIMES[draft].values()] == [[2, 3], [2]]
+    assert all(row.keys() == {"target", "draft"} for times in TIMES[draft].values() for row in times.values())
 
 
 @pytest.mark.usefixtures("timed_first")
@@ -136,7 +139,7 @@ def test_the_same_seed_gives_the_same_text_in_the_next_call():
     for _ in range(3):
         torch.manual_seed(0)
         texts.append(generate(**prompts(2), **SAMPLED, model=target, draft_model=draft))
-        (times,) = draft.specx_times.values()
+        (times,) = TIMES[draft].values()
         times[1] = {"target": {1: 1.0, 9: 9.0}, "draft": 5.0}  # a size at which no draft is worth its time
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
@@ -147,7 +150,7 @@ def test_what_was_learned_is_forgotten_with_the_models():
     target = tiny()
     draft = near(target, 0.05)
     generate(**prompts(2), **SAMPLED, model=target, draft_model=draft)
-    assert draft.specx_times
+    assert TIMES[draft]
     gone = weakref.ref(target), weakref.ref(draft)
     del target
     gc.collect()

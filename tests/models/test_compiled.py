@@ -3,6 +3,7 @@
 Where a test is about anything but the compiler, torch traces the same regions and runs them as they are.
 """
 
+import contextlib
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from defaults import defaults
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import EarlyExitDraft, SpeculativeDecoding, generate
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.run import make_batch
@@ -216,6 +218,41 @@ def test_forwards_are_recorded_where_that_will_do(traced: None, no_dynamo: None,
 
 
 RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged" in LAYOUTS_OF.get(each[1], ())]
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("form", ["function", "attached", "attached early exit"])
+def test_the_next_call_finds_what_was_compiled(form: str):
+    """Neither what a call remembers of its draft nor the context around it is part of a model."""
+    target = tiny(num_hidden_layers=3)
+    draft = EarlyExitDraft(1) if form == "attached early exit" else near(target, 0.05)
+    strategy, counts = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True), []
+    call = {**prompts(2), "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    for _ in range(3):
+        if form == "function":
+            output = generate(**call, model=target, draft_model=draft, compile=True)
+        else:
+            with strategy.attached(target):
+                output = target.generate(**call)
+        counts.append(output.speculation_report.compilations)
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_default_device_is_none_of_a_forward():
+    """It is a mode in which torch would trace no forward; the compiled ones are those of calls without it."""
+    target, draft = pair()
+    inputs, counts = prompts(2), []
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True)
+    expected = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for ambient in (defaults(), torch.device("meta"), contextlib.nullcontext()):
+        with ambient:
+            output = target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=strategy)
+        assert torch.equal(output, expected)
+        counts.append(strategy.report.compilations)
+    assert counts[0] > 0
+    assert counts[2] == 0  # under another default dtype they are others
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ import pytest
 import torch
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
+from transformers import DynamicCache
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models import layers
 from hf_specx.models.choose import DECODERS
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.slots import SlotCache
+from hf_specx.models.layers import RingLayer, SlotLayer
+from hf_specx.models.slots import SlotCache, assemble
 
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
@@ -99,3 +101,36 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
             plain = target(text[None], use_cache=True).past_key_values
         for states, layer in zip(held, plain.layers, strict=True):
             torch.testing.assert_close(states, torch.cat([layer.keys[0], layer.values[0]], -1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_cache_that_is_handed_over_is_what_would_be_copied(first: int):
+    """Of the same slots of all rows, with zeros where a row has ended; each layer is let go of."""
+    ends, length, made = [3, 20, 20], 20, []
+    states = torch.randn(2, 3, 2, first + length + 1, 4, generator=torch.Generator().manual_seed(0))  # of two layers
+    for shared in (slice(first, first + length), None):
+        source = SlotCache(first + length + 1)
+        for number, layer in enumerate(states):
+            source.update(layer.clone(), layer + 1, number)
+        rows = {row: source.row(row, torch.arange(first, first + length + 1)) for row in range(3)}
+        made.append(assemble(DynamicCache(), source, rows, ends, length, shared, []))
+        assert [layer.keys for layer in source.layers] == [None, None]
+    for layer, copied in zip(*(cache.layers for cache in made), strict=True):
+        assert torch.equal(layer.keys, copied.keys)
+        assert torch.equal(layer.values, copied.values)
+        assert layer.keys.untyped_storage().nbytes() > layer.keys.nbytes == copied.keys.untyped_storage().nbytes()
+        assert layer.get_seq_length() == length
+    assert not made[0].layers[0].keys[0, :, 3:].any()
+
+
+def test_layers_of_two_kinds_are_put_together():
+    """One that keeps a window beside one that could be handed over."""
+    states = torch.randn(3, 2, 2, 20, 4, generator=torch.Generator().manual_seed(0))  # of three layers
+    source = SlotCache(20, ring=24, kinds=(SlotLayer, RingLayer, SlotLayer))
+    for number, layer in enumerate(states):
+        source.update(layer.clone(), layer + 1, number)
+    rows = {row: source.row(row, torch.arange(20)) for row in range(2)}
+    made = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
+    for layer, written in zip(made.layers, states, strict=True):
+        assert torch.equal(layer.keys, written)
+        assert torch.equal(layer.values, written + 1)

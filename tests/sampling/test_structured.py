@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from defaults import defaults
 from grammar_cases import CASES, LIBRARIES, SCHEMAS, able, installed, make, pair, valid, vocabulary
 from plain import assert_plain
 from rounds import Heard
@@ -19,6 +20,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.sampling.grammars import OutlinesGuides
 
 
 TEXTS = ["The answer as JSON: ", "Tom wrote", "Here is what the machine said, in short: ", "{}", "Once upon a time"]
@@ -74,6 +76,33 @@ def grammars() -> Iterator:
 @pytest.mark.parametrize(("library", "case", "rows", "sampled"), grammars())
 def test_text_is_that_of_plain_generate(library: str, case: str, rows: int, sampled: bool):
     check(library, case, rows, sampled)
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_masks_are_on_the_cpu_whatever_torchs_default_device(library: str):
+    """Their addresses are handed to native code, which writes there."""
+    need(library)
+    target, inputs = pair().target, given(2)
+    width, options = inputs["input_ids"].shape[1], {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs, **options, logits_processor=[make(library, "flat", width)])
+    processor, strategy = make(library, "flat", width), SpeculativeDecoding(pair().draft, num_draft_tokens=3)
+    with defaults():
+        text = target.generate(**inputs, **options, logits_processor=[processor], custom_generate=strategy)
+    assert torch.equal(text, plain)
+    assert strategy.report.accepted > 0
+
+
+def test_an_error_of_a_guide_is_not_taken_for_another_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    need("outlines")
+
+    def fail(matchers: OutlinesGuides, matcher: object, row: int) -> None:
+        raise ValueError("the state is unknown")
+
+    monkeypatch.setattr(OutlinesGuides, "fill", fail)
+    strategy = SpeculativeDecoding(pair().draft)
+    with pytest.raises(ValueError, match="the state is unknown"):
+        pair().target.generate(**given(1), logits_processor=[make("outlines", "flat")], custom_generate=strategy)
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines"])

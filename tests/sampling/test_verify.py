@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specx.common.round import Judgement
-from hf_specx.sampling.verify import pick, race, verify_block, verify_match, verify_token
+from hf_specx.sampling.verify import pick, pick_by_halves, race, verify_block, verify_match, verify_token
 
 
 VERIFIERS = {"token": verify_token, "block": verify_block}
@@ -131,13 +131,40 @@ def test_empty_residual_falls_back_to_the_target(verify):
     assert verdict.next_token.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("pick", [pick, pick_by_halves])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pick_never_draws_what_cannot_be(dtype: torch.dtype):
+def test_pick_never_draws_what_cannot_be(dtype: torch.dtype, pick: Callable):
     """At both ends of [0, 1), with zeros at both ends of the weights, also of weights that are next to nothing."""
     weights = torch.tensor([[0.0, 0.2, 0.0, 0.7, 0.0]], dtype=dtype)
     for scale in (1.0, 1e-30):
         for uniform, token in [(0.0, 1), (1 - 2**-53, 3)]:
             assert pick(weights * scale, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
+@pytest.mark.parametrize("pick", [pick, pick_by_halves])
+@pytest.mark.parametrize("vocab", [1, 2, 5, 8, 13])
+def test_pick_draws_each_token_as_often_as_it_must(vocab: int, pick: Callable):
+    """By enumeration: weights are numbers of equal parts of [0, 1), of each of which the middle is tried."""
+    parts = (
+        torch.randint(0, 4, (20, vocab), generator=torch.Generator().manual_seed(vocab)) + torch.eye(vocab)[0].long()
+    )
+    for row in parts:
+        number = int(row.sum())
+        uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+        tokens = pick(row.float().expand(number, -1), uniforms)
+        assert torch.bincount(tokens, minlength=vocab).tolist() == row.tolist()
+
+
+def test_pick_by_halves_draws_the_same_tokens():
+    """But at the edges of tokens, which a random number is next to never at; never one of weight 0."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2000, 300, generator=generator).mul(4).softmax(-1)
+    weights[:, ::3] = 0
+    uniforms = torch.rand(2000, generator=generator, dtype=torch.float64)
+    tokens = pick_by_halves(weights, uniforms)
+    assert (tokens == pick(weights, uniforms)).all()
+    uniforms = torch.where(uniforms < 0.5, 0.0, 1 - 2**-53)
+    assert (weights.gather(1, pick_by_halves(weights, uniforms)[:, None]) > 0).all()
 
 
 NUM_CANDIDATES = 4

@@ -1,7 +1,8 @@
 """An accelerator that is none: tensors that say they are on cuda:0 compute on the CPU, and what would cost is counted.
 
 `Accelerator` is a context in which tensors can be made on "cuda". As with CUDA, an operation whose tensors are on both
-devices is refused, except for numbers (tensors without dimensions) and indices; so is a generator of the other device.
+devices is refused, except for numbers (tensors without dimensions) and indices; so is a generator of the other device,
+and a cumulative sum of floats under `torch.use_deterministic_algorithms`.
 Counted are launches (operations that are no views), waits (for what the device has to do) and blocking sends, the
 latter two by the line of code that caused them. The default generator of the CPU is also that of the device.
 """
@@ -143,7 +144,7 @@ class Accelerator(TorchDispatchMode):
         here = given if device is None else torch.device(device).type == "cuda"
         if not given and not here:
             return func(*args, **kwargs)
-        self._check(func, args, tensors, here)
+        self._check(func, args, kwargs, tensors, here)
         self._count(func, args, kwargs, here)
         found = func(*plain_args, **plain_kwargs)
         if func.overloadpacket is aten.copy_:
@@ -153,10 +154,13 @@ class Accelerator(TorchDispatchMode):
         known = {id(x.inner): x for x in tensors if isinstance(x, OnDevice)}  # an operation in place returns its own
         return each(found, lambda x: known[id(x)] if id(x) in known else outer(x))
 
-    def _check(self, func: Any, args: Any, tensors: list[torch.Tensor], here: bool) -> None:
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], here: bool) -> None:
         packet = func.overloadpacket
         if packet in (aten._to_copy, aten.copy_):
             return
+        sums_floats = packet is aten.cumsum and (kwargs.get("dtype") or args[0].dtype).is_floating_point
+        if sums_floats and here and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
         if packet in INDEXING:
             tensors = [args[0], *args[2:3]] if isinstance(args[0], OnDevice) else [*tensors, args[0]]
         if any(not isinstance(x, OnDevice) and (x.dim() or not here) for x in tensors):

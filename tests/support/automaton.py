@@ -18,12 +18,13 @@ class Automaton(LogitsProcessor):
 
     def __init__(self, vocab_size, width, states=6, free=(), always=None, max_rollback=10**6):
         self.vocab_size, self.width, self.free, self.max_rollback = vocab_size, width, free, max_rollback
-        table = torch.rand(states, vocab_size, generator=torch.Generator().manual_seed(5)) < 0.5
+        generator, plain = torch.Generator("cpu").manual_seed(5), {"dtype": torch.float32, "device": "cpu"}
+        table = torch.rand(states, vocab_size, generator=generator, **plain) < 0.5
         table[:, -2:] = True
         if always is not None:
             table[:, always] = True
         for state in range(0, states, 3):
-            table[state] = torch.arange(vocab_size) == (5 * state + 2) % vocab_size
+            table[state] = torch.arange(vocab_size, device="cpu") == (5 * state + 2) % vocab_size
         self.table, self.texts = table, {}
         self.buffer = None  # all masks have the same memory, as those of a library may have
 
@@ -42,7 +43,7 @@ class Automaton(LogitsProcessor):
 
     def mask(self, rows):
         masks = torch.stack([self.table[self.state(row, self.texts.get(row, []))] for row in rows])
-        masks |= torch.tensor([row in self.free for row in rows])[:, None]
+        masks |= torch.tensor([row in self.free for row in rows], device="cpu")[:, None]
         self.buffer = masks if self.buffer is None or len(self.buffer) < len(rows) else self.buffer
         return self.buffer[: len(rows)].copy_(masks)
 

@@ -23,7 +23,7 @@ from .layers import Places, read_by
 from .running import Layers
 
 
-MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; then they are taken up in any case
+MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; beyond, they are taken up in any case
 AT_ONCE = 1024  # entries of a prompt that are taken up together, since the mask grows with them
 
 
@@ -78,7 +78,8 @@ class HeadDrafter(SampledCandidateGenerator):
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.least, self.threshold = self.threshold, 0.0
         if self.ids is not None:
-            self.known = torch.zeros(reading.vocab_size, dtype=torch.bool).index_fill_(0, self.ids.cpu(), True)
+            nothing = torch.zeros(reading.vocab_size, dtype=torch.bool, device="cpu")
+            self.known = nothing.index_fill_(0, self.ids.cpu(), True)
         self.held, self.prompted = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
@@ -100,8 +101,6 @@ class HeadDrafter(SampledCandidateGenerator):
         if any(limits):
             self.number, self.sure = self.decoder.number(max(limits)), []
             return self._sure_part(super().propose(batch, limits))
-        if self.unread is not None and self.unread.shape[1] > MOST_WAITING and min(fresh):
-            self.begin(batch)
         return no_candidates(batch)
 
     def _sure_part(self, draft: Draft) -> Draft:
@@ -149,6 +148,8 @@ class HeadDrafter(SampledCandidateGenerator):
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
             self.decoder.select(done.stay)
+        if self.unread.shape[1] > MOST_WAITING and not done.finished:
+            self._read_waiting(batch)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
@@ -204,6 +205,23 @@ class HeadDrafter(SampledCandidateGenerator):
             part = moved(states[:, first:last], self.device, self.dtype)
             places = Places(slots[:, first:last], positions[:, first:last], last, rows=index)
             self.decoder("read", places, embedded, part)
+
+    def _read_waiting(self, batch: Batch) -> None:
+        """Take up the states that wait but the last of each row, which its next candidates are drafted from."""
+        assert self.unread is not None
+        self._read_prompts(batch)
+        fresh, device = self.fresh(batch), self.device
+        before, earlier = [self.held[row] for row in batch.rows], [max(0, count - 1) for count in fresh]
+        if width := max(earlier):  # else rows with more have left
+            slots = sent(before, device)[:, None] + torch.arange(width, device=device)
+            positions = slots + self.offset[moved(batch.index, device)]
+            embedded = self._embedded(batch.ids, batch.index, batch.ends - sent(fresh, batch.ids.device), width)
+            places = Places(slots, positions, max(before) + width, rows=self.every[: len(slots)])
+            self.decoder("read", places, embedded, moved(self.unread[:, :width], device, self.dtype))
+        last = sent(earlier, self.unread.device)[:, None, None]
+        self.unread = self.unread.gather(1, last.expand(-1, -1, self.unread.shape[2]))
+        for row, count in zip(batch.rows, earlier, strict=True):
+            self.held[row] += count
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""

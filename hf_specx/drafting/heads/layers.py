@@ -81,7 +81,8 @@ class Rotary:
         if given["rope_type"] == "default":  # which transformers leaves to models; it is the linear one, scaled by 1
             given |= {"rope_type": "linear", "factor": 1.0}
         alone.rope_parameters = given
-        frequencies, self.scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](alone, device)
+        with torch.device(device):  # else transformers would take torch's default for some of the numbers
+            frequencies, self.scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](alone, device)
         self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

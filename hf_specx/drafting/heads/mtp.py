@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +12,7 @@ from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
-from hf_specx.common.wrappers import shallow
+from hf_specx.common.wrappers import OfModels, shallow
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.models.slots import SlotCache
 
@@ -43,7 +42,7 @@ class MtpDraft(Drafter):
     needs_hidden = True
 
     def __init__(self) -> None:
-        self.models: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # with the state when read
+        self.models = OfModels[Any]()  # with the state when read
 
     def __repr__(self) -> str:
         return "MtpDraft()"

@@ -78,13 +78,14 @@ def check_vocabulary(name: str | Path, config: HeadConfig, weights: Weights) -> 
     told = f"{name}: d2t is {list(offsets.shape)}, and the head scores {number} tokens; get it again."
     require(offsets.shape == (number,) and not offsets.is_floating_point(), told)
     remedy = "subtract torch.arange(len(d2t)) from it, so that token j of the head is j + d2t[j] of the target."
-    ids = offsets + torch.arange(number)
+    ids = offsets + torch.arange(number, device=offsets.device)
     ascend = bool((ids.diff() > 0).all()) and (number == 0 or 0 <= int(ids[0]) <= int(ids[-1]) < total)
-    known = torch.arange(total) if kept is None else kept.nonzero().flatten()
+    every = torch.arange(total, device=offsets.device)
+    known = every if kept is None else kept.nonzero().flatten()
     holds_ids = torch.equal(offsets, known) if kept is not None else number > 1 and bool((offsets.diff() > 0).all())
     require(not holds_ids or number == total, f"{name}: d2t holds ids instead of offsets; {remedy}")
     require(ascend, f"{name}: d2t leads to ids out of order, or that the target does not have; {remedy}")
     told = f"{name}: d2t and t2d do not name the same tokens, so that one of them is wrong; {remedy}"
     require(kept is None or torch.equal(ids, known), told)
     if number != total:
-        weights |= {"d2t": offsets, "t2d": torch.isin(torch.arange(total), ids)}
+        weights |= {"d2t": offsets, "t2d": torch.isin(every, ids)}

@@ -98,7 +98,7 @@ class SampledLaw(evaluate.Metric):
     ) -> dict[str, object]:
         _check(model, generation_config, processors, level, predictions, references)
         rows = Rows(model, generation_config, processors, rounding)
-        totals = torch.zeros(len(STATISTICS), 5, dtype=torch.float64)
+        totals = torch.zeros(len(STATISTICS), 5, dtype=torch.float64, device="cpu")
         for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
             if text:
                 totals += weighted(rows.moments(prompt, text, None if offers is None else offers[row]))
@@ -220,7 +220,7 @@ def _indicator(hit: Tensor, mass: Tensor) -> list[Tensor]:
 
 def random_halves(vocabulary: int) -> Tensor:
     """[V, 4] float64, 0 or 1: bits of a hash of the id like MurmurHash3's, the same everywhere."""
-    x = torch.arange(1, vocabulary + 1)
+    x = torch.arange(1, vocabulary + 1, device="cpu")
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
     return torch.stack([(x >> (31 - 3 * i)) & 1 for i in range(len(HALVES))], 1).double()
@@ -236,12 +236,12 @@ def seen(tokens: Tensor, before: Tensor, vocabulary: int) -> Tensor:
 
 def weighted(moments: Tensor) -> Tensor:
     """Weighted sums over a row [statistics, 5] from [functions, 4, T]: f, E f, Var f, third moment, |weight|."""
-    steps = torch.arange(moments.shape[-1])
+    steps = torch.arange(moments.shape[-1], device=moments.device)
     sums = []
     for name, kind in STATISTICS:
         value, mean, variance, third = moments[FUNCTIONS.index(name)]
         weights = {
-            "": torch.ones(len(steps), dtype=value.dtype),
+            "": torch.ones_like(steps, dtype=value.dtype),
             "_first": (steps == 0).to(value.dtype),
             "_alternating": 1.0 - 2.0 * (steps % 2),
             "_after": torch.nn.functional.pad((value - mean)[:-1], (1, 0)),

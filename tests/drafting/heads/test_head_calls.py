@@ -7,16 +7,20 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from alignment import GREEDY, SAMPLED, assert_aligned, loaded, target_of, watched
+from alignment import GREEDY, SAMPLED, Aligned, assert_aligned, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
 from many import assert_alone, completed, requests
 from plain import assert_plain
 from tiny import prompts
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_specx import DraftHead, Request, SpeculativeDecoding
-from hf_specx.common.round import Round
+from hf_specx import Drafter, DraftHead, Request, SpeculativeDecoding
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.drafting.heads import driver
+from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.models import ragged
 
 
@@ -174,6 +178,45 @@ def test_numbers(tmp_path: Path):
     assert_plain(target, strategy, prompts(3), **SAMPLED, assistant_confidence_threshold=cut)
     watch.check()
     assert any(0 < number < 4 for lengths in watch.lengths[1:-3] for number in lengths)
+
+
+class Certain(Drafter):
+    """Knows the first `counts` tokens of each row, and nothing of what follows them."""
+
+    def __init__(self, texts: list[list[int]], counts: list[int]):
+        self.texts, self.counts = texts, counts
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        rows = zip(batch.rows, lengths, strict=True)
+        known = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
+        tokens = pad_sequence([torch.tensor(one, dtype=torch.int64) for one in known], batch_first=True)
+        return Draft(tokens, list(map(len, known)), source="certain", estimate=[[1.0] * len(one) for one in known])
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_states_wait_while_another_draft_proposes(
+    kind: str, compile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of rows that are not alike; the head's candidates behind them are what they must be."""
+    head, draft, target = made(kind, tmp_path, **({} if kind == "medusa" else {"confidence": False}))
+    monkeypatch.setattr(driver, "MOST_WAITING", 6)
+    waiting, observe = [], HeadDrafter.observe
+
+    def noted(drafter: HeadDrafter, done: Round) -> None:
+        observe(drafter, done)
+        waiting.append(drafter.unread.shape[1])
+
+    monkeypatch.setattr(HeadDrafter, "observe", noted)
+    plain = target.generate(**prompts(3), **GREEDY)[:, 11:].tolist()
+    drafts, watch = [Certain(plain, [17, 9, 13]), draft], Aligned(head, target)
+    strategy = SpeculativeDecoding(drafts, num_draft_tokens=3, compile=compile)
+    heard = lambda done: watch.observe(done) if set(done.draft.sources) <= {"head"} else None  # noqa: E731
+    strategy.listeners = (SimpleNamespace(observe=heard),)
+    assert_plain(target, strategy, prompts(3), **GREEDY)
+    assert max(waiting) <= 6
+    watch.check(10)
 
 
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

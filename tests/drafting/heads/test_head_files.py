@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from defaults import defaults
 from head_files import THETA, TinyHead, random_head, write
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
@@ -50,6 +51,19 @@ def test_a_part_of_the_channels_turns_also_where_positions_are_scaled(target, tm
     path.write_text(json.dumps(content))
     found = Rotary(read_head(tmp_path, target)[0], target.device).frequencies
     assert found.tolist() == pytest.approx([-0.5, -0.5 * THETA**-0.5, 0.5, 0.5 * THETA**-0.5])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dspark", "dflash", "medusa"])
+def test_torchs_defaults_change_nothing(target, tmp_path: Path, kind: str):
+    """The head is where its target is, in the precision of its files, with the frequencies that it has otherwise."""
+    folder = write(random_head(kind, layer_ids=(2, 4, 6), draft_vocab=None if kind == "medusa" else 24), tmp_path)
+    expected = DraftHead.from_pretrained(folder, target=target)
+    with defaults():
+        head = DraftHead.from_pretrained(folder, target=target)
+    assert head.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in head.state_dict().items():
+        assert tensor.dtype == expected.state_dict()[name].dtype
+        assert torch.equal(tensor, expected.state_dict()[name])
 
 
 def test_a_head_in_several_files(target, tmp_path: Path):

@@ -1,5 +1,8 @@
 """The target's own multi-token layers propose what transformers' `use_mtp` proposes, row by row at any batch size."""
 
+import copy
+import itertools
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from transformers.modeling_layers import MtpModel
 
 import hf_specx
 from hf_specx import MtpDraft, Request, SpeculativeDecoding
+from hf_specx.drafting.heads import driver
 from hf_specx.drafting.heads.mtp import read_layers
+from hf_specx.drafting.schedule import Schedule
 
 
 NEW = 24
@@ -118,6 +123,34 @@ def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
     assert len(reads) == 1
     hf_specx.generate(**inputs, model=target.bfloat16(), max_new_tokens=8, do_sample=False, use_mtp=True)
     assert len(reads) == 2  # for a target of another precision
+
+
+@pytest.mark.parametrize(("name", "layers"), [("mellum", 1), ("deepseek_v3 of three", 3)])
+def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, name: str, layers: int):
+    """Through rounds without candidates; those behind them are the same as if all had waited."""
+    target, drafted = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None), []
+    for most in (1, 10**6):
+        monkeypatch.setattr(driver, "MOST_WAITING", most)
+        changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
+        monkeypatch.setattr(Schedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows))
+        strategy, rounds = (
+            SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers),
+            Heard(lambda done: done.draft.tokens),
+        )
+        strategy.listeners = (rounds,)
+        target.generate(**left_padded(), max_new_tokens=NEW, do_sample=False, custom_generate=strategy)
+        drafted.append([tokens.tolist() for tokens in rounds])
+    assert drafted[0] == drafted[1]
+    assert sum(len(tokens[0]) for tokens in drafted[0]) > 6
+
+
+def test_a_pickle_reads_the_layers_anew(tmp_path: Path):
+    target, inputs, strategy = mtp_target("mellum", tmp_path), left_padded(), SpeculativeDecoding(MtpDraft())
+    settings = {**inputs, "max_new_tokens": 8, "do_sample": False}
+    for one in (strategy, pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        assert torch.equal(target.generate(**settings, custom_generate=one), target.generate(**settings))
+        assert one.report.drafted > 0
+    assert len(pickle.dumps(strategy)) < 20_000  # without the layers
 
 
 @pytest.mark.parametrize("name", ["mellum", "deepseek_v3 of three"])
