@@ -106,6 +106,8 @@ def _check_draft(model: PreTrainedModel) -> None:
 
 def why_training(role: str, model: PreTrainedModel) -> str:
     """What in a model that is in training mode is random, or turns its cache off; empty if nothing is."""
+    if not any(map(attrgetter("training"), model.modules())):
+        return ""
     training = {name: module for name, module in model.named_modules() if module.training}
     random = list(_active_dropout(training))
     if random:
