@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from command import command
 from hub_on_disk import HubOnDisk
 from tiny import near, tiny
