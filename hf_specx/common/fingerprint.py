@@ -41,7 +41,7 @@ def model_fingerprint(model: Any) -> str:
     state = state_of(model)
     absent = any(getattr(value, "is_meta", False) for value in state.values())
     settings = model.config.to_dict() | {"weights": model.name_or_path if absent else None}
-    return fingerprint_of(settings, _tensors(state))
+    return fingerprint_of(settings, _state_tensors(state))
 
 
 def _counted(value: Any) -> Any:
@@ -68,10 +68,10 @@ class Offloaded(NamedTuple):
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
     """The name, kind and bytes of each tensor of a module, with buffers that are not saved, and what is offloaded."""
-    return _tensors(state_of(module))
+    return _state_tensors(state_of(module))
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+def _state_tensors(state: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
     for name, value in state.items():
         for inner, tensor in _plain_tensors(name, value.load() if isinstance(value, Offloaded) else value):
             if isinstance(tensor, torch.Tensor):
