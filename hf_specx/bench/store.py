@@ -1,14 +1,17 @@
 """What was measured, in a JSON file that is whole at any time, and where it was measured."""
 
+import datetime
 import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 import hf_specx
@@ -28,12 +31,25 @@ class Store:
     """Cells of a file, each written as soon as it is known: "cell" (name or settings), "provenance", figures.
 
     The file need not be there, and None keeps the cells in memory. Its key `kind` says what it is, one of `LACKS`. A
-    cell is taken from it if its "provenance" has all of `made`.
+    cell is taken from it if its "provenance" has all of `made`. A file of results is locked until the store is closed
+    or gone; an unfinished check, which others do not name, is not.
+
+    Raises:
+        ValueError: the file is something else, or another process writes it.
     """
 
     def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
         self.path, self.kind, self.made = path, kind, made
+        self.lock = None if path is None or kind != "schema" else locked(path)
         self.cells = read_cells(path, kind)
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let others write the file."""
+        if self.lock is not None:
+            self.lock.release()
 
     def add(self, known: dict[str, Any]) -> None:
         """Take a cell in, in place of an earlier one of the same name or settings."""
@@ -51,6 +67,34 @@ class Store:
                 return known["value"]
         self.add(json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()})))
         return self.cells[-1]["value"]
+
+
+def locked(path: Path) -> FileLock:
+    """A lock on a file of results, which is taken; a ValueError says which process has it, if one has."""
+    place = lock_of(path)
+    lock, holder = FileLock(place), "another process"
+    with suppress(OSError):  # it may not be there; nobody else may read it on Windows
+        holder = place.read_text(encoding="utf-8") or holder
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        told = f"{path} is being written by {holder}; wait until that is done, or name another file."
+        raise ValueError(told) from error
+    since = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", timespec="seconds")
+    with suppress(OSError):
+        place.write_text(f"process {os.getpid()} on {platform.node()}, since {since}", encoding="utf-8")
+    return lock
+
+
+def check_free(path: Path | None) -> None:
+    """Raise a ValueError if another process writes a file of results; a lock that is not there is not made."""
+    if path is not None and lock_of(path).exists():
+        locked(path).release()
+
+
+def lock_of(path: Path) -> Path:
+    """The file that is locked, which stays there: to delete it would let two processes have it."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
