@@ -15,7 +15,7 @@ from hf_specx.cli import distill as cli_distill
 
 CHANGES = {"eos_token_id": None, "initializer_range": 0.2, "num_hidden_layers": 3}
 QUICK = ["--phases", 2, "--texts-per-phase", 8, "--max-new-tokens", 8, "--do-sample", "--top-k", 0]
-QUICK += ["--set", "passes=2", "--set", "learning_rate=5e-3"]
+QUICK += ["--set", "passes=2", "--set", "learning_rate=5e-3", "--seconds", 0]
 PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10))
 
 
