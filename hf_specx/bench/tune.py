@@ -24,6 +24,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
 from hf_specx.hub.fetch import find_draft_files, find_files, fingerprint, get_model, get_settings, get_tokenizer
+from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
@@ -58,7 +59,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
     trust = study.trust_remote_code
-    config = load_config(get_settings(find_files(target), ModelSource(), trust), trust)
+    config = load_config(get_settings(find_files(folder_of(target)), ModelSource(), trust), trust)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -75,9 +76,10 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
 def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
     """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
-    The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, or a folder; drafts are
-    named as in `read_draft`. `advance` is called after each run and each draft. Those that were shown to be faster
-    than plain `generate` come first, by measured speed-up, then those that were not, then others, with their `error`.
+    The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, a folder, or "embedded",
+    that of the pair in the package; drafts are named as in `read_draft`. `advance` is called after each run and each
+    draft. Those that were shown to be faster than plain `generate` come first, by measured speed-up, then those that
+    were not, then others, with their `error`.
 
     Raises:
         ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
@@ -99,7 +101,10 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    trust, files = study.trust_remote_code, find_files(name) if target is None else find_draft_files(name)
+    told = f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}."
+    require(target is None or not is_embedded(name), told)
+    trust, name = study.trust_remote_code, folder_of(name)
+    files = find_files(name) if target is None else find_draft_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)

@@ -70,9 +70,10 @@ def tune(
     with imports():
         from hf_specx.bench import tune as tuning
         from hf_specx.hub.fetch import find_files, get_tokenizer
+        from hf_specx.hub.known_pairs import folder_of
 
         from .loading import check_template, in_words, save_best, study_of, texts_of
-    tokenizer = get_tokenizer(find_files(target), None, loading.trust_remote_code) if source.chat else None
+    tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code) if source.chat else None
     check_template(tokenizer, source.chat)
     texts = texts_of(prompts, tokenizer)
     how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "seconds": seconds}

@@ -11,7 +11,7 @@ from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
-from hf_specx.bench.study import DraftTrial
+from hf_specx.bench.study import DraftTrial, Study
 from hf_specx.cli.console import Output
 from hf_specx.cli.tune import show_drafts
 from hf_specx.hub.pair_config import ModelSource, PairConfig
@@ -146,3 +146,17 @@ def test_no_draft_fits(folders, tmp_path):
     assert result.stderr.count(str(tmp_path)) == 0
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
+
+
+def test_the_pair_in_the_package_by_its_name(tmp_path, monkeypatch):
+    """As a target, and its parts as drafts; a folder of that name wins."""
+    monkeypatch.chdir(tmp_path)
+    drafts = ("embedded/head", "embedded/draft", "exit:2")
+    result = specx("embedded", *drafts, "--repeats", "0", "--json", input="")
+    assert result.exit_code == 0, result.stderr
+    assert {draft["draft"]: draft["error"] for draft in json.loads(result.stdout)["drafts"]} == dict.fromkeys(drafts)
+    result = specx("embedded", "embedded", "--repeats", "0", input="")
+    assert "embedded is a pair, and no draft; name the draft in it, as embedded/draft" in result.stdout
+    assert tune.drafts_to_try("embedded", [], Study()) == ["suffix", *(f"exit:{n}" for n in (1, 2, 3, 4, 5, 8))]
+    (tmp_path / "embedded").mkdir()
+    assert "has no config.json" in specx("embedded", "exit:2", "--repeats", "0", input="").stderr
