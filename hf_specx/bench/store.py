@@ -78,8 +78,8 @@ def locked(path: Path) -> FileLock:
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
-        told = f"{path} is being written by {holder}; wait until that is done, or name another file."
-        raise ValueError(told) from error
+        message = f"{path} is being written by {holder}; wait until that is done, or name another file."
+        raise ValueError(message) from error
     since = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", timespec="seconds")
     with suppress(OSError):
         place.write_text(f"process {os.getpid()} on {platform.node()}, since {since}", encoding="utf-8")

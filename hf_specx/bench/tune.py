@@ -101,8 +101,8 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    told = f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}."
-    require(target is None or not is_embedded(name), told)
+    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}."
+    require(target is None or not is_embedded(name), message)
     trust, name = study.trust_remote_code, folder_of(name)
     files = find_files(name) if target is None else find_draft_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
@@ -122,7 +122,9 @@ def read_prompts(name: str, target: Loaded, study: Study) -> list[list[int]]:
         return []
     if target.tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
-    return prompt_rows(target.tokenizer, target.model, study.prompts, study.options["max_new_tokens"])
+    new_tokens = study.options["max_new_tokens"]
+    require(new_tokens >= 3, f"max_new_tokens={new_tokens} leaves no round to time; give 3 or more.")
+    return prompt_rows(target.tokenizer, target.model, study.prompts, new_tokens)
 
 
 def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, advance: Advance) -> DraftTrial:
@@ -167,8 +169,6 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, adv
     shuffled = random.Random(study.seed).sample(ids, len(ids))
     batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in study.batches}
     options = study.options | {"eos_token_id": None}
-    told = f"max_new_tokens={options['max_new_tokens']} leaves no round to time; give 3 or more."
-    require(options["max_new_tokens"] >= 3, told)
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,

@@ -132,6 +132,6 @@ def outcome(best: "DraftTrial") -> str:
     if best.recommended:
         return f"best: {line}"
     if best.config.pays:
-        told = "not clear: no draft was shown to be faster than plain generate; more prompts or --seconds may tell"
-        return f"{told}. Nearest: {line}"
+        unclear = "not clear: no draft was shown to be faster than plain generate; more prompts or --seconds may tell"
+        return f"{unclear}. Nearest: {line}"
     return f"none is faster than plain generate here; the best: {line}\n{best.config.speeds()[-1]}"

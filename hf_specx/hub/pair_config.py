@@ -145,7 +145,7 @@ class Measurement:
     top_p: MaybeFigure = None
     top_k: MaybeCount = None
     max_new_tokens: MaybeCount = None  # which every text has: ends were ignored
-    prompts: MaybeCount = None  # how many different ones had a turn
+    prompts: MaybeCount = None  # how many had a turn
     prompt_tokens: MaybeFigure = None  # the mean
     prompts_digest: str | None = None  # SHA-256 of the token ids of all that were given
     seed: MaybeCount = None  # of the first turn

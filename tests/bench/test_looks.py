@@ -176,9 +176,9 @@ def table(studies: int = 2000) -> None:
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for effect in (0.8, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5):
         for spread, drafts in ((0.0, 1), (0.25, 1), (0.25, 7)):
-            found = [simulated(seed, effect, spread, drafts) for seed in range(studies)]
-            faster, slower = (statistics.fmean(getattr(x, name) for x in found) for name in ("faster", "slower"))
-            turns = statistics.fmean(x.turns for x in found)
+            outcomes = [simulated(seed, effect, spread, drafts) for seed in range(studies)]
+            faster, slower = (statistics.fmean(getattr(x, name) for x in outcomes) for name in ("faster", "slower"))
+            turns = statistics.fmean(x.turns for x in outcomes)
             print(f"| {effect} | {spread:.0%} | {drafts} | {faster:.2%} | {slower:.2%} | {turns:.0f} |", flush=True)
 
 

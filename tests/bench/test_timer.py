@@ -112,9 +112,9 @@ def test_turns_end_when_they_are_enough():
         asked.append((len(plain.runs), len(ours.runs)))
         return len(plain.runs) == 3
 
-    found = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=9, enough=enough)
+    comparison = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=9, enough=enough)
     assert asked == [(1, 1), (2, 2), (3, 3)]
-    assert len(found.ours.runs) == 3
+    assert len(comparison.ours.runs) == 3
 
 
 def test_what_is_compiled_for_a_width_is_not_timed(monkeypatch):

@@ -287,8 +287,8 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
     def measure(pair, ids, study, advance):
         for speed in speeds[pair.draft.name_or_path]:
             ends = {"interval_low": speed - 0.05, "interval_high": speed + 0.05}
-            known = dict.fromkeys(FIGURES) | ends | {"measured_speedup": speed, "turns": 9}
-            pair.config.measurements.append(Measurement(**known))
+            figures = dict.fromkeys(FIGURES) | ends | {"measured_speedup": speed, "turns": 9}
+            pair.config.measurements.append(Measurement(**figures))
 
     monkeypatch.setattr(tune, "measure_draft", measure)
     for drafts in (list(speeds), list(speeds)[::-1]):
@@ -356,3 +356,8 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
     for trial in found[3:]:
         assert re.search(errors[trial.name], trial.error)
         assert trial.config is trial.pair is None
+
+
+def test_texts_too_short_for_a_round_are_refused(folders):
+    with pytest.raises(ValueError, match="max_new_tokens=2 leaves no round to time; give 3 or more"):
+        tune.tune(folders["target"], ["suffix"], replace(QUICK, options=SAMPLED | {"max_new_tokens": 2}))

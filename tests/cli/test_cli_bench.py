@@ -56,21 +56,21 @@ def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, told: s
     assert [inputs["input_ids"].shape[1] for inputs in given] == lengths
 
 
-@pytest.mark.parametrize(("more", "told"), [([], "sampled at temperature 1, "), (["--no-do-sample"], "greedily")])
-def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list, told: str):
+@pytest.mark.parametrize(("more", "drawn"), [([], "sampled at temperature 1, "), (["--no-do-sample"], "greedily")])
+def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list, drawn: str):
     """Of the pair's own prompts, other ones in each turn; sampled, unless it is asked for greedy ones."""
-    given, call = [], Contender.__call__
+    read, call = [], Contender.__call__
     monkeypatch.setattr(
-        Contender, "__call__", lambda own, *args: given.append(args[0]["input_ids"].tolist()) or call(own, *args)
+        Contender, "__call__", lambda own, *args: read.append(args[0]["input_ids"].tolist()) or call(own, *args)
     )
     loaded(tiny(**SIZES))
     options = ["--max-new-tokens", 6, "--prompt-tokens", 5, "--repeats", 3, "--contender", "plain", *more]
     result = specx("embedded", "--batch-size", 1, *options)
     assert result.exit_code == 0, result.stderr
-    assert told in result.stdout
+    assert drawn in result.stdout
     own = [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
     endless = [[token for text in (own * 9)[first:] for token in text][:5] for first in range(3)]
-    assert [ids for (ids,) in given] == [endless[0], *endless]  # after one that warms up
+    assert [ids for (ids,) in read] == [endless[0], *endless]  # after one that warms up
 
 
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):

@@ -48,8 +48,8 @@ def test_a_head_is_trained_further(tmp_path):
 
 def test_the_pair_in_the_package_by_its_name(monkeypatch, tmp_path):
     """As a target and as a draft."""
-    given = []
-    monkeypatch.setattr("hf_specx.training.distill.distill", lambda *args, **how: given.append(args) or stop())
+    trainings = []
+    monkeypatch.setattr("hf_specx.training.distill.distill", lambda *args, **how: trainings.append(args) or stop())
 
     def stop():
         raise ValueError("far enough")
@@ -57,9 +57,9 @@ def test_the_pair_in_the_package_by_its_name(monkeypatch, tmp_path):
     for draft in ("layers:2", "embedded/draft"):
         result = command("distill", "embedded", draft, "--out", tmp_path / "pair", input=PROMPTS)
         assert "far enough" in result.stderr
-    assert [target.config.num_hidden_layers for target, *_ in given] == [16, 16]
-    assert given[0][1] == "layers:2"
-    assert given[1][1].config.num_hidden_layers == 2
+    assert [target.config.num_hidden_layers for target, *_ in trainings] == [16, 16]
+    assert trainings[0][1] == "layers:2"
+    assert trainings[1][1].config.num_hidden_layers == 2
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):
