@@ -1,9 +1,10 @@
 """Measure the README's table of speed once more, add the run to those of earlier hours, and write the table.
 
-Each row of it compares three ways to generate in turns, on the pair in the package: plain `generate`, what a user of
-transformers would take instead, and this package with its defaults, or with compiled forwards. The table shows for
-each row the least and the largest median over the runs of the file by the same machine and versions, so that it says
-how much hours differ.
+Each case compares ways to generate in turns, on the target in the package: plain `generate`, transformers' assisted
+generation, and this package. Like stands beside like: assisted generation and ours have the same draft, and compiled
+ways of ours stand beside compiled plain text. What assisted generation does not take, our head, has a row of its own.
+The table shows for each row the least and the largest median over the runs of the file by the same machine and
+versions, so that it says how much hours differ.
 """
 
 import inspect
@@ -22,13 +23,13 @@ from rich.progress import track
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.contenders import Contender
-from hf_specx.bench.inputs import Inputs, encode
+from hf_specx.bench.inputs import Inputs, encode, prompts_of_length
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Timer, Timing, speedups
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
 
-OURS = "ours"
+MODEL, HEAD, TEXT = "a draft model", "a head", "the text itself"  # who drafts
 BEGIN, END = "<!-- speed_table.py begins -->", "<!-- speed_table.py ends -->"
 PROPERTIES: dict[str, Any] = {
     "name": {"type": "string", "maxLength": 12},
@@ -37,23 +38,34 @@ PROPERTIES: dict[str, Any] = {
     "measured": {"type": "boolean"},
 }
 OBJECT = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
+OF_A_ROW = ("label", "draft", "batch")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that change these figures
 COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the first
+WIDTH = 32  # tokens of a prompt where forwards are compiled: for each other width plain text compiles anew
 
 
-# of each text: what a user of transformers would take instead, ours at its defaults, and options of `generate`
-SAMPLED, COMPILED, JSON = "sampled code", "sampled code, `compile=True`", "JSON of a schema, greedily"
-COPY = "a file written once more, greedily, without a draft model"
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    SAMPLED: ("assisted", "block-auto", {"do_sample": True, "top_k": 0}),
-    COMPILED: ("assisted", "block-5-compiled", {"do_sample": True, "top_k": 0}),
-    COPY: ("lookup-10", "suffix-auto", {}),
-    JSON: ("assisted", "block-auto", {}),
+class Kind(NamedTuple):
+    """A text: plain `generate` for it; by who drafts, transformers' way and ours; options of `generate`."""
+
+    plain: str
+    ways: dict[str, tuple[str | None, str]]
+    options: dict[str, Any]
+
+
+SAMPLED, COMPILED, JSON = "sampled code", "sampled code, compiled beside compiled plain", "JSON of a schema, greedily"
+COPY = "a file written once more, greedily"
+DRAWN = {"do_sample": True, "top_k": 0}
+DRAFTED = {MODEL: ("assisted", "block-auto"), HEAD: (None, "block-auto")}
+KINDS = {
+    SAMPLED: Kind("plain", DRAFTED, DRAWN),
+    COMPILED: Kind("plain-compiled", dict.fromkeys(DRAFTED, (None, "block-5-compiled")), DRAWN),
+    COPY: Kind("plain", {TEXT: ("lookup-10", "suffix-auto")}, {}),
+    JSON: Kind("plain", DRAFTED, {}),
 }
 
 
 class Case(NamedTuple):
-    """A row of the table: what is generated, the precision of both models, and the batch size."""
+    """What is generated, the precision of both models, and the batch size: a row of the table for each draft."""
 
     kind: str
     dtype: str
@@ -84,42 +96,58 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def timings(case: Case, pair: Any, model: Any, repeats: int, new_tokens: int) -> dict[str, Timing]:
-    """Those of the contenders of a row; transformers itself takes one row alone, and a draft model, not a head."""
-    rival, ours, options = KINDS[case.kind]
-    names = {"plain": "plain"} | ({} if case.batch > 1 else {rival: rival}) | {OURS: ours}
+def timings(case: Case, pair: Any, model: Any, repeats: int, new_tokens: int) -> dict[tuple[str, str], Timing]:
+    """Those of plain text, ("", name), and of each way of a case, (who drafts, name); assisted takes one row alone."""
+    kind, drafts = KINDS[case.kind], {MODEL: model, HEAD: pair.draft, TEXT: None, "": None}
+    ways = [("", kind.plain)]
+    for who, (assisted, ours) in kind.ways.items():
+        if assisted is not None and case.batch == 1:
+            ways.append((who, assisted))
+        ways.append((who, ours))
 
-    def make(name: str) -> Contender:
-        draft = model if name == rival else pair.draft
-        return (
-            WithSchema(names[name], pair, draft) if case.kind == JSON else Contender(names[name], pair.target, draft)
-        )
+    def make(way: str) -> Contender:
+        who, name = ways[int(way)]
+        if case.kind == JSON:
+            return WithSchema(name, pair, drafts[who])
+        return Contender(name, pair.target, drafts[who])
 
-    chosen = [[pair.prompts[(first + i) % len(pair.prompts)] for i in range(case.batch)] for first in range(repeats)]
-    batches = [encode(pair.tokenizer, pair.target, texts, new_tokens) for texts in chosen]
+    numbers = [str(number) for number in range(len(ways))]
+    options = kind.options | {"max_new_tokens": new_tokens}
+    timer = Timer(make, batches_for(case, pair, repeats, new_tokens), options, range(repeats), may_fail=numbers)
+    timed = {ways[int(way)]: timing for way, timing in timer.time(numbers).items()}
+    for (who, name), timing in timed.items():
+        if timing.error is not None and not name.startswith("assisted"):
+            raise RuntimeError(f"{case}: {name} with {who} failed with {timing.error}")
+    return timed
+
+
+def batches_for(case: Case, pair: DraftTargetPair, repeats: int, new_tokens: int) -> list[Inputs]:
+    """Prompts of each turn: as they are, where nothing is compiled for their width."""
     if case.kind == COPY:
-        batches = [copied_prompts(pair, case.batch)]
-    options = options | {"max_new_tokens": new_tokens}
-    found = Timer(make, batches, options, range(repeats), may_fail=names).time(tuple(names))
-    for name in ("plain", OURS):
-        if found[name].error is not None:
-            raise RuntimeError(f"{case}: {name} failed with {found[name].error}")
-    return found
+        return [copied_prompts(pair, case.batch)]
+    if case.kind == COMPILED:
+        return [prompts_of_length(pair, case.batch, WIDTH, new_tokens, first) for first in range(repeats)]
+    chosen = [[pair.prompts[(first + i) % len(pair.prompts)] for i in range(case.batch)] for first in range(repeats)]
+    return [encode(pair.tokenizer, pair.target, texts, new_tokens) for texts in chosen]  # type: ignore[arg-type]
 
 
 def measure(repeats: int, new_tokens: int) -> dict[str, Any]:
     """One run: what is known of each row, and of the run."""
-    pair, found = DraftTargetPair.embedded(), []
+    pair, rows = DraftTargetPair.embedded(), []
     model: Any = DraftTargetPair.embedded(draft=str(embedded_folder() / DRAFT_MODEL)).draft
     for case in track(CASES, description="measuring"):
         for each in (pair.target, model):  # the head stays as it was saved
             each.to(getattr(torch, case.dtype))
-        by_name = timings(case, pair, model, repeats, new_tokens)
-        rates = by_name.pop("plain").rates
-        times = {name: None if x.error else statistics.median(speedups(x.rates, rates)) for name, x in by_name.items()}
-        row = {"label": f"{case.kind}, {case.dtype}", "batch": case.batch}
-        found.append(row | {"plain": statistics.median(rates), "times": times})
-    return {"made": made_by(pair.target), "rows": found}
+        timed = timings(case, pair, model, repeats, new_tokens)
+        rates = timed["", KINDS[case.kind].plain].rates
+        times = {way: None if x.error else statistics.median(speedups(x.rates, rates)) for way, x in timed.items()}
+        for who, (assisted, ours) in KINDS[case.kind].ways.items():
+            row = {"label": f"{case.kind}, {case.dtype}", "draft": who, "batch": case.batch}
+            row |= {"plain": statistics.median(rates), "assisted": times.get((who, assisted or ""))}
+            refused = "" if assisted is None else "refused" if case.batch > 1 else "fails"
+            rows.append(row | {"ours": times[who, ours], "no_assisted": refused})
+        torch.compiler.reset()
+    return {"made": made_by(pair.target), "rows": rows}
 
 
 def made_by(target: Any) -> dict[str, Any]:
@@ -142,22 +170,22 @@ def table(runs: list[dict[str, Any]]) -> str:
     shown = [run for run in runs if all(run["made"].get(name) == made[name] for name in alike)]
     dates = sorted(run["made"]["date"].replace("T", " ").replace("+00:00", "") for run in shown)
     lines = [
-        f"The pair in the package, {made['device']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
+        f"The target in the package, {made['device']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
         f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
-        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted means transformers' own assisted "
-        "generation by the draft model in the package, or its prompt lookup for the copy; it refuses batches.",
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted is transformers' own assisted generation "
+        "by the same draft model, or its prompt lookup; it refuses batches and takes no head. The head is the pair's "
+        "own draft. Compiled rounds stand beside plain text that is compiled too, after prompts of "
+        f"{WIDTH} tokens, since transformers compiles for each width.",
         "",
-        "| text | batch | plain, tokens/s | assisted, times plain | ours, times plain |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| text | who drafts | batch | plain, tokens/s | assisted, times plain | ours, times plain |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for last in runs[-1]["rows"]:
-        row = last["label"], last["batch"]
-        same = [each for run in shown for each in run["rows"] if (each["label"], each["batch"]) == row]
-        rivals = [name for name in last["times"] if name != OURS]
-        known = [each["times"][name] for each in same for name in rivals if each["times"].get(name) is not None]
-        instead = span(known, 2) if known else ("fails" if rivals else "refused")
-        ours = span([each["times"][OURS] for each in same], 2)
-        lines.append(f"| {row[0]} | {row[1]} | {span([x['plain'] for x in same], 0)} | {instead} | **{ours}** |")
+        same = [each for run in shown for each in run["rows"] if all(each[name] == last[name] for name in OF_A_ROW)]
+        assisted = [each["assisted"] for each in same if each["assisted"] is not None]
+        instead, ours = span(assisted, 2) if assisted else last["no_assisted"], span([x["ours"] for x in same], 2)
+        first = f"| {last['label']} | {last['draft']} | {last['batch']} | {span([x['plain'] for x in same], 0)}"
+        lines.append(f"{first} | {instead} | **{ours}** |")
     return "\n".join(lines)
 
 
@@ -178,6 +206,7 @@ def main(
 ) -> None:
     replaced(readme.read_bytes().decode(), "")  # refused before any work
     runs = [] if not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
+    runs = [run for run in runs if all("draft" in row for row in run["rows"])]  # others compared other things
     runs.append(measure(repeats, new_tokens))
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
     readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs)).encode())

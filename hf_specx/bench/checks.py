@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from hf_specx.common.errors import require
 
 
+LEAST_TURNS = 8  # of a study, from which Student's t makes no wild guesses
+SECONDS = 60.0  # of turns of a draft at one batch size, unless it is clear before
+
+
 def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") -> None:
     """Whether there are batches of these sizes, an argument of this name, and timed runs of them."""
     sizes = batches and min(batches) >= 1 and len(set(batches)) == len(batches)

@@ -1,6 +1,7 @@
 """What is given to `generate` where it is measured, prompts as batches, and what comes out."""
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ def settings_of(
     return found | {name: getattr(config, name) for name in names} | given
 
 
-def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens: int, seed: int = 0) -> Inputs:
+def prompts_of_length(
+    pair: DraftTargetPair, batch: int, length: int, new_tokens: int, first: int = 0, seed: int = 0
+) -> Inputs:
     """A batch of prompts of `length` tokens each, where the target takes them.
 
-    Row b has the pair's prompts from number b on, one after another, as far as they are needed. A pair without a
-    tokenizer gets random tokens, by the seed.
+    Row b has the pair's prompts from number `first` + b on, one after another, as far as they are needed. A pair
+    without a tokenizer gets random tokens, by the seed.
     """
     _check_room(pair.target, length, new_tokens)
     if pair.tokenizer is None:
@@ -42,8 +45,8 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         texts = [tokens for text in pair.prompts if (tokens := token_ids(pair.tokenizer, text))]
         require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
         rows = []
-        for first in range(batch):
-            rotated = itertools.islice(itertools.cycle(texts), first, None)
+        for row in range(first, first + batch):
+            rotated = itertools.islice(itertools.cycle(texts), row % len(texts), None)
             rows.append(list(itertools.islice(itertools.chain.from_iterable(rotated), length)))
         ids = torch.tensor(rows, device="cpu")
     device = execution_device(pair.target)
@@ -51,23 +54,46 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
 
 
 def whole_prompts(pair: DraftTargetPair, rows: int, repeats: int, new_tokens: int) -> list[Inputs]:
-    """So many batches of the pair's prompts, all of one width, so that nothing is compiled for one of them alone."""
+    """So many batches of the pair's prompts as they are, each padded to the longest of its own rows."""
     told = "prompts as they are need a tokenizer and prompts; give the pair some, or a number of prompt tokens."
     require(pair.tokenizer is not None and bool(pair.prompts), told)
-    texts = list(itertools.islice(itertools.cycle(pair.prompts), rows * repeats))
-    found = encode(pair.tokenizer, pair.target, texts, new_tokens)  # type: ignore[arg-type]
-    firsts = range(0, len(texts), rows)
-    return [{name: tensor[first : first + rows] for name, tensor in found.items()} for first in firsts]
+    ids = prompt_rows(pair.tokenizer, pair.target, pair.prompts, new_tokens)  # type: ignore[arg-type]
+    return batches_of(pair.target, pair.tokenizer, ids, rows, repeats)
+
+
+def batches_of(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: list[list[int]],
+    rows: int,
+    count: int | None = None,
+) -> list[Inputs]:
+    """So many batches of prompts, one after another and from the first on again; else as many as all of them fill."""
+    count = math.ceil(len(ids) / rows) if count is None else count
+    endless = itertools.cycle(ids)
+    return [padded_batch(target, tokenizer, list(itertools.islice(endless, rows))) for _ in range(count)]
 
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> Inputs:
-    """A batch of prompts, where the target takes them: padded on the left, for an encoder on the right."""
+    """A batch of prompts, where the target takes them."""
+    return padded_batch(target, tokenizer, prompt_rows(tokenizer, target, prompts, max_new_tokens))
+
+
+def prompt_rows(
+    tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
+) -> list[list[int]]:
+    """The tokens of prompts; a ValueError for one that is empty, or too long for the target."""
     rows = [token_ids(tokenizer, prompt) for prompt in prompts]
     for number, row in enumerate(rows, 1):
         require(bool(row), f"prompt {number} {EMPTY}; write something.")
     _check_room(target, max(map(len, rows)), max_new_tokens)
+    return rows
+
+
+def padded_batch(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rows: list[list[int]]) -> Inputs:
+    """Prompts as a batch where the target takes them: padded on the left, for an encoder on the right."""
     padded = padded_rows(rows, "right" if target.config.is_encoder_decoder else "left", tokenizer)
     return {name: tensor.to(execution_device(target)) for name, tensor in padded.items()}
 

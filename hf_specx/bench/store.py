@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_out
+from hf_specx.hub.locks import LOCK, locked
 
 
 FILE_VERSION = 1
@@ -28,12 +30,26 @@ class Store:
     """Cells of a file, each written as soon as it is known: "cell" (name or settings), "provenance", figures.
 
     The file need not be there, and None keeps the cells in memory. Its key `kind` says what it is, one of `LACKS`. A
-    cell is taken from it if its "provenance" has all of `made`.
+    cell is taken from it if its "provenance" has all of `made`. A file of results is locked until the store is closed
+    or gone; an unfinished check, which others do not name, is not.
+
+    Raises:
+        ValueError: the file is something else, or another process writes it.
     """
 
     def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
         self.path, self.kind, self.made = path, kind, made
+        self.lock = ExitStack()
+        if path is not None and kind == "schema":
+            self.lock.enter_context(locked(path))
         self.cells = read_cells(path, kind)
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let others write the file."""
+        self.lock.close()
 
     def add(self, known: dict[str, Any]) -> None:
         """Take a cell in, in place of an earlier one of the same name or settings."""
@@ -51,6 +67,13 @@ class Store:
                 return known["value"]
         self.add(json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()})))
         return self.cells[-1]["value"]
+
+
+def check_free(path: Path | None) -> None:
+    """Raise ValueError if another process writes a file of results; a lock that is not there is not made."""
+    if path is not None and path.with_name(path.name + LOCK).exists():
+        with locked(path):
+            pass
 
 
 def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:

@@ -1,19 +1,23 @@
 """How drafts are tried for a target, and what was found of each."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_specx.common.errors import require
 from hf_specx.hub.pair_config import Measurement, PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import check_runs
+from .checks import LEAST_TURNS, SECONDS, check_runs
 from .compatibility import Finding
+from .looks import Looks
 
 
 BATCHES = (1, 8)
 LEARNING_ROWS = 8  # texts from which acceptance is learned before anything is chosen
+MISLED = 0.025  # the chance that a study recommends a draft that gains nothing; as large is that of the opposite
 
 
 @dataclass
@@ -23,25 +27,28 @@ class Study:
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
-    repeats: int = 3  # timed runs of plain and of ours at each batch size, each on the next prompts
+    repeats: int = LEAST_TURNS  # of plain and ours, each on the next prompts: so many at each batch size at least
+    seconds: float = SECONDS  # of timed runs of a draft at a batch size, after which no more turn begins
     seed: int = 0
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
     command: str = "hf_specx.bench.tune.tune(...)"  # what the measurements say that they were made by
+    drafts: int = 1  # how many are tried; all of their speed-ups share one chance to be misled
 
     def __post_init__(self) -> None:
         check_runs(self.batches, self.repeats)
+        require(0 <= self.seconds < math.inf, f"seconds={self.seconds} is no time; give 0 or more.")
 
     @property
     def learning(self) -> int:
         """Generations, of the largest batch, from which acceptance is learned before anything is chosen."""
-        return min(self.repeats, max(1, LEARNING_ROWS // max(self.batches)))
+        return max(1, LEARNING_ROWS // max(self.batches))
 
-    @property
-    def runs(self) -> int:
-        """Generations for each draft."""
-        return self.learning + 2 * (self.repeats + 1) * len(self.batches) if self.prompts else 0
+    def looks(self, turns: int) -> Looks:
+        """When to look at a speed-up; all prompts have had their turn after so many."""
+        share = MISLED / (self.drafts * len(self.batches))
+        return Looks(share, max(turns, self.repeats), self.repeats, self.seconds)
 
 
 @dataclass
@@ -60,6 +67,11 @@ class DraftTrial:
         return [] if self.config is None else self.config.measurements
 
     @property
+    def recommended(self) -> bool:
+        """Whether it was shown to be faster than plain `generate` at some batch size."""
+        return any(m.is_faster for m in self.measurements)
+
+    @property
     def speedup(self) -> float:
         """The geometric mean of the measured speed-ups over batch sizes; 0 where nothing was measured."""
         return statistics.geometric_mean(m.measured_speedup for m in self.measurements) if self.measurements else 0.0
@@ -69,6 +81,7 @@ class DraftTrial:
             "draft": self.name,
             "error": self.error,
             "findings": [finding._asdict() for finding in self.findings],
+            "recommended": self.recommended,
             "speedup": self.speedup or None,
             "config": None if self.config is None else asdict(self.config),
         }

@@ -1,9 +1,10 @@
 """Speed is measured here: contenders take turns, so that what slows the machine down slows all of them down alike.
 
-Each turn gives every contender the same prompts and the same seed, in an order that rotates from turn to turn. Ratios
-are taken within a turn, and what is reported is the median over turns.
+Each turn gives every contender the same prompts and the same seed, in an order that rotates from turn to turn, or that
+is drawn, so that a machine that is slow for two runs in a row hits one contender twice no more often than both.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Container, Sequence
@@ -23,6 +24,7 @@ from .ways import ASSISTED_NAME, PLAIN_NAME
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
+SAME_DRAFT = "block-auto"  # ours with the draft of assisted generation
 RETRIES = 5  # times that a run in which something was compiled is made again
 REPORTED_RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup")
 Advance = Callable[[], object]
@@ -44,7 +46,6 @@ class Timing:
 
     runs: list[TimedCall] = field(default_factory=list)  # one for each turn
     first_seconds: float | None = None  # of its very first call, which warms up and may compile
-    warm_up: TimedCall | None = None  # the last one before its runs, in which nothing was compiled
     error: str | None = None  # what the contender failed with, in a line; it then has no runs
 
     @property
@@ -61,6 +62,16 @@ class Timing:
     def tokens_per_second(self) -> float:
         """The median of them."""
         return statistics.median(self.rates)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each run."""
+        return [run.seconds for run in self.runs]
+
+    @property
+    def pooled_rate(self) -> float:
+        """Tokens of all runs over the seconds of all runs."""
+        return sum(run.tokens for run in self.runs) / sum(self.seconds)
 
     def times(self, plain: "Timing") -> float:
         """How many times as fast as plain `generate`: tokens per second of both, each the median of its runs."""
@@ -90,14 +101,18 @@ class Timer:
     seeds: Sequence[int]  # of the turns, one run of each contender in each; the warm-up has that of the first
     advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each contender
     may_fail: Container[str] = ()  # contenders whose failure is noted, and the others go on; else it is raised
+    order: random.Random | None = None  # draws the order of each turn; None rotates it
+    enough: Callable[[dict[str, Timing]], bool] = lambda timings: False  # asked after each turn: was it the last?
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
         """The runs of the contenders of these names."""
         self.contenders: dict[str, Contender] = {}
+        self.seen: set[tuple[str, torch.Size]] = set()  # contenders with the shapes of inputs that they ran
         found = {name: Timing() for name in names}
         for turn in range(-1, len(self.seeds)):
             first = max(turn, 0) % len(names)
-            for name in (*names[first:], *names[:first]):
+            rotated = [*names[first:], *names[:first]]
+            for name in rotated if self.order is None else self.order.sample(rotated, len(rotated)):
                 if found[name].error is None:
                     try:
                         self._take(name, turn, found[name])
@@ -107,26 +122,30 @@ class Timer:
                         first_line = next(iter(str(error).strip().splitlines()), "")
                         found[name] = Timing(error=f"{type(error).__name__}: {first_line}")
                 self.advance()
+            if turn >= 0 and self.enough(found):
+                break
         return found
 
     def _take(self, name: str, turn: int, timing: Timing) -> None:
-        """One run, in which nothing is compiled; turn -1 warms up."""
+        """One run, in which nothing is compiled; turn -1 warms up, as does a first run of a shape that is compiled."""
         contender = self.contenders.get(name) or self.contenders.setdefault(name, self.make(name))
         options, number = self.options, max(turn, 0)
         if turn < 0 and not contender.compiled:
             options = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"])}
         call = contender, self.batches[number % len(self.batches)], options, self.seeds[number]
-        run = time_call(*call)
+        shape = name, call[1]["input_ids"].shape
+        if turn < 0 or (contender.compiled and shape not in self.seen):  # transformers does not say what it compiles
+            warm_up = time_call(*call)
+            timing.first_seconds = timing.first_seconds or warm_up.seconds
+            self.seen.add(shape)
         if turn < 0:
-            timing.first_seconds = run.seconds
+            return
+        run = time_call(*call)
         for _ in range(RETRIES):
             if run.report is None or not run.report.compilations:
                 break
             run = time_call(*call)  # a size had not occurred before
-        if turn >= 0:
-            timing.runs.append(run)
-        else:
-            timing.warm_up = run
+        timing.runs.append(run)
 
 
 def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], seed: int) -> TimedCall:
@@ -163,7 +182,10 @@ class Comparison:
 
     plain: Timing
     ours: Timing
-    assisted: Timing | None = None  # transformers' assisted generation, where that was asked for and takes this call
+    # with one and the same other draft, where that was asked for: transformers' assisted generation if it takes this
+    # call, and ours
+    assisted: Timing | None = None
+    ours_with_its_draft: Timing | None = None
 
     @property
     def ratios(self) -> dict[str, Any]:
@@ -178,16 +200,6 @@ class Comparison:
     def plain_step(self) -> float:
         """Seconds of plain `generate` for each token of the longest row, prompts included."""
         return statistics.median(run.seconds / max(1, run.steps) for run in self.plain.runs)
-
-    def seconds_per_round(self, report: SpeculationReport) -> float:
-        """Seconds of a round with candidates in a call of ours, whose other steps took as long as those of plain."""
-        left = report.seconds["total"] - report.plain_steps * self.plain_step
-        return left / report.rounds if report.rounds and left > 0 else seconds_per_step(report)
-
-    @property
-    def warm_up_round(self) -> float:
-        """Seconds of a round of ours before it was timed."""
-        return self.seconds_per_round(self.ours.warm_up.report)  # type: ignore[union-attr, arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
@@ -223,18 +235,26 @@ def compare(
     seed: int = 0,
     advance: Advance = lambda: None,
     draft: PreTrainedModel | None = None,
+    order: random.Random | None = None,
+    enough: Callable[[Timing, Timing], bool] = lambda plain, ours: False,
 ) -> Comparison:
     """Time plain `generate` of the target and ours in turns; with a `draft` transformers' assisted generation too.
 
     Each turn takes the next of `batches`, all of B rows, and number i starts from `torch.manual_seed(seed + i)`.
     `options` are of `generate`, `max_new_tokens` among them. The strategy gets times of forwards where it has none, so
-    that predictions exist. `advance` is called after each run, `repeats + 1` times for each.
+    that the report has its speed-ups. Where ours has another draft than `draft`, ours with that takes part as well.
+    `advance` is called after each run, and `enough` after each turn: was it the last? Else there are `repeats`.
+    `order` draws the order of each turn.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     if draft is not None:
         contenders["assisted"] = Contender(ASSISTED_NAME, target, draft)
+        if strategy.draft_model is not draft:
+            contenders["ours_with_its_draft"] = Contender(SAME_DRAFT, target, draft)
     contenders["ours"].prepare(batches[0])
     seeds = range(seed, seed + repeats)
-    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail=["assisted"])
-    found = timer.time(tuple(contenders)).items()
-    return Comparison(**{name: timing for name, timing in found if timing.error is None})
+    may_fail = ("assisted", "ours_with_its_draft")
+    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail, order)
+    timer.enough = lambda timings: enough(timings["plain"], timings["ours"])
+    timings = timer.time(tuple(contenders)).items()
+    return Comparison(**{name: timing for name, timing in timings if timing.error is None})

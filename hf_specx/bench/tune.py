@@ -1,7 +1,11 @@
 """Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It prints nothing."""
 
+import hashlib
 import itertools
+import json
 import operator
+import random
+import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,22 +24,22 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts
 from hf_specx.hub.fetch import find_draft_files, find_files, fingerprint, get_model, get_settings, get_tokenizer
+from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, find_fit, find_own
 from .contenders import Contender
-from .inputs import Inputs, encode, settings_of
-from .prediction import Prediction
+from .inputs import batches_of, prompt_rows, settings_of
+from .looks import Interval
 from .store import provenance
 from .study import DraftTrial, Study
-from .timer import Advance, Comparison, compare, time_call
+from .timer import Advance, Comparison, compare, speedups, time_call
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
-TOO_SHORT = "texts ended before anything was drafted, so their speed tells nothing; give prompts with longer answers, "
-TOO_SHORT += "and a chat model chats (--chat)."
+MOST_TURNS = 2**20  # time is up before
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -55,7 +59,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
     trust = study.trust_remote_code
-    config = load_config(get_settings(find_files(target), ModelSource(), trust), trust)
+    config = load_config(get_settings(find_files(folder_of(target)), ModelSource(), trust), trust)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(named)))
@@ -72,9 +76,10 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
 def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
     """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
-    The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, or a folder; drafts are
-    named as in `read_draft`. `advance` is called `len(drafts) * (1 + study.runs)` times at most. Behind those that can
-    be used, by measured speed-up, come the others, each with its `error`.
+    The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, a folder, or "embedded",
+    that of the pair in the package; drafts are named as in `read_draft`. `advance` is called after each run and each
+    draft. Those that were shown to be faster than plain `generate` come first, by measured speed-up, then those that
+    were not, then others, with their `error`.
 
     Raises:
         ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
@@ -82,12 +87,12 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
     loaded = load(target, study, study.device_map)
-    study = replace(study, options=settings_of(loaded.model, study.options))
-    batches = encode_batches(target, loaded, study)
+    study = replace(study, options=settings_of(loaded.model, study.options), drafts=len(drafts))
+    ids = read_prompts(target, loaded, study)
     trials: list[DraftTrial] = []
     for name in drafts:
-        trials.append(try_draft(loaded, name, batches, study, advance))
-        trials.sort(key=lambda trial: (trial.error is not None, -trial.speedup))
+        trials.append(try_draft(loaded, name, ids, study, advance))
+        trials.sort(key=lambda trial: (trial.error is not None, not trial.recommended, -trial.speedup))
         for other in trials[1:]:
             other.pair = None  # its weights are no longer needed
         advance()
@@ -96,7 +101,10 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    trust, files = study.trust_remote_code, find_files(name) if target is None else find_draft_files(name)
+    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}."
+    require(target is None or not is_embedded(name), message)
+    trust, name = study.trust_remote_code, folder_of(name)
+    files = find_files(name) if target is None else find_draft_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     of_target = None if target is None else target.model
     model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
@@ -108,22 +116,18 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
     return Loaded(model, get_tokenizer(files, None, trust), facts)
 
 
-def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:
+def read_prompts(name: str, target: Loaded, study: Study) -> list[list[int]]:
+    """The tokens of the study's prompts; a ValueError where the target of this name cannot read or go on with them."""
     if not study.prompts:
-        return {}
-    tokenizer, found = target.tokenizer, {}
-    if tokenizer is None:
+        return []
+    if target.tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
-    for size in study.batches:
-        endless = itertools.cycle(study.prompts)
-        texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
-        found[size] = [encode(tokenizer, target.model, each, study.options["max_new_tokens"]) for each in texts]
-    return found
+    new_tokens = study.options["max_new_tokens"]
+    require(new_tokens >= 3, f"max_new_tokens={new_tokens} leaves no round to time; give 3 or more.")
+    return prompt_rows(target.tokenizer, target.model, study.prompts, new_tokens)
 
 
-def try_draft(
-    target: Loaded, name: str, batches: dict[int, list[Inputs]], study: Study, advance: Advance
-) -> DraftTrial:
+def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, advance: Advance) -> DraftTrial:
     """Check one draft, and measure it if it fits."""
     trial = DraftTrial(name)
     try:
@@ -146,8 +150,8 @@ def try_draft(
         config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
         pair.sources = {"target": target.facts, "draft": draft.facts}
-        if study.prompts:
-            measure_draft(pair, batches, study, advance)
+        if ids:
+            measure_draft(pair, ids, study, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
     else:
@@ -155,12 +159,16 @@ def try_draft(
     return trial
 
 
-def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
+def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, advance: Advance) -> None:
     """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
 
-    It comes in the place of what was there.
+    It comes in the place of what was there. All prompts have their turn, in an order that follows from the seed, so
+    that those whose turn came in time are like the others. Ends are ignored, so that all texts are equally long.
     """
     target, config, measurements = pair.target, pair.config, list[Measurement]()
+    shuffled = random.Random(study.seed).sample(ids, len(ids))
+    batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in study.batches}
+    options = study.options | {"eos_token_id": None}
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,
@@ -170,53 +178,81 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
     )
     contender, reports = Contender("ours", target, strategy=strategy), list[Any]()
     for run, inputs in enumerate(batches[max(study.batches)][: study.learning]):
-        reports.append(time_call(contender, inputs, study.options, study.seed + run).report)
+        reports.append(time_call(contender, inputs, options, study.seed + run).report)
         advance()
-    report: Any = reduce(operator.add, reports)
-    if not report.rounds and not chooses:
-        warnings.warn(TOO_SHORT, UserWarning, stacklevel=2)
-    if report.survival[1]:
-        strategy.costs.alpha[report.verification] = report.survival_rate
-    for size in () if chooses else study.batches:
-        strategy.calibrate(target, batches[size][0]["input_ids"])
+    learned: Any = reduce(operator.add, reports)
+    if not learned.rounds and not chooses:
+        warnings.warn(f"nothing was drafted ({learned.layout_reason}), so its speed tells nothing.", stacklevel=2)
+    if learned.survival[1]:
+        strategy.costs.alpha[learned.verification] = learned.survival_rate
+    for rows in () if chooses else study.batches:
+        strategy.calibrate(target, batches[rows][0]["input_ids"])
     most = make_drafter(pair.draft, target).max_candidates
-    for size in study.batches:
+    for rows in study.batches:
         if not chooses:
-            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, report.verification, most)
-        found = compare(target, strategy, batches[size], study.options, study.repeats, study.seed, advance)
-        measured = _measurement(size, target, strategy, found, study.command)
-        if report.rounds and not chooses:
-            room = min(strategy.num_draft_tokens, study.options["max_new_tokens"] - 1)
-            prediction = Prediction(strategy.costs.alpha.get(report.verification, 0.0), room)
-            measured.predicted_speedup = prediction.speedup(found)
-            measured.why_not_predicted = prediction.why_not(found)
-        measurements.append(measured)
+            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(rows, learned.verification, most)
+        looks = study.looks(len(batches[rows]))
+        comparison = compare(
+            target,
+            strategy,
+            batches[rows],
+            options,
+            MOST_TURNS,
+            study.seed,
+            advance,
+            order=random.Random(study.seed),
+            enough=lambda plain, ours: looks.enough(plain.seconds, ours.seconds),  # noqa: B023
+        )
+        measurements.append(_measurement(rows, target, strategy, comparison, looks.interval, shuffled, study))
     config.measurements = measurements
-    numbers = {m.num_draft_tokens for m in config.measurements}
-    faster = all(m.measured_speedup > 1 for m in config.measurements)
-    known = len(study.batches) > 1 and len(numbers) == 1 and report.verification != "greedy" and not chooses
-    config.num_draft_tokens = 0 if not config.pays else numbers.pop() if known and faster else "auto"
-    last = config.measurements[-1]
+    numbers = {m.num_draft_tokens for m in measurements}
+    faster = all(m.is_faster for m in measurements)
+    one_number = len(study.batches) > 1 and len(numbers) == 1 and learned.verification != "greedy" and not chooses
+    config.num_draft_tokens = 0 if not config.pays else numbers.pop() if one_number and faster else "auto"
+    last = measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
     pair.strategy = pair._strategy()
 
 
 def _measurement(
-    size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
+    rows: int,
+    target: PreTrainedModel,
+    strategy: SpeculativeDecoding,
+    comparison: Comparison,
+    interval: Interval,
+    ids: list[list[int]],
+    study: Study,
 ) -> Measurement:
-    report, made, ratios = found.ours.reports[0], provenance(target), found.ratios
-    draft, number = strategy.draft_model, strategy.num_draft_tokens
+    """What all turns say together of so many rows; the speed-up is tokens of all over seconds of all."""
+    plain, ours = comparison.plain, comparison.ours
+    report, where = reduce(operator.add, ours.reports), provenance(target)
+    draft, number, turns = strategy.draft_model, strategy.num_draft_tokens, len(ours.runs)
+    in_turns = speedups(ours.rates, plain.rates)
+    sampling: dict[str, Any] = {name: study.options.get(name) for name in ("temperature", "top_p", "top_k")}
     return Measurement(
-        batch=size,
-        dtype=made["dtype"],
+        batch=rows,
+        dtype=where["dtype"],
         verification=report.verification,
         num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(number),
         layout=report.layout,
-        cost_coefficient=strategy.costs.cost_coefficient(size) or None,  # 0 where a draft runs no forwards
-        tokens_per_round=ratios.pop("mean_acceptance_length"),
-        **ratios,
+        alpha=report.alpha,
+        cost_coefficient=strategy.costs.cost_coefficient(rows) or None,  # 0 where a draft runs no forwards
+        tokens_per_round=report.mean_acceptance_length,
+        expected_speedup=report.expected_speedup,
+        forward_limited_speedup=report.forward_limited_speedup,
+        measured_speedup=ours.pooled_rate / plain.pooled_rate,
         hardware=hardware(execution_device(target)),
-        versions={name: made[name] for name in VERSIONS},
-        command=command,
-        plain_tokens_per_second=found.plain.tokens_per_second,
+        versions={name: where[name] for name in VERSIONS},
+        command=study.command,
+        plain_tokens_per_second=plain.pooled_rate,
+        interval_low=interval.low,
+        interval_high=interval.high,
+        turns=turns,
+        turn_spread=statistics.stdev(in_turns) if turns > 1 else None,
+        **sampling,
+        max_new_tokens=study.options["max_new_tokens"],
+        prompts=min(turns * rows, len(ids)),
+        prompt_tokens=statistics.fmean(map(len, ids)),
+        prompts_digest=hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest(),
+        seed=study.seed,
     )

@@ -49,7 +49,9 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     """
     names, (draft, early_exit) = cell.contenders or usual_contenders(pair, cell.do_sample), draft_parts(pair)
     if cell.prompt_tokens:
-        batches = [prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, cell.seed)]
+        sizes = cell.batch, cell.prompt_tokens, cell.max_new_tokens
+        turns = range(cell.repeats)  # each with other prompts
+        batches = [prompts_of_length(pair, *sizes, turn * cell.batch, cell.seed + turn) for turn in turns]
     else:
         batches = whole_prompts(pair, cell.batch, cell.repeats, cell.max_new_tokens)
     both: Any = pair.tokenizer, pair.draft_tokenizer
@@ -65,10 +67,10 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     seeds = range(cell.seed, cell.seed + cell.repeats)
     timings = Timer(make, batches, cell.options, seeds, advance, may_fail=names).time(names)
     torch.compiler.reset()
-    sizes = [model.num_parameters() for model in (pair.target, draft) if model is not None]
+    parameters = [model.num_parameters() for model in (pair.target, draft) if model is not None]
     return {
         "cell": asdict(cell) | {"contenders": list(names)},
-        "pair": dict(zip(("target_parameters", "draft_parameters"), sizes, strict=False)),
+        "pair": dict(zip(("target_parameters", "draft_parameters"), parameters, strict=False)),
         "provenance": made,
         "contenders": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
     }

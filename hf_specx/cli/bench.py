@@ -32,6 +32,7 @@ HELP_CONTENDER = (
 HELP_PROMPT_TOKENS = "Join prompts and cut them to so many tokens; else 64, and with --prompts they are as they are."
 GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
 PROMPT_TOKENS = 64  # of the pair's own prompts
+SAMPLED = {"do_sample": True, "top_k": 0}  # without prompts of the user's, for a target whose config is greedy
 MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 
 
@@ -47,9 +48,9 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 3,
     out: Annotated[Path | None, typer.Option(help="File of results; those of other settings stay in it.")] = None,
 ) -> None:
-    """Time plain, assisted and speculative generation in turns.
+    """Time plain, assisted and speculative generation in turns, each turn on other prompts.
 
-    Without options it takes one or two minutes, on the pair in the package.
+    Without options it takes one or two minutes, on the pair in the package. Without --prompts text is sampled.
     """
     sizes, contenders = batch_size or [1, 8], tuple(contender or ())
     check_runs(sizes, repeats)
@@ -66,17 +67,22 @@ def bench(
     prompts = prompts_of_file(source)
     with imports():
         from hf_specx.bench.inputs import settings_of
-        from hf_specx.bench.store import Store
+        from hf_specx.bench.store import Store, check_free, read_cells
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
         from .loading import load_named, say_what_runs, texts_for
-    store, pair = Store(out, "schema", {}), load_named(named, loading, source.chat)
+    read_cells(out, "schema")  # raises for another file
+    check_free(out)
+    pair = load_named(named, loading, source.chat)
     pair.config.prompts = texts_for(pair, prompts, named.name)
     settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
+    if source.file is None and "do_sample" not in sampling.given and not settings["do_sample"]:
+        settings = settings_of(pair.target, SAMPLED | sampling.given, MAX_NEW_TOKENS)
     cells = [replace(cell, **settings) for cell in cells]
     say_what_runs(pair, settings)
     names = contenders or usual_contenders(pair, settings["do_sample"])
-    with steps("contenders in turns", (1 + repeats) * len(cells) * len(names)) as bar:
+    runs = (1 + repeats) * len(cells) * len(names)
+    with Store(out, "schema", {}) as store, steps("contenders in turns", runs) as bar:
         for cell in cells:
             store.add(measure_cell(cell, pair, typed(), bar.update))
     show(dict(zip(cells, store.cells[-len(cells) :], strict=True)), names, settings["do_sample"])

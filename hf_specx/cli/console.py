@@ -85,18 +85,21 @@ def waiting_for(doing: str) -> AbstractContextManager[object]:
     return Output(stderr=True).status(doing)
 
 
-def steps(doing: str, total: int) -> tqdm:
+def steps(doing: str, total: int | None = None) -> tqdm:
     """Progress on stderr, one step an `update`: a bar on a terminal, elsewhere a line now and then.
+
+    Without a total, which not everything knows beforehand, there is a number in place of the bar.
 
     It is drawn in these calls alone, since a thread that draws would slow down what is timed.
     """
-    in_terminal, shown = sys.stderr.isatty(), f"{doing}: {{n_fmt}} of {{total_fmt}} in {{elapsed}}"
+    of_all = "" if total is None else " of {total_fmt}"
+    in_terminal, shown = sys.stderr.isatty(), f"{doing}: {{n_fmt}}{of_all} in {{elapsed}}"
     return tqdm(
         total=total,
         leave=not in_terminal,
         delay=BAR_AFTER if in_terminal else NEXT_LINE_AFTER,
         mininterval=0.1 if in_terminal else NEXT_LINE_AFTER,
-        bar_format=f"{{bar:20}} {shown}" if in_terminal else f"{shown}\n",
+        bar_format=f"{shown}\n" if not in_terminal else f"{{bar:20}} {shown}" if total else shown,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_specx.bench.checks import SECONDS
 from hf_specx.common.drafts import HELP_DRAFT, NEW_HEADS, check_head, read_draft
 from hf_specx.common.errors import require, similar
 from hf_specx.hub.folders import check_folder, check_writable
@@ -28,6 +29,7 @@ HELP_START += HELP_DRAFT.partition("), ")[2]  # all but suffix, which has no wei
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905
+HELP_SECONDS = "Of turns in which the new pair is timed, at each batch size, at most."
 HELP_SET = f"NAME=VALUE, any other option of hf_specx.distill, once for each: {', '.join(SETTABLE)}; see "
 HELP_SET += "hf_specx/training/README.md."
 
@@ -44,6 +46,7 @@ def distill(
     texts_per_phase: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size,
     others: Annotated[list[str] | None, typer.Option("--set", help=HELP_SET)] = None,
+    seconds: Annotated[float, typer.Option(help=HELP_SECONDS, min=0)] = SECONDS,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a draft on what the target writes for your prompts, so that more of its candidates are accepted.
@@ -67,7 +70,7 @@ def distill(
         if result is None:
             return
         say(str(result))
-        measure_pair(result)
+        measure_pair(result, seconds)
         from .loading import saved_as
 
         result.pair.save_pretrained(out, target=saved_as(result.pair, "target"), overwrite=overwrite)
@@ -123,13 +126,13 @@ def train(
     return result if processes().is_main_process else None
 
 
-def measure_pair(result: "Distilled") -> None:
+def measure_pair(result: "Distilled", seconds: float = SECONDS) -> None:
     """Time the pair and say its speed; without enough memory for that it is saved all the same."""
     from hf_specx.training.trainer import Bar
 
     try:
         with closing(Bar()) as bar:
-            result.measure(BATCHES, typed(), bar)
+            result.measure(BATCHES, typed(), bar, seconds)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         say(f"the pair is saved without all figures, as timing failed: {first}", "yellow")

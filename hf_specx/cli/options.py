@@ -29,7 +29,7 @@ LARGEST_SEED = 2**32 - 1
 
 AT = "perhaps with @ and a commit, branch or tag"
 HELP_PAIR = f"A pair, or with --draft a target: id ({AT}) or folder; else the pair in the package."
-HELP_TARGET = f"Id ({AT}) or folder of the target."
+HELP_TARGET = f"Id ({AT}) or folder of the target; {EMBEDDED} is that in the package."
 HELP_PROMPTS = (
     "One prompt a line, blank ones left out; of a .jsonl file texts, or objects with prompt, text or messages."
 )

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from rich.text import Text
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, compare
 from hf_specx.common.tokenizers import same_tokens
-from hf_specx.common.wrappers import vocabulary
+from hf_specx.common.wrappers import label_of, vocabulary
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -32,7 +32,6 @@ from .prompts import Prompt, Prompts
 
 DEMO_BATCHES = (1, 8)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
-SIDE_BY_SIDE = {"plain": "plain generate", "assisted": "assisted generation", "ours": "speculative sampling"}
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
 
@@ -104,17 +103,23 @@ class Session:
         """On a new line, which the text goes on with."""
         self.console.print(Text(f"\n{written_out(prompt)}", "dim"), end="", soft_wrap=True)
 
-    def compare(self, inputs: Inputs, repeats: int, with_assisted: bool = False) -> Comparison:
-        """Time plain `generate` and ours in turns; with transformers' assisted generation, if it can be."""
-        pair, draft = self.pair, None
-        if with_assisted and same_tokens(pair.tokenizer, pair.draft_tokenizer):
-            draft = next(iter(pair.models[1:]), None)
-            if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
-                folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
-                draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
-        with steps("all ways in turns", (2 + (draft is not None)) * (repeats + 1)) as bar:
+    def draft_model(self) -> PreTrainedModel | None:
+        """A draft that assisted generation takes: the pair's own if it is a model, or that in the package; or None."""
+        pair = self.pair
+        if not same_tokens(pair.tokenizer, pair.draft_tokenizer):
+            return None
+        draft: PreTrainedModel | None = next(iter(pair.models[1:]), None)
+        if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
+            folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
+            draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
+        return draft
+
+    def compare(self, inputs: Inputs, repeats: int, draft: PreTrainedModel | None = None) -> Comparison:
+        """Time plain `generate` and ours in turns; with a draft also assisted generation and ours with that draft."""
+        ways = 2 if draft is None else 3 + (draft is not self.pair.draft)
+        with steps("all ways in turns", ways * (repeats + 1)) as bar:
             how = self.options, repeats, self.seed, bar.update
-            return compare(pair.target, pair.strategy, [inputs], *how, draft)
+            return compare(self.pair.target, self.pair.strategy, [inputs], *how, draft)
 
     def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
         """What `generate` is given for a batch, and what it makes of it from the seed; `how` are more arguments."""
@@ -160,22 +165,40 @@ def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:
     """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
     console, own = session.console, texts_for(session.pair, [], session.name)
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0
-    runs, found = [], []
+    runs, found, draft = [], [], session.draft_model()
     for size in DEMO_BATCHES:
         batch = list(itertools.islice(itertools.cycle(own), first, first + size))
         run, inputs = session.run(batch, show=size == 1)
         if size == 1:
             console.text(f"\n{same_text(session, batch)}\n")
-        found.append(session.compare(inputs, repeats, with_assisted=size == 1))  # which takes one row alone
+        found.append(session.compare(inputs, repeats, draft))
         runs.append(run | {"comparison": found[-1].to_dict()})
-    rows = [(words, *(speed_of(comparison, way) for comparison in found)) for way, words in SIDE_BY_SIDE.items()]
+    words = side_by_side(draft, session.pair.draft)
+    rows = [(name, *(speed_of(comparison, way) for comparison in found)) for way, name in words.items()]
     console.figures(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
     gains = [comparison.ours.times(comparison.plain) for comparison in found]
     said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
     medians = f"(medians of {repeats} turns), with the same distribution of texts"
-    console.text(f"\nHere speculative sampling was {said} as fast as plain generate {medians}.", "bold")
+    console.text(f"\nHere {words['ours']} was {said} as fast as plain generate {medians}.", "bold")
     console.text(NEXT)
     return runs
+
+
+def side_by_side(draft: PreTrainedModel | None, own: Any) -> dict[str, str]:
+    """The ways of a `Comparison` by name: assisted generation and ours with one draft, then ours with the pair's."""
+    ways = {"plain": "plain generate"}
+    if draft is not None:
+        ways["assisted"] = f"assisted generation with {draft_label(draft)}"
+    if draft is not None and draft is not own:
+        ways["ours_with_its_draft"] = f"speculative sampling with {draft_label(draft)}"
+    return ways | {"ours": f"speculative sampling with {draft_label(own)}"}
+
+
+def draft_label(draft: Any) -> str:
+    """What a row of the demo calls a draft: its kind and size, or how it drafts."""
+    if not isinstance(draft, PreTrainedModel):
+        return label_of(draft)
+    return f"a {'model' if draft.can_generate() else 'head'} of {draft.num_parameters() / 1e6:.1f}M"
 
 
 def speed_of(comparison: Comparison, way: str) -> str:

@@ -59,3 +59,10 @@ def is_known(name: str) -> bool:
 def is_embedded(name: str) -> bool:
     """Whether a name means the pair in the package; it does not if a local folder has this name."""
     return name == EMBEDDED and is_known(name)
+
+
+def folder_of(name: str) -> str:
+    """The folder that "embedded" means, or one in it, as in "embedded/head"; any other name as it is."""
+    first, _, inside = name.partition("/")
+    folder = embedded_folder() / inside
+    return str(folder) if is_embedded(first) and folder.is_dir() else name

@@ -40,6 +40,8 @@ Count = Annotated[int, COUNTED]
 Number = Annotated[int, MEASURED]
 Figure = Annotated[float, MEASURED]
 MaybeFigure = Annotated[float | None, MEASURED]
+MaybeAmount = Annotated[float | None, FieldRule(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE}")]
+MaybeCount = Annotated[int | None, FieldRule(lambda n: n >= 0, f"no count; {MEASURE}")]
 Probability = Annotated[float, FieldRule(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")]
 Size = Annotated[str, FieldRule(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")]
 Times = Annotated[dict[Size, Figure], ENOUGH]
@@ -119,7 +121,7 @@ class DraftTokenizer:
 
 @dataclass
 class Measurement:
-    """One measured batch size; ratios are medians over runs in turns with plain `generate`, None if not timed."""
+    """One measured batch size, in turns with plain `generate`, all turns together; None is "not known"."""
 
     batch: Number  # rows
     dtype: str  # of the target, such as "float32"
@@ -136,8 +138,37 @@ class Measurement:
     versions: dict[str, str]  # {"torch": "2.13.0", ...}
     command: str  # that made these numbers
     plain_tokens_per_second: MaybeFigure = None  # of plain `generate`, over all rows
-    predicted_speedup: MaybeFigure = None  # by what rounds take on this machine, before it was measured
-    why_not_predicted: str = ""  # why the measured one is another, where they part by more than a tenth
+    interval_low: MaybeFigure = None  # between these ends the measured speed-up lies; see hf_specx/bench/README.md
+    interval_high: MaybeFigure = None
+    turns: MaybeCount = None  # with one batch of prompts each
+    turn_spread: MaybeAmount = None  # the standard deviation of the speed-up from turn to turn
+    temperature: MaybeFigure = None  # of sampling, and the next two; None where text was greedy
+    top_p: MaybeFigure = None
+    top_k: MaybeCount = None
+    max_new_tokens: MaybeCount = None  # which every text has: ends were ignored
+    prompts: MaybeCount = None  # how many had a turn
+    prompt_tokens: MaybeFigure = None  # the mean
+    prompts_digest: str | None = None  # SHA-256 of the token ids of all that were given
+    seed: MaybeCount = None  # of the first turn
+    predicted_speedup: MaybeFigure = None  # this and the next are in files of earlier versions
+    why_not_predicted: str = ""
+
+    @property
+    def is_faster(self) -> bool | None:
+        """Whether it was shown to be faster than plain `generate`; None where that is not clear."""
+        if self.turns is None:  # of a version that measured no interval
+            return self.measured_speedup > 1
+        if self.interval_low is not None and self.interval_low > 1:
+            return True
+        return False if self.interval_high is not None and self.interval_high < 1 else None
+
+    def __str__(self) -> str:
+        plain = "" if self.plain_tokens_per_second is None else f", plain {self.plain_tokens_per_second:.1f} tokens/s"
+        ends = self.interval_low, self.interval_high
+        interval = "" if None in ends else f"{ends[0]:.2f} to {ends[1]:.2f}, "
+        seen = "" if self.turns is None else f" ({interval}{self.turns} turns{plain})"
+        unclear = "; whether it is faster is not clear" if self.is_faster is None else ""
+        return f"batch {self.batch}: {self.measured_speedup:.2f} times as fast as plain generate{seen}{unclear}"
 
 
 class CostRow(TypedDict):
@@ -217,16 +248,12 @@ class PairConfig:
 
     @property
     def pays(self) -> bool:
-        """Whether it was faster than plain `generate` at some batch size, as far as is known."""
-        return not self.measurements or any(m.measured_speedup > 1 for m in self.measurements)
+        """Whether it may be faster than plain `generate`: False if it was shown to be slower at every batch size."""
+        return not self.measurements or any(m.is_faster is not False for m in self.measurements)
 
     def speeds(self) -> list[str]:
         """Lines that say how fast it was at each batch size, and whether that is worth it."""
-        lines = []
-        for m in self.measurements:
-            plain = "" if m.plain_tokens_per_second is None else f" ({m.plain_tokens_per_second:.1f} tokens/s)"
-            why = f"; {m.why_not_predicted}" if m.why_not_predicted else ""
-            lines.append(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate{plain}{why}")
+        lines = [str(measurement) for measurement in self.measurements]
         return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' drafts all the same"]
 
     def forget(self) -> None:

@@ -1,18 +1,17 @@
 """What came of a training, how fast the new pair is, and what its card says."""
 
-import itertools
 import json
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jinja2 import Template
 
-from hf_specx.bench.inputs import Inputs
+from hf_specx.bench.checks import SECONDS
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import measure_draft
-from hf_specx.common.devices import execution_device
-from hf_specx.common.tokenizers import padded_rows
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.secrets import without_secrets
 from hf_specx.pairs.pair import DraftTargetPair
@@ -24,7 +23,6 @@ from .trainer import Tell
 
 
 COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless it is told
-PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 @dataclass
@@ -64,34 +62,32 @@ class Distilled:
         )
 
     def measure(
-        self, batches: Sequence[int] = (1, 8), command: str = COMMAND, progress: Tell = lambda *_: None
+        self,
+        batches: Sequence[int] = (1, 8),
+        command: str = COMMAND,
+        progress: Tell = lambda *_: None,
+        seconds: float = SECONDS,
     ) -> None:
-        """Time the pair on the held-out prompts, in turns with plain `generate`, and put the figures into its config.
+        """Time the pair on all held-out prompts, in turns with plain `generate`, and put the figures into its config.
 
         Args:
             batches: their sizes.
             command: what the card says that the figures were made by.
             progress: called after each generation, as that of `distill`.
+            seconds: of timed runs at each batch size, at most, for as long as it is not clear which way is faster.
 
         Raises:
             ValueError: for sizes below 1, or one given twice.
         """
         options = self.recipe.generate_options
-        study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
-        inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
-        done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
+        study = Study(batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds)
+        begun, at_most = time.perf_counter(), math.ceil(seconds * len(batches)) or 1
 
         def advance() -> None:
-            progress("the new pair, in turns with plain generate", next(done), total)
+            passed = min(int(time.perf_counter() - begun), at_most)
+            progress("seconds of the new pair in turns with plain generate", passed, at_most)
 
-        measure_draft(self.pair, inputs, study, advance)
-
-    def _inputs(self, rows: int, run: int) -> Inputs:
-        """Held-out prompts for a run, repeated where they are not enough, and padded on the left."""
-        prompts = self.split.test
-        taken = [prompts[(run * rows + row) % len(prompts)] for row in range(rows)]
-        padded = padded_rows(taken, "left", self.pair.tokenizer)
-        return {name: tensor.to(execution_device(self.pair.target)) for name, tensor in padded.items()}
+        measure_draft(self.pair, self.split.test, study, advance)
 
 
 def card_notes(result: Distilled, start: str, command: str) -> str:

@@ -1,5 +1,8 @@
 """Plain and speculative generation in turns: which inputs and seeds, which tokens count, what fails."""
 
+import itertools
+import random
+
 import pytest
 import torch
 from tiny import near, tiny
@@ -51,7 +54,7 @@ def test_prompts_of_one_length():
     first = len(tokenizer(TEXTS[0])["input_ids"])
     assert ids == [endless[:9], endless[first : first + 9]]
     bare = DraftTargetPair(target, target)
-    one, same, other = (prompts_of_length(bare, 2, 9, 4, seed)["input_ids"] for seed in (0, 0, 1))
+    one, same, other = (prompts_of_length(bare, 2, 9, 4, 0, seed)["input_ids"] for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     seen = DraftTargetPair(seeing("llava"), SuffixDraft())  # whose vocabulary is that of a config inside
@@ -82,8 +85,59 @@ def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
     assert [timing.to_dict()["tokens"] for timing in found.values()] == [[2, 2, 2]] * 3
 
 
+def test_an_order_that_is_drawn():
+    """The same for the same draws; each order about as often as the other, whatever was before."""
+    target, calls = tiny(), []
+
+    class Noted(Contender):
+        def __call__(self, inputs, options):
+            calls.append(self.name)
+            return super().__call__(inputs, options)
+
+    for _ in range(2):
+        draws = random.Random(1)
+        made = {name: Noted(name, target) for name in ("plain", "suffix-2")}
+        Timer(made.__getitem__, [batch(1)], OPTIONS, range(40), order=draws).time(("plain", "suffix-2"))
+    half = len(calls) // 2
+    assert calls[:half] == calls[half:]
+    firsts = calls[2:half:2]
+    assert 10 < firsts.count("plain") < 30
+    assert 10 < sum(a == b for a, b in itertools.pairwise(firsts)) < 30
+
+
+def test_turns_end_when_they_are_enough():
+    target, asked = tiny(), []
+
+    def enough(plain, ours):
+        asked.append((len(plain.runs), len(ours.runs)))
+        return len(plain.runs) == 3
+
+    comparison = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=9, enough=enough)
+    assert asked == [(1, 1), (2, 2), (3, 3)]
+    assert len(comparison.ours.runs) == 3
+
+
+def test_what_is_compiled_for_a_width_is_not_timed(monkeypatch):
+    """transformers does not say what it compiles: each width runs once before it counts, of compiled ways alone."""
+    target, widths = tiny(), []
+
+    class Noted(Contender):
+        def __call__(self, inputs, options):
+            widths.append((self.name, inputs["input_ids"].shape[1]))
+            return target.generate(**inputs, **options)
+
+    def make(name):
+        made = Noted("plain", target)
+        made.name, made.compiled = name, name == "compiled"
+        return made
+
+    Timer(make, [batch(1, 6), batch(1, 7), batch(1, 6)], OPTIONS, [7, 8, 9]).time(["compiled", "plain"])
+    of = {name: [width for which, width in widths if which == name] for name in ("compiled", "plain")}
+    assert of == {"compiled": [6, 6, 7, 7, 6], "plain": [6, 6, 7, 6]}
+
+
 def test_a_run_that_compiled_something_is_made_again():
-    compiled, calls, target = iter([2, 0, 1, 1, 0]), [], tiny()
+    compiled, calls, target = iter([2, 1, 1, 0]), [], tiny()
 
     class Compiling(Contender):
         def __call__(self, inputs, options):
@@ -94,7 +148,7 @@ def test_a_run_that_compiled_something_is_made_again():
 
     made = Compiling("ours", target, strategy=strategy(near(target, 0.05), 1))
     found = Timer(lambda name: made, [batch(1)], OPTIONS, [7]).time(["ours"])
-    assert calls == [7] * 5
+    assert calls == [7] * 4  # one that warms up, and those of the first turn
     assert len(found["ours"].runs) == 1
 
 
@@ -121,5 +175,5 @@ def test_assisted_generation_may_refuse_what_ours_takes():
     """As models that score other numbers of tokens, padding included."""
     target = tiny()
     found = compare(target, strategy(target, 1), [batch(1)], OPTIONS, repeats=1, draft=tiny(vocab_size=50))
-    assert found.assisted is None
+    assert found.assisted is found.ours_with_its_draft is None
     assert len(found.plain.runs) == len(found.ours.runs) == 1

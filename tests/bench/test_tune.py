@@ -3,6 +3,8 @@
 Nothing hostile is run.
 """
 
+import math
+import random
 import re
 import shutil
 import warnings
@@ -16,17 +18,16 @@ from tiny import Forwards
 from tiny_tokenizer import TEXTS, saved, saved_models, tiny_tokenizer
 from transformers import AutoConfig, BartConfig, LlamaConfig
 
-from hf_specx import Costs, DraftTargetPair, SpeculationReport, SpeculativeDecoding
-from hf_specx.bench import tune
-from hf_specx.bench.prediction import Prediction, expected_rounds
-from hf_specx.bench.study import Study
-from hf_specx.bench.timer import Comparison, TimedCall, Timing
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
+from hf_specx.bench import timer, tune
+from hf_specx.bench.study import MISLED, Study
 from hf_specx.common.devices import hardware
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
 
-QUICK = Study(list(TEXTS), (1, 2), {"max_new_tokens": 6, "do_sample": True, "top_k": 0}, repeats=1, command="typed")
+SAMPLED = {"max_new_tokens": 6, "do_sample": True, "top_k": 0}
+QUICK = Study(list(TEXTS), (1, 2), SAMPLED, repeats=3, seconds=0, command="typed")
 FREE = {1: 1.0, 9: 1.0}, 0.01  # a larger forward costs nothing more, a draft step next to nothing
 DEAR = {1: 1.0, 9: 9.0}, 0.9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -39,7 +40,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def costs(monkeypatch):
-    """Known times of forwards, by batch size; and each draft pays."""
+    """Known times of forwards, by batch size; and each draft is 1.5 times as fast as plain, for sure."""
     table = {1: FREE, 2: FREE}
 
     def calibrate(strategy, model, input_ids):
@@ -47,9 +48,21 @@ def costs(monkeypatch):
         strategy.costs.table[len(input_ids)] = {"target": dict(target), "draft": draft}
 
     monkeypatch.setattr(SpeculativeDecoding, "calibrate", calibrate)
-    measured = tune._measurement
-    monkeypatch.setattr(tune, "_measurement", lambda *args: replace(measured(*args), measured_speedup=1.5))
+    clock(monkeypatch, lambda rows: 1.5)
     return table
+
+
+def clock(monkeypatch, speedup, noise=0.0):
+    """A simulated one, on which ours is so many times as fast as plain, by rows, and runs differ by this noise."""
+    draws, call = random.Random(0), timer.time_call
+
+    def time_call(contender, inputs, options, seed):
+        run = call(contender, inputs, options, seed)
+        rows = len(inputs["input_ids"])
+        run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if contender.name == "plain" else speedup(rows))
+        return run
+
+    monkeypatch.setattr(timer, "time_call", time_call)
 
 
 def test_no_more_candidates_than_a_head_has(folders, costs, monkeypatch, tmp_path):
@@ -105,22 +118,15 @@ def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, 
     assert trial.config.costs.alpha == pytest.approx({known: 1}, abs=1e-4)
 
 
-def test_no_more_is_predicted_than_a_text_has_room_for(folders, costs, monkeypatch):
-    """20 candidates are recommended, and texts have 6 tokens: a round gives no 21."""
-    predicted = []
-    monkeypatch.setattr(tune, "Prediction", lambda *given: predicted.append(Prediction(*given)) or predicted[-1])
-    (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
-    assert [m.num_draft_tokens for m in trial.measurements] == [20, 20]
-    assert [found.number for found in predicted] == [5, 5]
-
-
-@pytest.mark.parametrize(("speeds", "recommended"), [((0.9, 1.0), 0), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)])
+@pytest.mark.parametrize(
+    ("speeds", "recommended"),
+    [((0.9, 0.8), 0), ((0.9, 1.0), "auto"), ((1.0, 1.0), "auto"), ((0.9, 1.1), "auto"), ((1.2, 1.1), 20)],
+)
 def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
     folders, costs, monkeypatch, tmp_path, speeds, recommended
 ):
-    """Wherever its draft is used; not if a call says how many candidates it wants."""
-    found, measured = iter(speeds), tune._measurement
-    monkeypatch.setattr(tune, "_measurement", lambda *args: replace(measured(*args), measured_speedup=next(found)))
+    """If it was shown to be slower everywhere; and not if a call says how many candidates it wants."""
+    clock(monkeypatch, lambda rows: speeds[rows - 1])
     (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
     config = trial.config
     assert config.num_draft_tokens == recommended
@@ -142,29 +148,83 @@ def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
         assert drafted.ids
 
 
-def test_a_prediction_goes_by_the_rounds_of_this_machine():
-    """By those of the warm-up, and what is otherwise is told."""
-    report = SpeculationReport("block", "ragged", "", 1, rounds=10, plain_steps=1, drafted_per_position=[10])
-    report.drafted_per_row, report.rounds_per_row, report.gained = [10], [10], 15
-    report.seconds = {"total": 38.4}
-    found, warm_up = Prediction(0.5, 1), TimedCall(38.4, 10, report)
-    plain, same = Timing([TimedCall(24.0, 10, None, 10)]), Timing([TimedCall(24.0, 10, report, 10)], warm_up=warm_up)
-    assert found.speedup(Comparison(plain, same)) == pytest.approx(0.97, abs=0.01)  # 10 steps, or 1 and 6.2 rounds
-    assert found.why_not(Comparison(plain, same)) == ""
-    slower = replace(report, gained=15, seconds={"total": 74.4})
-    slower.drafted_per_row, slower.rounds_per_row = [10], [10]
-    told = found.why_not(Comparison(plain, Timing([TimedCall(48.0, 10, slower, 10)], warm_up=warm_up)))
-    assert told == "predicted 0.97, measured 0.50, mostly because a round took 7200.0 ms, not 3600.0"
+def test_every_turn_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch):
+    """All of them, in an order that follows from the seed, and none with the pads of others."""
+    calls, call = [], timer.time_call
+    texts = [f"{text} {'more ' * number}" for number, text in enumerate(TEXTS * 2)][:5]
+    ids = [tiny_tokenizer()(text)["input_ids"] for text in texts]
+
+    def time_call(contender, inputs, options, seed):
+        rows = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+        calls.append((contender.name, seed, rows, inputs["input_ids"].shape[1]))
+        return call(contender, inputs, options, seed)
+
+    monkeypatch.setattr(timer, "time_call", time_call)
+    tune.tune(folders["target"], [folders["draft"]], replace(QUICK, prompts=texts, seed=5, seconds=1e9))
+    for rows, turns in ((1, 5), (2, 3)):
+        of_size = [each for each in calls if len(each[2]) == rows]
+        plain, ours = ([each[1:] for each in of_size if each[0] == name] for name in ("plain", "ours"))
+        assert plain == ours
+        assert [seed for seed, *_ in plain] == [5, *range(5, 5 + turns)]  # after one that warms up
+        assert all(width == max(map(len, prompts)) for _, prompts, width in plain)
+        seen = [prompt for _, prompts, _ in plain[1:] for prompt in prompts]
+        assert sorted(seen[:5]) == sorted(ids) != seen[:5]
 
 
-def test_every_run_has_its_seed_and_the_next_prompts(folders, costs, monkeypatch):
-    seeds, texts, seed, encode = [], [], torch.manual_seed, tune.encode
-    monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.append(number) or seed(number))
-    monkeypatch.setattr(tune, "encode", lambda *args: texts.append(args[2]) or encode(*args))
-    tune.tune(folders["target"], [folders["draft"]], replace(QUICK, batches=(1, 2), repeats=2, seed=5))
-    timed = [5, 5, 5, 5, 6, 6]  # plain and ours: the warm-up, then two runs
-    assert seeds == [5, 6, *timed, *timed]  # the first two learn the acceptance
-    assert texts == [[TEXTS[0]], [TEXTS[1]], [TEXTS[0], TEXTS[1]], [TEXTS[2], TEXTS[0]]]
+def test_texts_are_equally_long_wherever_they_would_end(folders, costs, monkeypatch):
+    """So that what is compared is the time of equal work, and prompts with short answers count as others do."""
+    tokens, call = [], timer.time_call
+
+    def time_call(*args):
+        run = call(*args)
+        tokens.append(run.tokens / len(args[1]["input_ids"]))
+        return run
+
+    monkeypatch.setattr(timer, "time_call", time_call)
+    options = SAMPLED | {"eos_token_id": list(range(280))}
+    (trial,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, options=options))
+    assert trial.error is None
+    assert set(tokens) == {6}
+
+
+@pytest.mark.parametrize(("effect", "is_faster"), [(1.3, True), (1.0, None), (0.8, False)])
+def test_the_same_verdict_every_time(folders, costs, monkeypatch, effect, is_faster):
+    """With noise of 5% a run, on 24 prompts, of which three would tell either."""
+    prompts = [f"{text} {number}" for number in range(8) for text in TEXTS]
+    for seed in range(3):
+        clock(monkeypatch, lambda rows: effect, noise=0.05)
+        study = replace(QUICK, prompts=prompts, seed=seed, seconds=100.0, options=SAMPLED | {"max_new_tokens": 3})
+        (trial,) = tune.tune(folders["target"], [folders["same"]], study)
+        assert [m.is_faster for m in trial.measurements] == [is_faster] * 2
+        assert (trial.config.num_draft_tokens == 0) == (is_faster is False)
+        assert trial.recommended == (is_faster is True)
+        assert all(m.interval_low < effect < m.interval_high for m in trial.measurements)
+
+
+def test_what_another_needs_to_compare(folders, costs):
+    """How text was drawn, on what, how often, and how far turns differ."""
+    (trial,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, seed=3))
+    for m in trial.measurements:
+        assert (m.temperature, m.top_p, m.top_k, m.max_new_tokens, m.seed) == (1.0, 1.0, 0, 6, 3)
+        assert (m.turns, m.prompts) == (3, 3)
+        ids = [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
+        assert m.prompt_tokens == pytest.approx(sum(map(len, ids)) / 3)
+        assert m.turn_spread == pytest.approx(0, abs=1e-9)
+        assert m.interval_low == pytest.approx(1.5) == m.interval_high
+    one, other = (replace(QUICK, prompts=list(texts)) for texts in (TEXTS[::-1], TEXTS[:2]))
+    (same,), (less,) = (tune.tune(folders["target"], [folders["draft"]], study) for study in (one, other))
+    assert same.measurements[0].prompts_digest == trial.measurements[0].prompts_digest  # in whatever order
+    assert less.measurements[0].prompts_digest != trial.measurements[0].prompts_digest
+    (greedy,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, options=GREEDY))
+    assert greedy.measurements[0].temperature is None
+
+
+def test_all_drafts_share_one_chance_to_be_misled(folders, costs, monkeypatch):
+    shares, looks = [], Study.looks
+    monkeypatch.setattr(Study, "looks", lambda *args: shares.append(looks(*args).misled) or looks(*args))
+    tune.tune(folders["target"], [folders["draft"], "suffix", "exit:1"], QUICK)
+    assert sum(shares) == pytest.approx(MISLED)
+    assert len(shares) == 6
 
 
 def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path, monkeypatch):
@@ -220,18 +280,22 @@ def test_all_kinds_are_ranked(folders, costs):
 
 
 def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
+    """Behind those that are faster come others, also where their best guess is larger."""
     speeds = {folders["draft"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
+    speeds[folders["stranger"]] = (1.04, 1.04)
 
-    def measure(pair, batches, study, advance):
+    def measure(pair, ids, study, advance):
         for speed in speeds[pair.draft.name_or_path]:
-            pair.config.measurements.append(Measurement(**dict.fromkeys(FIGURES) | {"measured_speedup": speed}))
+            ends = {"interval_low": speed - 0.05, "interval_high": speed + 0.05}
+            figures = dict.fromkeys(FIGURES) | ends | {"measured_speedup": speed, "turns": 9}
+            pair.config.measurements.append(Measurement(**figures))
 
     monkeypatch.setattr(tune, "measure_draft", measure)
     for drafts in (list(speeds), list(speeds)[::-1]):
         found = tune.tune(folders["target"], drafts, QUICK)
-        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["draft"]]
+        assert [trial.name for trial in found] == [folders[name] for name in ("same", "bare", "draft", "stranger")]
         assert found[0].speedup == pytest.approx(2**0.5)
-        assert [trial.pair is not None for trial in found] == [True, False, False]
+        assert [trial.pair is not None for trial in found] == [True, False, False, False]
 
 
 FIGURES = [field.name for field in fields(Measurement)]
@@ -294,17 +358,6 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
         assert trial.config is trial.pair is None
 
 
-@pytest.mark.parametrize(
-    ("alpha", "number", "tokens", "rows", "rounds"),
-    [(1.0, 3, 5, 8, 2), (0.0, 3, 5, 8, 5), (0.5, 1, 2, 1, 1.5), (0.5, 1, 2, 2, 1.75), (0.9, 4, 1, 3, 1)],
-)
-def test_rounds_of_a_text_go_on_until_the_slowest_row_is_done(alpha, number, tokens, rows, rounds):
-    """A row of two tokens takes one round with an even chance, else two; of two rows both must take one."""
-    assert expected_rounds(alpha, number, tokens, rows) == pytest.approx(rounds)
-
-
-def test_texts_that_end_at_once_are_said_to_tell_nothing(folders, costs):
-    options = QUICK.options | {"eos_token_id": list(range(280))}
-    with pytest.warns(UserWarning, match="ended before anything was drafted"):
-        (trial,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, options=options))
-    assert all(m.predicted_speedup is None for m in trial.measurements)
+def test_texts_too_short_for_a_round_are_refused(folders):
+    with pytest.raises(ValueError, match="max_new_tokens=2 leaves no round to time; give 3 or more"):
+        tune.tune(folders["target"], ["suffix"], replace(QUICK, options=SAMPLED | {"max_new_tokens": 2}))

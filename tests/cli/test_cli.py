@@ -1,6 +1,7 @@
 """`specx generate`: where prompts come from, what is shown and in which colours, and how errors look."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -44,9 +45,26 @@ def test_what_the_demo_says(pair):
     assert "plain generate gave the same text, token by token." in result.stderr
     ways = [line for line in result.stderr.splitlines() if "tokens/s" in line]
     assert [line.count("tokens/s") for line in ways] == [2, 1, 2]  # plain, transformers' own, ours
+    assert all("with a model of 0.0M " in line for line in ways[1:])
     runs = document(specx("--demo", "--max-new-tokens", "4", "--repeats", "1", "--json"))["runs"]
     ways = {"plain", "assisted", "ours"}
     assert [set(run["comparison"]) & ways for run in runs] == [ways, {"plain", "ours"}]
+
+
+def test_the_demo_compares_like_with_like():
+    """The head in the package is a row of its own: assisted generation takes a model, which ours takes as well."""
+    result = specx("--demo", "--max-new-tokens", "4", "--repeats", "1")
+    assert result.exit_code == 0, result.stderr
+    ways = [
+        re.split(r" +\d+ tokens/s| +does not", line)[0] for line in result.stderr.splitlines() if "tokens/s" in line
+    ]
+    assert ways == [
+        "plain generate",
+        "assisted generation with a model of 2.7M",
+        "speculative sampling with a model of 2.7M",
+        "speculative sampling with a head of 2.2M",
+    ]
+    assert "Here speculative sampling with a head of 2.2M was " in result.stderr
 
 
 def test_coupled_is_plain_sampling(pair):

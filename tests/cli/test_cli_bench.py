@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command import command
 from tiny import tiny
-from tiny_tokenizer import tiny_tokenizer
+from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.ways import KINDS, way
@@ -41,7 +41,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("more", "told"), [([], "whole prompts and"), (["--prompt-tokens", 5], "5 prompt and")])
 def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, told: str):
-    """Unless they are asked to have a length; all turns have the same width, for which torch may have compiled."""
+    """Unless they are asked to have a length; a row alone has no pads, whatever other prompts there are."""
     given, call = [], Contender.__call__
     monkeypatch.setattr(
         Contender, "__call__", lambda own, inputs, options: given.append(inputs) or call(own, inputs, options)
@@ -53,7 +53,24 @@ def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, told: s
     lengths = [int(inputs["attention_mask"].sum()) for inputs in given]
     own = [len(tiny_tokenizer()(text)["input_ids"]) for text in Path(texts).read_text().splitlines()[:2]]
     assert sorted(set(lengths)) == sorted(set([5] if more else own))
-    assert {inputs["input_ids"].shape[1] for inputs in given} == {5 if more else max(own)}
+    assert [inputs["input_ids"].shape[1] for inputs in given] == lengths
+
+
+@pytest.mark.parametrize(("more", "drawn"), [([], "sampled at temperature 1, "), (["--no-do-sample"], "greedily")])
+def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list, drawn: str):
+    """Of the pair's own prompts, other ones in each turn; sampled, unless it is asked for greedy ones."""
+    read, call = [], Contender.__call__
+    monkeypatch.setattr(
+        Contender, "__call__", lambda own, *args: read.append(args[0]["input_ids"].tolist()) or call(own, *args)
+    )
+    loaded(tiny(**SIZES))
+    options = ["--max-new-tokens", 6, "--prompt-tokens", 5, "--repeats", 3, "--contender", "plain", *more]
+    result = specx("embedded", "--batch-size", 1, *options)
+    assert result.exit_code == 0, result.stderr
+    assert drawn in result.stdout
+    own = [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
+    endless = [[token for text in (own * 9)[first:] for token in text][:5] for first in range(3)]
+    assert [ids for (ids,) in read] == [endless[0], *endless]  # after one that warms up
 
 
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):

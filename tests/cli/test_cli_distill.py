@@ -15,7 +15,7 @@ from hf_specx.cli import distill as cli_distill
 
 CHANGES = {"eos_token_id": None, "initializer_range": 0.2, "num_hidden_layers": 3}
 QUICK = ["--phases", 2, "--texts-per-phase", 8, "--max-new-tokens", 8, "--do-sample", "--top-k", 0]
-QUICK += ["--set", "passes=2", "--set", "learning_rate=5e-3"]
+QUICK += ["--set", "passes=2", "--set", "learning_rate=5e-3", "--seconds", 0]
 PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10))
 
 
@@ -44,6 +44,22 @@ def test_a_head_is_trained_further(tmp_path):
     head = DraftTargetPair.from_pretrained(out).draft
     assert isinstance(head, DraftHead)
     assert not torch.equal(head.lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+
+
+def test_the_pair_in_the_package_by_its_name(monkeypatch, tmp_path):
+    """As a target and as a draft."""
+    trainings = []
+    monkeypatch.setattr("hf_specx.training.distill.distill", lambda *args, **how: trainings.append(args) or stop())
+
+    def stop():
+        raise ValueError("far enough")
+
+    for draft in ("layers:2", "embedded/draft"):
+        result = command("distill", "embedded", draft, "--out", tmp_path / "pair", input=PROMPTS)
+        assert "far enough" in result.stderr
+    assert [target.config.num_hidden_layers for target, *_ in trainings] == [16, 16]
+    assert trainings[0][1] == "layers:2"
+    assert trainings[1][1].config.num_hidden_layers == 2
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(capsys):

@@ -5,16 +5,19 @@ import shutil
 import sys
 
 import pytest
+from card_cases import measured
 from command import command
 from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
-from hf_specx.bench.study import DraftTrial
-from hf_specx.hub.pair_config import PairConfig
+from hf_specx.bench.study import DraftTrial, Study
+from hf_specx.cli.console import Output
+from hf_specx.cli.tune import show_drafts
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 
 
-QUICK = ["--batch-size", "1", "--batch-size", "2", "--max-new-tokens", "4", "--repeats", "1"]
+QUICK = ["--batch-size", "1", "--batch-size", "2", "--max-new-tokens", "4", "--repeats", "3", "--seconds", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,31 @@ def test_tables_and_json(folders, texts, tmp_path):
         assert all(finding["follows"][:30] in shown for finding in draft["findings"])
 
 
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ((1.2, 1.4), "best: d, num_draft_tokens 5 at batch 1, 1.30 times"),
+        ((0.9, 1.7), "not clear: "),
+        ((0.7, 0.9), "none is"),
+    ],
+)
+def test_the_last_lines_say_what_follows(ends, first):
+    """And each measurement says its interval and its turns, in one line."""
+    measurement = measured(batch=1, num_draft_tokens=5, measured_speedup=1.3, turns=24, plain_tokens_per_second=50.0)
+    measurement.interval_low, measurement.interval_high = ends
+    config = PairConfig(ModelSource(), ModelSource(), measurements=[measurement])
+    console = Output(record=True, width=200, quiet=False)
+    show_drafts("t", [DraftTrial("d", config=config)], console)
+    *_, said = (text := console.export_text()).rstrip().split("\n\n")
+    assert f"({ends[0]:.2f} to {ends[1]:.2f}, 24 turns, plain 50.0 tokens/s)" in text
+    last = text.rstrip().splitlines()[-2 if first == "none is" else -1]
+    assert last.startswith(first)
+    assert ("num_draft_tokens='auto' drafts all the same" in text) == (first == "none is")
+    for word in ("Theorem 3.8", "limit", "times plain", "interval"):
+        assert f"{word}: " in said
+    assert "predicted" not in text
+
+
 def test_options_reach_the_study(folders, monkeypatch):
     seen = []
 
@@ -53,13 +81,13 @@ def test_options_reach_the_study(folders, monkeypatch):
         return [DraftTrial("d", error="no")]
 
     monkeypatch.setattr("hf_specx.bench.tune.tune", tune)
-    options = "--batch-size 3 --repeats 4 --no-do-sample --dtype float32 --trust-remote-code"
+    options = "--batch-size 3 --repeats 4 --seconds 7 --no-do-sample --dtype float32 --trust-remote-code"
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options.split()])
     specx("T@v1", "D@v2", "suffix", "layers:2", "E@v3", *options.split())
     specx("T", "D")
     target, drafts, study = seen[0]
     assert (target, drafts) == ("T@v1", ["D@v2", "suffix", "layers:2", "E@v3"])
-    assert (study.prompts, study.batches, study.repeats) == (list(TEXTS), [3], 4)
+    assert (study.prompts, study.batches, study.repeats, study.seconds) == (list(TEXTS), [3], 4, 7.0)
     assert (study.options, study.dtype) == ({"do_sample": False}, "float32")
     assert study.trust_remote_code is True
     assert study.command == f"specx tune T {options}"
@@ -76,8 +104,8 @@ def test_chats(folders, texts, tmp_path, monkeypatch):
     (chatty / "chat_template.jinja").write_text(template)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"the cat"\n{"messages": [{"role": "user", "content": "a dog"}]}\n')
-    seen, encode = [], tune.encode_batches
-    monkeypatch.setattr(tune, "encode_batches", lambda *args: seen.append(args[2].prompts) or encode(*args))
+    seen, read = [], tune.read_prompts
+    monkeypatch.setattr(tune, "read_prompts", lambda *args: seen.append(args[2].prompts) or read(*args))
     result = specx(str(chatty), "suffix", "--prompts", str(prompts), "--chat", *QUICK)
     assert (result.exit_code, seen) == (0, [["<the cat>", "<a dog>"]])
     result = specx(folders["target"], "suffix", "--prompts", texts, "--chat", *QUICK)
@@ -118,3 +146,17 @@ def test_no_draft_fits(folders, tmp_path):
     assert result.stderr.count(str(tmp_path)) == 0
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
+
+
+def test_the_pair_in_the_package_by_its_name(tmp_path, monkeypatch):
+    """As a target, and its parts as drafts; a folder of that name wins."""
+    monkeypatch.chdir(tmp_path)
+    drafts = ("embedded/head", "embedded/draft", "exit:2")
+    result = specx("embedded", *drafts, "--repeats", "0", "--json", input="")
+    assert result.exit_code == 0, result.stderr
+    assert {draft["draft"]: draft["error"] for draft in json.loads(result.stdout)["drafts"]} == dict.fromkeys(drafts)
+    result = specx("embedded", "embedded", "--repeats", "0", input="")
+    assert "embedded is a pair, and no draft; name the draft in it, as embedded/draft" in result.stdout
+    assert tune.drafts_to_try("embedded", [], Study()) == ["suffix", *(f"exit:{n}" for n in (1, 2, 3, 4, 5, 8))]
+    (tmp_path / "embedded").mkdir()
+    assert "has no config.json" in specx("embedded", "exit:2", "--repeats", "0", input="").stderr

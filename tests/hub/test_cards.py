@@ -241,3 +241,12 @@ def test_the_commands_in_a_card_are_those_of_specx(tmp_path: Path, monkeypatch: 
     for command, *arguments in commands:
         get_command(app).commands[command].make_context(command, arguments)
     assert [words[0] for words in commands] == ["tune", "publish"]
+
+
+def test_a_measurement_says_how_text_was_drawn_and_how_sure_it_is():
+    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "prompts": 24, "turns": 48}
+    sure = measured(**drawn, interval_low=1.21, interval_high=1.58)
+    less = measured(max_new_tokens=8, prompts=2, turns=9)
+    card = render(full(measurements=[sure, less]), "org/pair")
+    assert "| 1.21 to 1.58 | 48 | temperature 0.7, top-p 0.9, top-k 50; 64 new tokens after 24 prompts |" in card
+    assert "| *not measured* | 9 | greedily; 8 new tokens after 2 prompts |" in card

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from card_cases import full
+from card_cases import full, measured
 
 from hf_specx import Costs
 from hf_specx.hub.pair_config import DraftTokenizer, ModelSource, PairConfig, SavedCosts
@@ -61,3 +61,24 @@ def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
     assert costs.cost_coefficient(2) >= 0
     for elsewhere in (("another clock", "float32"), ("a clock", "bfloat16")):
         assert config.costs_on(*elsewhere).to_dict() == Costs().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_faster"),
+    [
+        ({"interval_low": 1.01, "interval_high": 1.9}, True),
+        ({"interval_low": 0.99, "interval_high": 1.9}, None),
+        ({"interval_low": 0.5, "interval_high": 0.99}, False),
+        ({}, None),  # too few turns for an interval, whatever they say
+        ({"turns": None}, True),  # of a version that measured none
+        ({"turns": None, "measured_speedup": 0.9}, False),
+    ],
+)
+def test_what_a_measurement_has_shown(changes, is_faster):
+    """Which is what a pair decodes by: plainly only if all was slower."""
+    measurement = measured(**{"turns": 9, "measured_speedup": 1.3} | changes)
+    config = full(measurements=[measurement])
+    assert measurement.is_faster is is_faster
+    assert config.pays == (is_faster is not False)
+    assert PairConfig.from_text(config.to_text().encode(), "it") == config
+    assert ("is not clear" in config.speeds()[0]) == (is_faster is None)

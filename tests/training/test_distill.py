@@ -135,8 +135,10 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     given |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
     result = trained(target=target, draft=draft, prompts=texts, phases=1, **given)
     for batches in ((1,), (1, 2)):  # the second time in place of the first
-        result.measure(batches, "specx distill a b")
+        result.measure(batches, "specx distill a b", seconds=0)
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
+    assert [m.turns for m in result.pair.config.measurements] == [8, 8]
+    assert result.pair.config.measurements[1].prompts == len(result.split.test)  # all that decided nothing
     assert (result.pair.draft.dtype, result.pair.draft.config.vocab_size) == (torch.bfloat16, 288)
     result.pair.save_pretrained(tmp_path / "pair")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
