@@ -72,9 +72,14 @@ class Settings:
         return [name for name in IN_DISTRIBUTION if name in self.verifications]
 
     @property
+    def measured(self) -> set[str]:
+        """The plain ways whose tokens are those of a verification, so that their rounding is measured."""
+        return {plain_of(way) for way in self.verifications if way not in self.in_distribution}
+
+    @property
     def comparisons(self) -> int:
-        """Tests that share the level: for each `in_distribution` one a batch size, and one of quality."""
-        return len(self.in_distribution) * (len(self.batch_sizes) + 1)
+        """Tests that share the level: for each verification one a batch size, and of each distribution one of quality."""
+        return len(self.verifications) * len(self.batch_sizes) + len(self.in_distribution)
 
     @property
     def share(self) -> float:
