@@ -204,8 +204,8 @@ def judge_equality(
 ) -> dict[str, Any]:
     """`sequence_equality` of the texts of a way and the plain ones, and what `Rounding` says of ours.
 
-    "differences" are the first of each row: "plain" and "ours" are ids, -1 where a text has ended; "gap" is that of our
-    token, None where rounding cannot make it.
+    "differences" are the first of each row: "plain" and "ours" are ids, -1 where a text has ended; "gap" is that of
+    our token, None where it has none.
     """
     texts, options, level = ours["texts"], subject.settings.generation(way), subject.settings.share
     result = metric("sequence_equality").compute(predictions=texts, references=plain["texts"])
@@ -224,6 +224,7 @@ def judge_equality(
             differences.append(difference | {"gap": None if math.isinf(gap) else gap})
     rounding = Rounding(rows, rounding_scale(plain["rounding"]["mean"], largest))
     ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
+    chance = 0.0 if ended else rounding.p_value
     return {
         "exact_match": result["exact_match"],
         "rows": len(texts),
@@ -232,9 +233,9 @@ def judge_equality(
         "rounding": plain["rounding"],
         "gaps": float(rounding.sums.sum()),
         "expected_gaps": rounding.expected,
-        "p_value": 0.0 if ended else rounding.p_value,
+        "p_value": chance,
         "level": level,
-        "detectable_gap": rounding.detectable(level),
+        "detectable_gap": None if chance < level else rounding.detectable(level),
     }
 
 

@@ -1,20 +1,20 @@
 """Whether text that should be that of plain `generate` parts from it by more than rounding.
 
-Plain logits are computed once more, in one forward over a whole row. How far an emitted token lies there below the best
-choice is its gap, in nats: of scores if text is greedy, of scores less the logarithm of the noise if it is drawn. After
-a row's first difference its own text goes on, so that tokens behind it are looked at as well.
+Plain logits are computed once more, in one forward over a whole row. How far an emitted token lies there below the
+best choice is its gap, in nats: of scores if text is greedy, of scores less the logarithm of the noise if it is drawn.
+The prefix is the row's own, so that tokens behind a first difference are looked at as well.
 
-Two plain forwards of other shapes round differently. By how much is measured on this model and these prompts:
+Two plain forwards of different shapes round differently. By how much is measured on this model and these prompts:
 `measure_rounding` holds the scores of the steps of plain `generate` against those of one forward over the same text. A
-correct verifier then chooses a token with gap g with probability at most exp(-g / scale) / 2, the tail of Laplace's
-distribution, which rounding in half precision was seen to have; `scale` is the mean size measured, times `ALLOWANCE` for
-the shape of a round. The sum of the gaps is compared with what this law makes likely, by Chernoff's bound.
+correct verifier then chooses a token with gap g with probability exp(-g / scale) / 2 at most, the tail of Laplace's
+distribution; `scale` is the mean size measured, times `ALLOWANCE`, since the shape of a round is a third one. The sum
+of all gaps is compared with what this law makes likely, by Chernoff's bound.
 """
 
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,12 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria
 from hf_specx.common.devices import execution_device
 from hf_specx.engine.requests import Preparing, Request
 
+from .settings import POWER
+
 
 ALLOWANCE = 1.5
 RIVALS = 16  # tokens next to the best that rounding may choose
 TILTS = torch.linspace(0.02, 0.9, 45, dtype=torch.float64)  # of Chernoff's bound, in units of 1 / scale
-POWER = 0.9  # of "detectable"
 RESAMPLES, DELTAS = 400, 100
 STEPS, FINEST, FACTOR = 1400, 1e-9, 1.02  # of logits that are shifted until a token is chosen; then it never is
 
@@ -132,7 +133,7 @@ class StepScores(StoppingCriteria):
 
 
 def measure_rounding(reference: Reference, steps: Sequence[tuple[Tensor, Tensor]], row: int) -> list[float]:
-    """By how much the lead of the best token over the second differs between plain steps and the reference, in nats."""
+    """By how much the lead of the best token over the second differs between plain steps and the reference: nats."""
     sizes = []
     for scores, (values, ids) in zip(reference.scores(), steps, strict=False):
         step, again = values[row].double(), scores[ids[row]].double()
@@ -209,10 +210,10 @@ class Rounding:
         return (cumulants - TILTS * sums[..., None] / self.scale).amin(-1).clamp(max=0).exp()
 
     def detectable(self, level: float, seed: int = 0) -> float | None:
-        """The least d for which a verifier that keeps each candidate with a gap up to d fails with probability `POWER`.
+        """The least d for which a verifier that keeps candidates with gaps up to d fails with probability `POWER`.
 
-        It would have kept the candidates here that were rejected. Rows are drawn anew, with replacement. None if even
-        one that keeps all of them might pass.
+        It would have kept candidates that were rejected here. Rows are drawn anew, with replacement. None if even one
+        that keeps all of them might pass.
         """
         rejected = [(row.rejected, row.rejected - row.chosen) for row in self.rows]
         finite = torch.cat([gap[gap.isfinite() & (gap > 0)] for gap, _ in rejected])

@@ -18,7 +18,8 @@ OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_i
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
-UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
+UNITS = 16.0  # logits that may be off by rounding, of tokens that are drawn, in the epsilon times the largest logit
+POWER = 0.9  # with which faults are rejected that a result says would have been seen; SEEN_IN_WORDS says it
 
 
 def check_packages() -> None:
@@ -78,7 +79,7 @@ class Settings:
 
     @property
     def comparisons(self) -> int:
-        """Tests that share the level: for each verification one a batch size, and of each distribution one of quality."""
+        """Tests that share the level: one for each verification and batch size, and one of each way's quality."""
         return len(self.verifications) * len(self.batch_sizes) + len(self.in_distribution)
 
     @property

@@ -17,7 +17,7 @@ from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Reference, StepScores, Text, measure_rounding
-from .settings import Settings, is_greedy, plain_of
+from .settings import Settings, plain_of
 
 
 LIKELY = 4  # tokens of a candidate's distribution that are looked at
@@ -94,7 +94,7 @@ class Offers:
 
 
 class Candidates:
-    """Listens to a call for the candidate that was judged at each emitted token, kept or not; -1 where there was none."""
+    """Listens to a call for the candidate that was judged at each emitted token, kept or not; -1 if there was none."""
 
     def __init__(self, rows: int):
         self.rows = [list[int]() for _ in range(rows)]
