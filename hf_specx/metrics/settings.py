@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_specx.bench.checks import check_runs, check_sampling
-from hf_specx.common.errors import is_int, require
+from hf_specx.common.errors import is_int, require, require_option
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 
 
@@ -54,9 +54,10 @@ class Settings:
         require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
         for name in ("max_new_tokens", "samples"):
             value = getattr(self, name)
-            require(value is None or value >= 2, f"{name}={value} leaves nothing to compare; give 2 or more.")
-        told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
-        require(is_int(number) and number >= 1, told)
+            rest = "leaves nothing to compare; give 2 or more."
+            require_option(value is None or value >= 2, name, value, rest)
+        rest = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
+        require_option(is_int(number) and number >= 1, "num_draft_tokens", number, rest)
         told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
         require(0 < self.level < 1, told)
         own = next((name for name in self.options if name in OWN), None)

@@ -118,7 +118,7 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     listeners = () if strategy is None else strategy.listeners
     for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
         inputs = subject.encoded(indices)
-        listener = (Offers if way in settings.in_distribution else Candidates)(len(indices))
+        listener: Any = (Offers if way in settings.in_distribution else Candidates)(len(indices))
         if strategy is not None:
             strategy.listeners = (*listeners, listener)
         if measured:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_specx.common.errors import brief, require
+from hf_specx.common.errors import brief, is_out_of_memory, require
 
 
 SETTINGS_FILE, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
@@ -67,7 +66,7 @@ def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        if is_out_of_memory(error):
             told = f"memory is not enough with batch_size={batch_size}; lower it, lower max_new_tokens, or use lora. "
             told += f"A training with a checkpoint keeps its settings: name another folder. torch said: {text}"
         elif any(sign in text for sign in DISK_FULL):
