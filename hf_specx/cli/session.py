@@ -158,7 +158,7 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
     session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
     with out.open(encoding="utf-8") as lines:
         refused = sum("error" in json.loads(line) for line in lines)
-    rest = f"; {refused} of {len(prompts)} prompts were refused, and their lines say why" if refused else ""
+    rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""
     session.console.text(f"{len(prompts) - refused} texts are in {out}{rest}")
     return {"out": str(out), "prompts": len(prompts), "refused": refused}
 
