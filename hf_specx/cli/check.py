@@ -39,8 +39,8 @@ def check(
 ) -> None:
     """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
-    Prompts come from --prompts, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
-    It needs the extra quality.
+    Prompts come from --prompts, else from the pair. The exit code is 0 if all passed, 1 if not, and another one for
+    an error. It needs the extra quality.
     """
     check_packages()
     for path in out or ():

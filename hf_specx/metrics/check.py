@@ -215,7 +215,8 @@ def judge_equality(
         seed = subject.settings.run_seed(way, batch, row // batch)
         noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
         parts_at = len(text) if position < 0 else position
-        rows.append(gaps_of(reference, noise, parts_at, json.loads(ours["heard"][row])))
+        candidates = json.loads(ours["heard"][row])  # none of a text that was decoded plainly
+        rows.append(gaps_of(reference, noise, parts_at, candidates + [-1] * (len(text) - len(candidates))))
         largest = max(largest, reference.largest)
         if position >= 0:
             left, right = (each[position] if position < len(each) else -1 for each in (plain["texts"][row], text))
@@ -223,6 +224,7 @@ def judge_equality(
             difference = {"row": row, "position": position, "plain": left, "ours": right}
             differences.append(difference | {"gap": None if math.isinf(gap) else gap})
     rounding = Rounding(rows, rounding_scale(plain["rounding"]["mean"], largest))
+    total = float(rounding.sums.sum())
     ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
     chance = 0.0 if ended else rounding.p_value
     return {
@@ -231,7 +233,7 @@ def judge_equality(
         "tokens": sum(map(len, texts)),
         "differences": differences,
         "rounding": plain["rounding"],
-        "gaps": float(rounding.sums.sum()),
+        "gaps": None if math.isinf(total) else total,
         "expected_gaps": rounding.expected,
         "p_value": chance,
         "level": level,

@@ -101,8 +101,8 @@ class Reference:
         def is_chosen(token_shifted: int, shift: float) -> bool:
             logits = self.logits[position].double()
             logits[token_shifted] += shift
-            own = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
-            return int(raced(self.processed(own, position, logits), race).argmax()) == token
+            copies = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
+            return int(raced(self.processed(copies, position, logits), race).argmax()) == token
 
         temperature = self.options.get("temperature", 1.0) if self.options.get("do_sample") else 1.0
         half = gap * temperature / 2

@@ -147,9 +147,10 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
         if -1 in (first["plain"], first["ours"]):
             gap = "where one of the two texts has ended (-1)"
         note = f"{len(differences)} of {cell['rows']} rows differ; furthest off is row {first['row']} at token "
-        note += f"{first['position']}: {first['plain']} became {first['ours']}, {gap}. Over {cell['tokens']} tokens "
-        note += f"such gaps are {cell['gaps']:.2g} in sum, by rounding {cell['expected_gaps']:.2g} on average, and as "
-        note += f"much with chance {cell['p_value']:.2g} at most"
+        note += f"{first['position']}: {first['plain']} became {first['ours']}, {gap}"
+        if cell["gaps"] is not None:
+            note += f". Over {cell['tokens']} tokens such gaps are {cell['gaps']:.2g} in sum, by rounding "
+            note += f"{cell['expected_gaps']:.2g} on average, and as much with chance {cell['p_value']:.2g} at most"
     least = cell["detectable_gap"]
     sees = "" if least is None else f"a verifier that keeps candidates {least:.2g} nats below the best choice"
     return CheckLine(what, verdict, unlikely(cell["p_value"]), unlikely(cell["level"]), note, sees)

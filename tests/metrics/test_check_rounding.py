@@ -9,6 +9,7 @@ from tiny_tokenizer import SIZES, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.metrics.check import judge_equality
 from hf_specx.metrics.equality import Gaps, Noise, Reference, Rounding, Text, gaps_of, rounding_scale
+from hf_specx.metrics.result import equality_line
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject
 
@@ -46,9 +47,9 @@ def test_a_gap_is_that_of_the_logits():
 def test_a_token_that_rounding_could_have_kept_is_as_far_off_as_what_it_lacks(keeps):
     """Though its own score is -inf: it would be kept if its logit rose by so much, or that of the best fell."""
     (first, second, _), (_, other, last) = likeliest(tiny_pair().target)
-    found = [float(gaps(SAMPLED | keeps, [token], Noise(1, 1, 0)).chosen) for token in (other, last)]
-    assert found[0] == pytest.approx((first - second) / 0.7, rel=0.03)
-    assert found[1] > found[0]
+    lacks = [float(gaps(SAMPLED | keeps, [token], Noise(1, 1, 0)).chosen) for token in (other, last)]
+    assert lacks[0] == pytest.approx((first - second) / 0.7, rel=0.03)
+    assert lacks[1] > lacks[0]
 
 
 @pytest.mark.parametrize("options", [SAMPLED, SAMPLED | {"guidance_scale": 1.5}], ids=["plain", "with a state"])
@@ -72,8 +73,8 @@ def test_pads_count_as_in_the_batch():
     """A repetition penalty sees the pads of a batch, as it does in plain `generate`."""
     options, (_, (best, _, _)) = GREEDY | {"repetition_penalty": 1000.0}, likeliest(tiny_pair().target)
     assert best not in PROMPT
-    found = [Reference(tiny_pair().target, options, Text(pads + PROMPT, PROMPT, [best])) for pads in ([], [best])]
-    assert [float(gaps_of(each, None, 0, [-1]).chosen) > 0 for each in found] == [False, True]
+    references = [Reference(tiny_pair().target, options, Text(pads + PROMPT, PROMPT, [best])) for pads in ([], [best])]
+    assert [float(gaps_of(each, None, 0, [-1]).chosen) > 0 for each in references] == [False, True]
 
 
 def test_a_text_that_ends_early_fails_however_well_it_was_chosen():
@@ -85,10 +86,10 @@ def test_a_text_that_ends_early_fails_however_well_it_was_chosen():
     assert (early["p_value"], difference["ours"], difference["gap"]) == (0.0, -1, None)
 
 
-def plain_text(subject: Subject) -> list[int]:
+def plain_text(subject: Subject, **options) -> list[int]:
     """The greedy text of the first prompt."""
     length = subject.settings.max_new_tokens
-    output = subject.target.generate(**subject.encoded([0]), do_sample=False, max_new_tokens=length)
+    output = subject.target.generate(**subject.encoded([0]), do_sample=False, max_new_tokens=length, **options)
     return output[0, -length:].tolist()
 
 
@@ -105,6 +106,18 @@ def test_tokens_behind_a_difference_count_by_their_own_prefix():
     cells = [judged(subject, plain, text, mean=0.05) for text in (plain, once, twice)]
     assert cells[0]["gaps"] == 0 < cells[1]["gaps"] < cells[2]["gaps"]
     assert [[each["position"] for each in cell["differences"]] for cell in cells] == [[], [1], [1]]
+
+
+def test_a_text_that_was_decoded_plainly_has_no_candidates_and_one_out_of_reach_no_gap():
+    """Token 7 is forbidden here, so it is never chosen."""
+    how = {"batch_sizes": (1,), "verifications": ("greedy",), "max_new_tokens": 3, "options": {"suppress_tokens": [7]}}
+    subject = Subject(tiny_pair(), PROMPTS, Settings(**how))
+    text, rounding = plain_text(subject, suppress_tokens=[7]), {"mean": 1e-7}
+    plainly = {"texts": [text], "heard": ["[]"]}
+    assert judge_equality(subject, "greedy", 1, {"texts": [text], "rounding": rounding}, plainly)["p_value"] == 1.0
+    cell = judged(subject, text, [7, *text[1:]])
+    assert (cell["p_value"], cell["gaps"], cell["differences"][0]["gap"]) == (0.0, None, None)
+    assert "7, which is never chosen" in equality_line("greedy, batch 1", cell).note
 
 
 def test_rounding_is_what_was_measured_and_no_less_than_that_of_float32():
