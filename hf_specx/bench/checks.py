@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import require, require_option
 
 
 LEAST_TURNS = 8  # of a study, from which Student's t makes no wild guesses
@@ -15,16 +15,13 @@ def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") 
     sizes = batches and min(batches) >= 1 and len(set(batches)) == len(batches)
     told = f"{name}={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
     require(bool(sizes), told)
-    require(repeats >= 1, f"repeats={repeats} is no number of timed runs; give 1 or more.")
+    require_option(repeats >= 1, "repeats", repeats, "is no number of timed runs; give 1 or more.")
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     """Whether tokens can be drawn in this way; greedy decoding has none of these."""
-    possible = 0 < temperature < math.inf
-    require(
-        possible,
-        f"temperature={temperature} is not above 0; give a positive number, or do_sample=False, which is greedy.",
-    )
-    told = f"top_p={top_p} is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
-    require(0 < top_p <= 1, told)
-    require(top_k >= 0, f"top_k={top_k} is negative; give 0, which keeps all tokens, or more.")
+    rest = "is not above 0; give a positive number, or decode greedily."
+    require_option(0 < temperature < math.inf, "temperature", temperature, rest)
+    rest = "is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
+    require_option(0 < top_p <= 1, "top_p", top_p, rest)
+    require_option(top_k >= 0, "top_k", top_k, "is negative; give 0, which keeps all tokens, or more.")

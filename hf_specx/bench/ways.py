@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import require, require_option
 
 from .checks import check_runs, check_sampling
 
@@ -59,11 +59,10 @@ class Cell:
         check_sampling(self.temperature, self.top_p, self.top_k)
         twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
         require(twice is None, f"contender {twice!r} is given twice; give each once.")
-        require(
-            self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is below 0; give more, or 0 for whole ones."
-        )
-        told = f"max_new_tokens={self.max_new_tokens} leaves no round to time; give 2 or more."
-        require(self.max_new_tokens >= 2, told)
+        rest = "is below 0; give more, or 0 for whole ones."
+        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, rest)
+        rest = "leaves no round to time; give 2 or more."
+        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, rest)
 
     @property
     def options(self) -> dict[str, Any]:

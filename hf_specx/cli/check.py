@@ -8,7 +8,7 @@ import typer
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
 from hf_specx.metrics.page import OF_PAGE, PAGES, page
-from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, summary
+from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, note_of, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
@@ -39,8 +39,8 @@ def check(
 ) -> None:
     """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
-    Prompts come from --prompts, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
-    It needs the extra quality.
+    Prompts come from --prompts, else from the pair. The exit code is 0 if all passed, 1 if not, and another one for
+    an error. It needs the extra quality.
     """
     check_packages()
     for path in out or ():
@@ -66,7 +66,7 @@ def check(
     result.pair, result.command = named.name, typed()
     console = Output()
     for line in result.lines:
-        console.verdict(line.verdict, line.what, line.note)
+        console.verdict(line.verdict, line.what, note_of(line))
     console.text(f"\n{summary(result)}", VERDICTS[PASSED if result.passed else FAILED])
     for path in out or ():
         write(result, path)

@@ -1,9 +1,9 @@
 """What all commands print: tables, progress, and errors in one line; nothing that takes time is imported for it."""
 
 import os
-import re
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,13 +17,15 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from hf_specx.common.errors import OptionError, brief, is_out_of_memory
 
-# which have the same names in Python
-OPTIONS = """
-    overwrite trust_remote_code temperature top_p top_k max_new_tokens batch_size num_draft_tokens verification
-    prompt_tokens repeats phases texts_per_phase
+
+SAME_NAME = """
+    temperature top_p top_k max_new_tokens num_draft_tokens verification samples prompt_tokens repeats phases
+    texts_per_phase
 """.split()  # noqa: SIM905
-WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in SAME_NAME}  # of options in Python
+WRONG, BROKEN, PIPE_CLOSED = 2, 3, 141  # exit codes; the last is 128 and the number of the signal
 # of `specx check` and `specx tune`
 VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
 INDENT = max(map(len, VERDICTS)) + 2
@@ -104,13 +106,14 @@ def steps(doing: str, total: int | None = None) -> tqdm:
 
 
 def error_line(error: object) -> str:
-    """The message of an error, with options of commands where it names arguments of functions."""
-    text = " ".join(str(error).split()).replace("do_sample=False", "--no-do-sample")
-    for name in OPTIONS:
-        option = f"--{name.replace('_', '-')}"
-        text = re.sub(rf"\b{name}=True\b", option, text)
-        text = re.sub(rf"\b{name}=", f"{option} ", text)
-    return text
+    """The message of an error in one line; an option that it is about is called as it is typed."""
+    text = str(error)
+    if isinstance(error, OptionError) and error.option in FLAGS:
+        text = f"{FLAGS[error.option]} {brief(error.value)} {error.rest}"
+    elif isinstance(error, Exception) and is_out_of_memory(error):
+        text = "memory is not enough; use smaller batches, fewer new tokens, shorter prompts or another --dtype. "
+        text += f"What ran out of it said: {error}"
+    return " ".join(text.split())
 
 
 def say(message: str, style: str = "") -> None:
@@ -132,7 +135,8 @@ def drop_output() -> None:
 def errors_in_one_line() -> Iterator[None]:
     """For errors that a user can correct: print one red line on stderr, and exit with code 2. Warnings are lines too.
 
-    A reader of the output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
+    Any other error is printed with its traceback, and ends with code 3: 1 is for a failed check alone. A reader of the
+    output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
     """
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {error_line(message)}", "yellow")
@@ -141,7 +145,12 @@ def errors_in_one_line() -> Iterator[None]:
         except BrokenPipeError as error:
             drop_output()
             raise typer.Exit(PIPE_CLOSED) from error
-        except (ValueError, OSError) as error:
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if not isinstance(error, ValueError | OSError) and not is_out_of_memory(error):
+                say(traceback.format_exc())
+                raise typer.Exit(BROKEN) from error
             say(f"error: {error_line(error)}", "red")
             raise typer.Exit(WRONG) from error
 

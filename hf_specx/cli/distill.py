@@ -62,7 +62,7 @@ def distill(
     options |= settings_typed(others or []) | sampling.given
     held_out = {"held_out": options.pop("held_out")} if "held_out" in options else {}
     TrainingRecipe.of(options)
-    check_folder(out, overwrite)
+    check_folder(out, overwrite, "--overwrite")
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
     with going_on_with(folder):

@@ -12,7 +12,7 @@ from hf_specx.common.errors import require
 from hf_specx.engine.check_options import check_choices
 from hf_specx.pairs.results_file import check_results_path
 
-from .console import going_on_with, imports, say
+from .console import WRONG, going_on_with, imports, say
 from .options import LARGEST_SEED, AsJson, Loading, NamedByOptions, Prompted, Sampling, command
 from .prompts import as_asked, read_prompts
 
@@ -82,6 +82,8 @@ def generate(
             found = {"runs": [session.answer(given, turns)]}
     if as_json:
         typer.echo(json.dumps(session.facts | found))
+    if found.get("refused"):
+        raise typer.Exit(WRONG)
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def publish(
     if goal is not None:
         check_repository(goal)
     if out is not None:
-        check_folder(out, overwrite)
+        check_folder(out, overwrite, "--overwrite")
     check_name(pair)
     with imports():
         from hf_specx.hub.publish import upload, write_folder

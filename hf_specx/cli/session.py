@@ -6,6 +6,7 @@ Texts go to standard output, all else to standard error.
 import copy
 import importlib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -155,10 +156,16 @@ class Session:
 
 
 def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) -> dict[str, Any]:
-    """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
+    """Complete prompts to a file, and say so; the same command goes on with one that was interrupted.
+
+    "refused" prompts have a line in it without a text.
+    """
     session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
-    session.console.text(f"{len(prompts)} texts are in {out}")
-    return {"out": str(out), "prompts": len(prompts)}
+    with out.open(encoding="utf-8") as lines:
+        refused = sum("error" in json.loads(line) for line in lines)
+    rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""
+    session.console.text(f"{len(prompts) - refused} texts are in {out}{rest}")
+    return {"out": str(out), "prompts": len(prompts), "refused": refused}
 
 
 def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:

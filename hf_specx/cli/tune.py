@@ -63,7 +63,7 @@ def tune(
     check_runs(sizes := batch_size or [1, 8])
     require(out is not None or not overwrite, "--overwrite is for saving; name a folder with --out.")
     if out is not None:
-        check_folder(out, overwrite)
+        check_folder(out, overwrite, "--overwrite")
     told = "--out saves the best draft, which --repeats 0 cannot tell; give one draft, or measure."
     require(out is None or repeats > 0 or (len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]), told)
     prompts = read_prompts(source, "with --prompts FILE, on standard input, or use --repeats 0") if repeats else []

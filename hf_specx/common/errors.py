@@ -19,6 +19,30 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+class OptionError(ValueError):
+    """An error about the value of an option, so that a command can say it by a name of its own.
+
+    Attributes:
+        option, value: as in Python; the message is "option=value" and `rest`, what is wrong with it and the remedy.
+    """
+
+    def __init__(self, option: str, value: Any, rest: str):
+        super().__init__(f"{option}={brief(value)} {rest}")
+        self.option, self.value, self.rest = option, value, rest
+
+
+def require_option(ok: bool, option: str, value: Any, rest: str) -> None:
+    """Raise an OptionError unless `ok`."""
+    if not ok:
+        raise OptionError(option, value, rest)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is what torch or Python raises where memory is not enough; on the CPU torch says it in words."""
+    names = {each.__name__ for each in type(error).mro()}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
 def is_int(value: Any) -> bool:
     """Whether a value is an int, also one of NumPy's; a bool is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -55,5 +79,4 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str], more: st
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Validate a choice."""
-    if value not in known:
-        raise ValueError(f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")
+    require_option(value in known, name, value, f"is unknown; choose one of {', '.join(known)}.")

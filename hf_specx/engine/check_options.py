@@ -6,7 +6,7 @@ Commands ask for it before anything else is loaded.
 from collections.abc import Mapping
 from typing import Any
 
-from hf_specx.common.errors import brief, check_names, is_int, kind, one_of, require
+from hf_specx.common.errors import check_names, is_int, kind, one_of, require, require_option
 
 
 VERIFICATIONS = ("token", "block", "coupled")
@@ -20,10 +20,11 @@ NEEDED = {  # option: (attributes that it must have, remedy)
 
 def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> None:
     """Check what a config may recommend, and a command takes; messages begin with `where`."""
-    number, given = num_draft_tokens, f"{where}num_draft_tokens={brief(num_draft_tokens)}"
-    automatic = number == "auto"
-    require(automatic or is_int(number), f"{given} is not a number; give an int of 0 or more, or 'auto'.")
-    require(automatic or number >= 0, f"{given} is below 0; give 1 or more, 0 to decode plainly, or 'auto'.")
+    name, number, automatic = f"{where}num_draft_tokens", num_draft_tokens, num_draft_tokens == "auto"
+    rest = "is not a number; give an int of 0 or more, or 'auto'."
+    require_option(automatic or is_int(number), name, number, rest)
+    rest = "is below 0; give 1 or more, 0 to decode plainly, or 'auto'."
+    require_option(automatic or number >= 0, name, number, rest)
     if verification is not None:
         one_of(f"{where}verification", verification, VERIFICATIONS)
 

@@ -19,10 +19,13 @@ INSIDE, REFERENCE = "inside", "reference"
 OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
 
-def check_folder(folder: Path, overwrite: bool) -> None:
-    """Whether a pair may be written there: nothing but another pair is ever replaced."""
+def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> None:
+    """Raise a ValueError unless a pair may be written there: nothing but another pair is ever replaced.
+
+    `how` is what the caller's user passes for `overwrite`.
+    """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        told = f"{folder} is there already; name another folder, or pass overwrite=True to replace all that is in it."
+        told = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
         require(overwrite, told)
         told = f"{folder} is no pair, as it has no {OF_A_PAIR}, so nothing in it is replaced; name another folder."
         require((folder / OF_A_PAIR).is_file(), told)

@@ -1,6 +1,7 @@
 """`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from hf_specx.metrics import path as path_of
 from hf_specx.pairs.fingerprint import arguments_of, digest_of
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .equality import Noise, explain
+from .equality import Noise, Reference, Rounding, gaps_of, rounding_scale
 from .page import check_can_write, page
 from .result import CheckResult, lines_of
 from .settings import CHECKED, UNITS, Settings, check_packages, is_greedy, plain_of
@@ -157,11 +158,11 @@ def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str,
             name, ours = f"{way}, batch {batch}", texts[way, batch]["texts"]
             cells[name] = {"acceptance": texts[way, batch]["acceptance"]}
             if in_distribution:
-                given = way, batch, ours, texts[way, batch]["offers"]
-                cells[name]["law"] = part(f"law, {name}", judge_distribution, *given)
+                args = way, batch, ours, texts[way, batch]["heard"]
+                cells[name]["law"] = part(f"law, {name}", judge_distribution, *args)
             else:
-                both = texts[plain, batch]["texts"], ours
-                cells[name]["equality"] = part(f"equality, {name}", judge_equality, way, batch, *both)
+                args = way, batch, texts[plain, batch], texts[way, batch]
+                cells[name]["equality"] = part(f"equality, {name}", judge_equality, *args)
         if in_distribution:
             sizes = settings.batch_sizes
             pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
@@ -199,19 +200,45 @@ def metric(name: str) -> Any:
 
 
 def judge_equality(
-    subject: Subject, way: str, batch: int, plain: list[list[int]], ours: list[list[int]]
+    subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, and `explain` of each difference; "tokens" are those up to it or the end."""
-    found = metric("sequence_equality").compute(predictions=ours, references=plain)
-    prompts, differences, tokens = subject.prompt_indices(way, batch), [], 0
-    for row, position in enumerate(found["first_difference"]):
-        tokens += len(plain[row]) if position < 0 else position + 1
+    """`sequence_equality` of the texts of a way and the plain ones, and what `Rounding` says of ours.
+
+    "differences" are the first of each row: "plain" and "ours" are ids, -1 where a text has ended; "gap" is that of
+    our token, None where it has none.
+    """
+    texts, options, level = ours["texts"], subject.settings.generation(way), subject.settings.share
+    result = metric("sequence_equality").compute(predictions=texts, references=plain["texts"])
+    differences, rows, largest = [], [], 0.0
+    for row, (text, position) in enumerate(zip(texts, result["first_difference"], strict=True)):
+        reference = Reference(subject.target, options, subject.text(way, batch, row, text))
+        seed = subject.settings.run_seed(way, batch, row // batch)
+        noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
+        parts_at = len(text) if position < 0 else position
+        candidates = json.loads(ours["heard"][row])  # none of a text that was decoded plainly
+        rows.append(gaps_of(reference, noise, parts_at, candidates + [-1] * (len(text) - len(candidates))))
+        largest = max(largest, reference.largest)
         if position >= 0:
-            seed = subject.settings.run_seed(way, batch, row // batch)
-            noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
-            given = subject.settings.generation(way), subject.ids[prompts[row]], plain[row], ours[row]
-            differences.append(explain(subject.target, *given, row, position, noise)._asdict())
-    return {"exact_match": found["exact_match"], "rows": len(ours), "tokens": tokens, "differences": differences}
+            left, right = (each[position] if position < len(each) else -1 for each in (plain["texts"][row], text))
+            gap = math.inf if -1 in (left, right) else float(rows[-1].chosen[position])
+            difference = {"row": row, "position": position, "plain": left, "ours": right}
+            differences.append(difference | {"gap": None if math.isinf(gap) else gap})
+    rounding = Rounding(rows, rounding_scale(plain["rounding"]["mean"], largest))
+    total = float(rounding.sums.sum())
+    ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
+    chance = 0.0 if ended else rounding.p_value
+    return {
+        "exact_match": result["exact_match"],
+        "rows": len(texts),
+        "tokens": sum(map(len, texts)),
+        "differences": differences,
+        "rounding": plain["rounding"],
+        "gaps": None if math.isinf(total) else total,
+        "expected_gaps": rounding.expected,
+        "p_value": chance,
+        "level": level,
+        "detectable_gap": None if chance < level else rounding.detectable(level),
+    }
 
 
 def judge_distribution(

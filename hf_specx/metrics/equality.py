@@ -1,102 +1,231 @@
-"""Where text that should be the same is not, and whether rounding explains it.
+"""Whether text that should be that of plain `generate` parts from it by more than rounding.
 
-Plain logits are computed once more after the tokens that both texts share, in the model's own precision. Two forwards
-of different shapes round differently, by some units of the precision at the magnitude of the logits. So a difference
-counts as explained where each of the two tokens would be chosen if its logit alone were so much larger.
+Plain logits are computed once more, in one forward over a whole row. How far an emitted token lies there below the
+best choice is its gap, in nats: of scores if text is greedy, of scores less the logarithm of the noise if it is drawn.
+The prefix is the row's own, so that tokens behind a first difference are looked at as well.
+
+Two plain forwards of different shapes round differently. By how much is measured on this model and these prompts:
+`measure_rounding` holds the scores of the steps of plain `generate` against those of one forward over the same text. A
+correct verifier then chooses a token with gap g with probability exp(-g / scale) / 2 at most, the tail of Laplace's
+distribution; `scale` is the mean size measured, times `ALLOWANCE`, since the shape of a round is a third one. The sum
+of all gaps is compared with what this law makes likely, by Chernoff's bound.
 """
 
 import copy
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from hf_specx.common.devices import execution_device
 from hf_specx.engine.requests import Preparing, Request
 
-from .settings import UNITS
+from .settings import POWER
 
 
-STEPS = 3200  # by a hundredth each, from a hundredth of a unit on; then a token is taken to be out of reach
-
-
-class Difference(NamedTuple):
-    """The first token in which two texts differ."""
-
-    row: int
-    position: int  # tokens that both share
-    plain: int  # ids; -1 where a text has ended there
-    ours: int
-    gap: float | None = None  # the rise of its logit by which each of the two is chosen; None where none is enough
-    units: float | None = None  # the same in units of rounding
-    limit: float | None = None  # the largest gap that counts as rounding there
-    explained: bool = False  # whether the gap does
+ALLOWANCE = 1.5
+RIVALS = 16  # tokens next to the best that rounding may choose
+TILTS = torch.linspace(0.02, 0.9, 45, dtype=torch.float64, device="cpu")  # of Chernoff's bound, in units of 1 / scale
+RESAMPLES, DELTAS = 400, 100
+STEPS, FINEST, FACTOR = 1400, 1e-9, 1.02  # of logits that are shifted until a token is chosen; then it never is
 
 
 class Noise(NamedTuple):
-    """Where the noise of a sampled token comes from: the seed and rows of its batch, and its own row among them."""
+    """Where the noise of sampled tokens comes from: the seed and rows of a batch, and the row among them."""
 
     seed: int
     rows: int
     row: int
 
+    def exponentials(self, like: Tensor) -> Iterator[Tensor]:
+        """The Exp(1) numbers [V] that `generate` draws for the row, position by position."""
+        generator = torch.Generator(like.device).manual_seed(self.seed)
+        of_batch = torch.empty(self.rows, like.shape[-1], dtype=torch.float32, device=like.device)
+        while True:
+            yield of_batch.exponential_(generator=generator)[self.row].double()
+
+
+class Text(NamedTuple):
+    """A row as `generate` had it: the prompt with the pads of its batch, the prompt alone, and what was emitted."""
+
+    padded: list[int]
+    prompt: list[int]
+    emitted: list[int]
+
+
+class Reference:
+    """Plain scores at each emitted token of a text, from one forward over the whole row."""
+
+    @torch.no_grad()
+    def __init__(self, target: PreTrainedModel, options: dict[str, Any], text: Text):
+        self.target, self.options, self.text = target, options, text
+        device = execution_device(target)
+        ids = torch.tensor([text.prompt + text.emitted], device=device)
+        logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        self.logits = logits[0, len(text.prompt) - 1 : -1].to(device)  # [T, V]
+        self.ids = torch.tensor([text.padded + text.emitted], device=device)
+
+    @property
+    def largest(self) -> float:
+        """The largest size of a logit."""
+        return float(self.logits.masked_fill(self.logits.isinf(), 0).abs().max())
+
+    def processors(self) -> LogitsProcessorList:
+        """New ones: some keep a state."""
+        return LogitsProcessorList(Preparing(self.target, self.options).entry(0, Request(self.text.padded)).processors)
+
+    def processed(self, processors: LogitsProcessorList, position: int, logits: Tensor) -> Tensor:
+        """Scores [V] of logits [V] at a position."""
+        before = self.ids[:, : len(self.text.padded) + position]
+        return processors(before, logits[None].to(torch.float32, copy=True))[0]  # type: ignore[arg-type]
+
+    def scores(self) -> Iterator[Tensor]:
+        """[V] at each position, after all processors."""
+        processors = self.processors()
+        for position, logits in enumerate(self.logits):
+            yield self.processed(processors, position, logits)
+
+    def edge_gap(self, position: int, token: int, best: int, race: Tensor | None, gap: float) -> float:
+        """The least shift of one logit by which a token is chosen and not the best: its own up, or the other down.
+
+        It is smaller than the `gap` of the scores where one of the two is at the edge of what top-k and the like keep.
+        """
+        processors = self.processors()
+        for earlier in range(position):
+            self.processed(processors, earlier, self.logits[earlier])
+
+        def is_chosen(token_shifted: int, shift: float) -> bool:
+            logits = self.logits[position].double()
+            logits[token_shifted] += shift
+            copies = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
+            return int(raced(self.processed(copies, position, logits), race).argmax()) == token
+
+        temperature = self.options.get("temperature", 1.0) if self.options.get("do_sample") else 1.0
+        half = gap * temperature / 2
+        if math.isfinite(gap) and not (is_chosen(token, half) or is_chosen(best, -half)):
+            return gap
+        shifts = [FINEST * FACTOR**step for step in range(STEPS)] + [math.inf]
+        up = bisect_left(shifts, True, hi=STEPS, key=lambda shift: is_chosen(token, shift))
+        down = bisect_left(shifts, True, hi=STEPS, key=lambda shift: is_chosen(best, -shift))
+        return min(gap, shifts[min(up, down)] / temperature)
+
+
+def raced(scores: Tensor, exponentials: Tensor | None) -> Tensor:
+    """Scores [V] whose largest is chosen: those of a greedy text, or as `generate` draws by its noise."""
+    return scores.double() if exponentials is None else scores.double().log_softmax(-1) - exponentials.log()
+
+
+class StepScores(StoppingCriteria):
+    """Keeps the two best tokens of each step of plain `generate` with their scores; it stops nothing."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensor, Tensor]] = []  # scores and ids, each [B, 2]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        best = scores[-1].topk(2)
+        self.steps.append((best.values, best.indices))
+        scores[-1].set_()  # frees it: all steps together take much
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def measure_rounding(reference: Reference, steps: Sequence[tuple[Tensor, Tensor]], row: int) -> list[float]:
+    """By how much the lead of the best token over the second differs between plain steps and the reference: nats."""
+    sizes = []
+    for scores, (values, ids) in zip(reference.scores(), steps, strict=False):
+        step, again = values[row].double(), scores[ids[row]].double()
+        if step.isfinite().all() and again.isfinite().all():
+            sizes.append(abs(float((step[0] - step[1]) - (again[0] - again[1]))))
+    return sizes
+
+
+class Gaps(NamedTuple):
+    """A row of text beside the reference, at each of T emitted tokens; nats below the best choice.
+
+    Attributes:
+        chosen: [T] float64, of the emitted tokens; 0 up to the first difference to plain text.
+        rivals: [T, up to `RIVALS`], of the tokens next to the best.
+        rejected: [T], of the candidates that were not kept; NaN where there was none.
+    """
+
+    chosen: Tensor
+    rivals: Tensor
+    rejected: Tensor
+
 
 @torch.no_grad()
-def explain(
-    target: PreTrainedModel,
-    options: dict[str, Any],
-    prompt: Sequence[int],
-    plain: Sequence[int],
-    ours: Sequence[int],
-    row: int,
-    position: int,
-    noise: Noise | None,
-) -> Difference:
-    """Look at the first difference of two texts of a row, by its `position`; without `noise` they are greedy."""
-    left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
-    known = row, position, left, right
-    if -1 in (left, right):
-        return Difference(*known)
-    ids = torch.tensor([[*prompt, *plain[:position]]], device=execution_device(target))
-    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(ids.device)
-    processors = LogitsProcessorList(Preparing(target, options).entry(0, Request(prompt)).processors)
-    for before in range(len(prompt), ids.shape[1]):  # some keep a state from token to token
-        processors(ids[:, :before], logits[before - 1 : before].to(torch.float32, copy=True))  # type: ignore[arg-type]
-    logits = logits[-1:]
-    exponentials = None if noise is None else race_noise(noise, position, logits)
-
-    def chosen(changed: torch.Tensor) -> int:
-        own = copy.deepcopy(processors, {id(target): target})  # some have a state, and ask the model itself
-        scores = own(ids, changed)  # type: ignore[arg-type]
-        return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
-
-    # a unit of rounding: the precision's epsilon at the largest of the logits
-    unit = torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
-    gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
-    if math.isinf(gap):
-        return Difference(*known, limit=UNITS * unit)
-    return Difference(*known, gap, gap / unit, UNITS * unit, gap <= UNITS * unit)
+def gaps_of(reference: Reference, noise: Noise | None, parts_at: int, candidates: Sequence[int]) -> Gaps:
+    """The gaps of a text that parts from plain text at a position; -1 in `candidates` [T] is none."""
+    exponentials = None if noise is None else noise.exponentials(reference.logits)
+    chosen, rejected, rivals = [], [], []
+    emitted = zip(reference.text.emitted, candidates, reference.scores(), strict=True)
+    for position, (token, candidate, processed) in enumerate(emitted):
+        race = None if exponentials is None else next(exponentials)
+        scores = raced(processed, race)
+        near = scores.topk(min(RIVALS + 1, len(scores)))
+        top, best = float(near.values[0]), int(near.indices[0])
+        gap = top - float(scores[token]) if position >= parts_at else 0.0
+        if gap > 0 and processed.isinf().any():
+            gap = reference.edge_gap(position, token, best, race, gap)
+        chosen.append(gap)
+        rejected.append(math.nan if candidate in (-1, token) else top - float(scores[candidate]))
+        rivals.append((top - near.values[1:]).cpu())
+    of_tokens = (torch.tensor(gaps, dtype=torch.float64, device="cpu") for gaps in (chosen, rejected))
+    return Gaps(next(of_tokens), torch.stack(rivals), next(of_tokens))
 
 
-def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:
-    """How much the logit of a token has to rise to be chosen, to within a hundredth; infinite if it never is."""
-
-    def wins(rise: float) -> bool:
-        changed = logits.clone()
-        changed[0, token] += rise
-        return chosen(changed) == token
-
-    rises = [0.0, *(unit / 100 * 1.01**step for step in range(STEPS)), math.inf]
-    return rises[bisect_left(rises, True, hi=len(rises) - 1, key=wins)]
+def rounding_scale(mean: float, largest: float) -> float:
+    """The scale of rounding, of the mean size measured; scores of the `largest` size are compared in float32."""
+    return max(ALLOWANCE * mean, torch.finfo(torch.float32).eps * largest)
 
 
-def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
-    """The Exp(1) numbers [1, V] that `generate` draws for a row at a position: one [B, V] for each position so far."""
-    generator = torch.Generator(like.device).manual_seed(noise.seed)
-    drawn = torch.empty(noise.rows, like.shape[-1], dtype=torch.float32, device=like.device)
-    for _ in range(position + 1):
-        drawn.exponential_(generator=generator)
-    return drawn[noise.row : noise.row + 1].double()
+class Rounding:
+    """What rounding may do to rows of text, each with its `Gaps`, and how surely anything else would be seen."""
+
+    def __init__(self, rows: Sequence[Gaps], scale: float):
+        self.rows, self.scale = rows, scale
+        self.sums = torch.stack([row.chosen.sum() for row in rows])  # [R]
+        self.cumulants = torch.stack([self.cumulant(row.rivals) for row in rows])  # [R, tilts]
+
+    def cumulant(self, rivals: Tensor) -> Tensor:
+        """A bound [tilts] of the logarithm of E exp(tilt * sum of gaps / scale), if rounding chooses."""
+        gaps = rivals[..., None] / self.scale  # [T, rivals, 1]
+        return ((-gaps * (1 - TILTS)).exp() - (-gaps).exp()).sum(1).div(2).log1p().sum(0)
+
+    @property
+    def expected(self) -> float:
+        """The sum of gaps that rounding makes on average, at most."""
+        gaps = torch.cat([row.rivals.flatten() for row in self.rows])
+        return float((gaps * (-gaps / self.scale).exp()).nan_to_num(0.0).sum() / 2)
+
+    @property
+    def p_value(self) -> float:
+        """Chance of such a sum of gaps by rounding, at most."""
+        return float(self.bound(self.sums.sum(), self.cumulants.sum(0)))
+
+    def bound(self, sums: Tensor, cumulants: Tensor) -> Tensor:
+        """The least over the tilts: [...] of sums [...] and cumulants [..., tilts]."""
+        return (cumulants - TILTS * sums[..., None] / self.scale).amin(-1).clamp(max=0).exp()
+
+    def detectable(self, level: float, seed: int = 0) -> float | None:
+        """The least d for which a verifier that keeps candidates with gaps up to d fails with probability `POWER`.
+
+        It would have kept candidates that were rejected here. Rows are drawn anew, with replacement. None if even one
+        that keeps all of them might pass.
+        """
+        rejected = [(row.rejected, row.rejected - row.chosen) for row in self.rows]
+        finite = torch.cat([gap[gap.isfinite() & (gap > 0)] for gap, _ in rejected])
+        if not len(finite):
+            return None
+        ends = math.log10(self.scale / 10), math.log10(float(finite.max()))
+        deltas = torch.logspace(*ends, DELTAS, dtype=torch.float64, device="cpu")
+        more = [torch.where(gap[:, None] <= deltas, gain[:, None], 0.0).sum(0) for gap, gain in rejected]
+        sums = self.sums[:, None] + torch.stack(more)  # [R, deltas]
+        generator = torch.Generator("cpu").manual_seed(seed)
+        drawn = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator, device="cpu")
+        p_values = self.bound(sums[drawn].sum(1), self.cumulants[drawn].sum(1)[:, None])  # [resamples, deltas]
+        fails = (p_values < level).double().mean(0) >= POWER
+        return float(deltas[fails][0]) if fails.any() else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_out
 
-from .result import CHECK_LEGEND, FAILED, PASSED, CheckResult, summary
+from .result import CHECK_LEGEND, FAILED, PASSED, SEEN_IN_WORDS, CheckResult, summary
 
 
 PAGES = (".html", ".htm")
@@ -39,6 +39,7 @@ def page(result: CheckResult) -> str:
         verdict=PASSED if result.passed else FAILED,
         summary=summary(result).partition(": ")[2],
         legend=CHECK_LEGEND,
+        seen_in_words=SEEN_IN_WORDS,
         drafts={name: cell["acceptance"] for name, cell in result.cells.items() if "acceptance" in cell},
         written=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )

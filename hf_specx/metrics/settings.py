@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_specx.bench.checks import check_runs, check_sampling
-from hf_specx.common.errors import is_int, require
+from hf_specx.common.errors import is_int, require, require_option
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 
 
@@ -18,7 +18,8 @@ OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_i
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
-UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
+UNITS = 16.0  # logits that may be off by rounding, of tokens that are drawn, in the epsilon times the largest logit
+POWER = 0.9  # with which faults are rejected that a result says would have been seen; SEEN_IN_WORDS says it
 
 
 def check_packages() -> None:
@@ -53,9 +54,10 @@ class Settings:
         require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
         for name in ("max_new_tokens", "samples"):
             value = getattr(self, name)
-            require(value is None or value >= 2, f"{name}={value} leaves nothing to compare; give 2 or more.")
-        told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
-        require(is_int(number) and number >= 1, told)
+            rest = "leaves nothing to compare; give 2 or more."
+            require_option(value is None or value >= 2, name, value, rest)
+        rest = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
+        require_option(is_int(number) and number >= 1, "num_draft_tokens", number, rest)
         told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
         require(0 < self.level < 1, told)
         own = next((name for name in self.options if name in OWN), None)
@@ -72,9 +74,14 @@ class Settings:
         return [name for name in IN_DISTRIBUTION if name in self.verifications]
 
     @property
+    def measured(self) -> set[str]:
+        """The plain ways whose tokens are those of a verification, so that their rounding is measured."""
+        return {plain_of(way) for way in self.verifications if way not in self.in_distribution}
+
+    @property
     def comparisons(self) -> int:
-        """Tests that share the level: for each `in_distribution` one a batch size, and one of quality."""
-        return len(self.in_distribution) * (len(self.batch_sizes) + 1)
+        """Tests that share the level: one for each verification and batch size, and one of each way's quality."""
+        return len(self.verifications) * len(self.batch_sizes) + len(self.in_distribution)
 
     @property
     def share(self) -> float:

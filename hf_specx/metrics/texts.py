@@ -16,10 +16,12 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
+from .equality import Reference, StepScores, Text, measure_rounding
 from .settings import Settings, plain_of
 
 
 LIKELY = 4  # tokens of a candidate's distribution that are looked at
+MEASURED = 16  # rows in which rounding is measured
 
 
 @dataclass
@@ -59,6 +61,12 @@ class Subject:
     def encoded(self, indices: list[int]) -> Inputs:
         return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.max_new_tokens)
 
+    def text(self, way: str, batch: int, row: int, emitted: list[int]) -> Text:
+        """A row of all batches as `generate` had it."""
+        run, place = divmod(row, batch)
+        indices = self.settings.batches(way, batch, len(self.prompts))[run]
+        return Text(self.encoded(indices)["input_ids"][place].tolist(), self.ids[indices[place]], emitted)
+
     def decoded(self, texts: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
@@ -85,25 +93,46 @@ class Offers:
             self.rows[row] += [([], [])] * (done.emitted[index] - known[index])
 
 
+class Candidates:
+    """Listens to a call for the candidate that was judged at each emitted token, kept or not; -1 if there was none."""
+
+    def __init__(self, rows: int):
+        self.rows = [list[int]() for _ in range(rows)]
+
+    def observe(self, done: Round) -> None:
+        """Note a round."""
+        for index, row in enumerate(done.rows):
+            judged = min(done.emitted[index], done.draft.lengths[index])
+            self.rows[row] += done.draft.tokens[index, :judged].tolist() + [-1] * (done.emitted[index] - judged)
+
+
 def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well.
 
-    Also "offers" of each row, as `Offers` has them, where the distribution is compared.
+    Of ours also "heard" of each row: where the distribution is compared what `Offers` has, else what `Candidates` has.
+    Of plain text, where tokens are compared, also "rounding".
     """
-    options, reports, offers = subject.call(way), [], list[str]()
+    settings, options, reports, heard = subject.settings, subject.call(way), [], list[str]()
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
-    texts, heard = list[list[int]](), () if strategy is None else strategy.listeners
-    for run, indices in enumerate(subject.settings.batches(way, batch, len(subject.prompts))):
-        inputs, listener = subject.encoded(indices), Offers(len(indices))
-        if strategy is not None and way in subject.settings.in_distribution:
-            strategy.listeners = (*heard, listener)
-        torch.manual_seed(subject.settings.run_seed(way, batch, run))
+    measured, texts, steps = way in settings.measured, list[list[int]](), []
+    listeners = () if strategy is None else strategy.listeners
+    for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
+        inputs = subject.encoded(indices)
+        listener: Any = (Offers if way in settings.in_distribution else Candidates)(len(indices))
+        if strategy is not None:
+            strategy.listeners = (*listeners, listener)
+        if measured:
+            steps.append(StepScores())
+            options |= {"stopping_criteria": [steps[-1]], "output_scores": True, "return_dict_in_generate": True}
+        torch.manual_seed(settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
-        texts += emitted(subject.target, inputs, output, options)
+        texts += emitted(subject.target, inputs, output.sequences if measured else output, options)
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
         rows = zip(listener.rows, texts[-len(indices) :], strict=True)
-        offers += [json.dumps(row[: len(text)]) for row, text in rows]  # one short string each, in a file of a check
+        heard += [json.dumps(row[: len(text)]) for row, text in rows]  # one short string each, in a file of a check
+    if measured:
+        return {"texts": texts, "rounding": rounding_of(subject, way, batch, texts, steps)}
     if not reports:
         return {"texts": texts}
     report = reduce(operator.add, reports)
@@ -116,4 +145,16 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         "judged_per_position": report.judged_per_position,
         "accepted_per_position": report.accepted_per_position,
     }
-    return {"texts": texts, "acceptance": acceptance, "offers": offers}
+    return {"texts": texts, "acceptance": acceptance, "heard": heard}
+
+
+def rounding_of(
+    subject: Subject, way: str, batch: int, texts: list[list[int]], steps: list[StepScores]
+) -> dict[str, float]:
+    """By how much plain scores differ from one shape of a forward to another, in nats: "mean", "most", "positions"."""
+    sizes = list[float]()
+    for row, text in enumerate(texts[:MEASURED]):
+        reference = Reference(subject.target, subject.settings.generation(way), subject.text(way, batch, row, text))
+        sizes += measure_rounding(reference, steps[row // batch].steps, row % batch)
+    mean = sum(sizes) / max(1, len(sizes))
+    return {"mean": mean, "most": max(sizes, default=0.0), "positions": len(sizes)}

@@ -108,7 +108,7 @@ class Stopping:
     def remind(self, row: int, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
         for reminder in [each for each in self._beyond if each[0] <= emitted]:
-            reminder[2](torch.empty(1, reminder[1], device="meta"), None)
+            reminder[2](torch.empty(1, reminder[1], dtype=torch.int64, device="meta"), None)
             self._beyond.remove(reminder)
 
     def leaving(self, batch: Batch) -> list[int]:

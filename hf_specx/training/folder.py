@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_specx.common.errors import brief, require
+from hf_specx.common.errors import brief, is_out_of_memory, require
 from hf_specx.hub.locks import HOLDER, LOCK, locked
 
 
@@ -81,7 +80,7 @@ def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        if is_out_of_memory(error):
             told = f"memory is not enough with batch_size={batch_size}; lower it, lower max_new_tokens, or use lora. "
             told += f"A training with a checkpoint keeps its settings: name another folder. torch said: {text}"
         elif any(sign in text for sign in DISK_FULL):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hf_specx.bench.checks import check_sampling
-from hf_specx.common.errors import brief, check_names, is_int, require
+from hf_specx.common.errors import brief, check_names, is_int, require, require_option
 
 
 LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
@@ -89,7 +89,7 @@ class TrainingRecipe:
         require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
         for name in COUNTS:
             value = getattr(self, name)
-            require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give one.")
+            require_option(is_int(value) and value >= 1, name, value, "is not an int of 1 or more; give one.")
         told = f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False."
         require(isinstance(self.learn_from_prompts, bool), told)
         told = f"seed={brief(self.seed)} is not an int of 0 or more, and below 2**32; give one."

@@ -3,6 +3,7 @@
 import html
 import json
 
+import torch
 from check_cases import inject
 from command import command
 from tiny_tokenizer import TEXTS
@@ -29,6 +30,10 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in found["lines"])
     assert not list(tmp_path.glob("*.unfinished"))
     assert "passed: no difference to plain generate was found" in result.stdout
+    seen = [line["sees"] for line in found["lines"] if line["sees"]]
+    assert seen
+    for words in (" ".join(result.stdout.split()), html.unescape(page)):
+        assert all(f"9 of 10 such checks would reject: {each}" in words for each in seen)
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -38,6 +43,18 @@ def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
     assert result.exit_code == 1
     assert "failed: greedy, batch 16: the same tokens as plain generate" in result.stdout
     assert json.loads(out.read_text())["passed"] is False
+
+
+def test_a_check_without_enough_memory_has_not_failed(monkeypatch, folder, texts):
+    """It says so by another code: scripts read 1 as "the text is another"."""
+
+    def run_check(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hf_specx.metrics.check.run_check", run_check)
+    result = specx(folder, *SMALL.split(), "--prompts", texts)
+    assert result.exit_code == 2
+    assert "error: memory is not enough; use smaller batches" in result.stderr
 
 
 def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):

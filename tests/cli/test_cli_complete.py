@@ -90,6 +90,19 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
     assert texts_of(out) == pair.complete(["<the cat>", "<a dog>"], do_sample=False, max_new_tokens=8)
 
 
+def test_refused_prompts_are_counted_and_end_with_another_code(pair: DraftTargetPair, tmp_path: Path):
+    """Also when the command is repeated, and nothing is left to do."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
+    file.write_text('"the cat"\n""\n"a dog"\n')
+    for _ in range(2):
+        result = specx("--prompts", file, "--out", out, "--no-do-sample", "--max-new-tokens", "4", "--json")
+        values = json.loads(result.stdout)
+        assert (result.exit_code, values["prompts"], values["refused"]) == (2, 3, 1)
+    result = specx("--prompts", file, "--out", out, "--no-do-sample", "--max-new-tokens", "4")
+    said = f"2 texts are in {out}; refused prompts: 1 of 3, and their lines say why"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
+
+
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
     file = tmp_path / "prompts.txt"

@@ -3,23 +3,64 @@
 import warnings
 
 import pytest
+import torch
 import typer
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx.cli import coloured, console
+from hf_specx.common.errors import OptionError
 from hf_specx.common.round import RoundRecord
 
 
-def test_errors_and_warnings_are_lines_in_the_words_of_commands(capsys):
-    def work():
-        with console.errors_in_one_line():
-            warnings.warn("leave\ntop_k=5 out", stacklevel=1)
-            raise ValueError("pass overwrite=True,\nor top_p=0.9")
+def ended_by(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code of a command whose work raises an error, and what is on stderr."""
+    with pytest.raises(typer.Exit) as ended, console.errors_in_one_line():
+        raise error
+    return ended.value.exit_code, capsys.readouterr().err
 
-    with pytest.raises(typer.Exit):
-        work()
-    said = "warning: leave --top-k 5 out\nerror: pass --overwrite, or --top-p 0.9\n"
-    assert capsys.readouterr().err == said
+
+def test_errors_and_warnings_are_lines(capsys):
+    with console.errors_in_one_line():
+        warnings.warn("leave\ntop_k out", stacklevel=1)
+    assert capsys.readouterr().err == "warning: leave top_k out\n"
+    assert ended_by(ValueError("leave it\nout"), capsys) == (2, "error: leave it out\n")
+
+
+def test_an_option_that_an_error_is_about_is_called_as_it_is_typed(capsys):
+    assert ended_by(OptionError("top_p", 1.5, "is too much"), capsys) == (2, "error: --top-p 1.5 is too much\n")
+    assert ended_by(OptionError("layout", "x", "is unknown"), capsys) == (2, "error: layout='x' is unknown\n")
+    assert str(OptionError("top_p", 1.5, "is too much")) == "top_p=1.5 is too much"
+
+
+def test_paths_and_prompts_in_messages_stay_as_they_are(capsys):
+    """Also where they look like options in Python; they were rewritten before."""
+    text = "runs/top_k=5/done.jsonl is there already; prompt 'set overwrite=True' is of temperature=1, do_sample=False"
+    assert ended_by(ValueError(text), capsys) == (2, f"error: {text}\n")
+    code, said = ended_by(OptionError("repeats", "top_k=5", "is none in runs/repeats=3"), capsys)
+    assert (code, said) == (2, "error: --repeats 'top_k=5' is none in runs/repeats=3\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes"),
+        MemoryError(),
+    ],
+    ids=["accelerator", "cpu", "python"],
+)
+def test_too_little_memory_is_said_with_the_remedy(capsys, error):
+    """With the code of what a user can correct: 1 is for a failed check alone."""
+    code, said = ended_by(error, capsys)
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("error: memory is not enough; use smaller batches, fewer new tokens")
+    assert str(error) in said
+
+
+def test_an_error_of_ours_has_a_traceback_and_a_code_of_its_own(capsys):
+    code, said = ended_by(KeyError("lost"), capsys)
+    assert (code, said.rstrip().splitlines()[-1]) == (3, "KeyError: 'lost'")
+    assert "Traceback" in said
 
 
 def test_figures_are_never_cut(capsys):

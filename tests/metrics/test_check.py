@@ -1,19 +1,21 @@
 """The check: what it finds, and that it can be repeated and taken up."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from check_cases import PROMPTS, quick, tiny_pair
 from counting import counting
+from scipy import stats
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, check
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
 from hf_specx.metrics.check import judge_quality, subject_of
-from hf_specx.metrics.result import quality_line
+from hf_specx.metrics.result import distribution_line, quality_line
 from hf_specx.metrics.settings import Settings
 from hf_specx.metrics.texts import Subject, generate_texts
 
@@ -36,10 +38,10 @@ def test_what_is_found(result):
         *(f"{name}: sampled from the target's distribution" for name in names[4:]),
         "block: quality of plain text",
     ]
-    assert result.comparisons == 3  # of the distribution at each batch size, and of quality; they share the level
-    assert result.cells["block, batch 8"]["law"]["level"] == pytest.approx(0.001 / 3)
-    equality = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
-    assert result.cells["greedy, batch 1"]["equality"] == equality
+    assert result.comparisons == 7  # of three verifications at two batch sizes, and of quality; they share the level
+    assert result.cells["block, batch 8"]["law"]["level"] == pytest.approx(0.001 / 7)
+    cell = result.cells["greedy, batch 1"]["equality"]
+    assert cell.items() >= {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": [], "p_value": 1.0}.items()
     assert result.trace["verification"] == "block"
     acceptance = result.cells["block, batch 8"]["acceptance"]
     kept = sum(acceptance["accepted_per_position"])
@@ -189,7 +191,7 @@ def test_what_was_offered_is_the_drafts_distribution_after_the_text_before():
     settings = Settings(batch_sizes=(3,), verifications=("block",), max_new_tokens=9, samples=6, num_draft_tokens=3)
     subject = subject_of(pair, PROMPTS, settings, {"temperature": 0.7, "top_k": 0})
     made, checked = generate_texts(subject, "block", 3), 0
-    rows = zip(subject.prompt_indices("block", 3), made["texts"], made["offers"], strict=True)
+    rows = zip(subject.prompt_indices("block", 3), made["texts"], made["heard"], strict=True)
     for index, text, offers in ((index, text, json.loads(each)) for index, text, each in rows):
         ids = torch.tensor([subject.ids[index] + text])
         with torch.no_grad():
@@ -206,3 +208,28 @@ def test_measures_of_quality_share_the_level_and_too_few_texts_are_told_so():
     found = {"length": cell | {"p_value": 1e-6}, "perplexity": cell | {"p_value": 0.5}}
     verdicts = [quality_line("token", *given).verdict for given in ((None, 1e-5), (found, 1e-5), (found, 1.5e-6))]
     assert verdicts == ["not told", "failed", "passed"]
+
+
+def test_what_is_said_of_a_distribution_fits_its_p_value():
+    """Rare events have a bound that is no normal's: 2.4 standard errors with chance 1, beside 2.5 with chance 0.2."""
+    cell = {"positions": 99, "comparisons": 24, "impossible": 0, "on_the_edge": 0, "level": 0.001, "passed": True}
+    cell |= {"detectable_temperature": None}
+    said = []
+    for z, chance in ((2.4, 0.08), (2.5, 0.0124)):
+        statistic = {"overrated": {"z": z, "p_value": chance}}
+        told = {"statistics": statistic, "p_value": min(1.0, 24 * chance)}
+        note = distribution_line("token, batch 1", cell | told, 0.8).note
+        errors, adjusted = re.search(
+            r"as unlikely as ([\d.]+) standard errors .* with chance ([\d.]+) at most", note
+        ).groups()
+        assert float(adjusted) == pytest.approx(min(1.0, 24 * 2 * stats.norm.sf(float(errors))), rel=0.15)
+        said.append((float(errors), float(adjusted)))
+    assert said == [(1.8, 1.0), (2.5, 0.3)]
+
+
+def test_the_temperature_that_would_have_been_seen_is_said_in_its_own_figures():
+    cell = {"positions": 99, "comparisons": 0, "impossible": 0, "on_the_edge": 0, "statistics": {}, "p_value": 1.0}
+    cell |= {"level": 0.001, "passed": True, "detectable_temperature": [0.975, 1.0264]}
+    line = distribution_line("token, batch 1", cell, 0.8)
+    assert line.sees == "a temperature of 0.78 or 0.821 in place of 0.8"
+    assert distribution_line("token, batch 1", cell | {"detectable_temperature": None}, 0.8).sees == ""

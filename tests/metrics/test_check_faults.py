@@ -30,7 +30,7 @@ def test_a_fault_is_rejected_with_a_head(monkeypatch: pytest.MonkeyPatch):
     settings = Settings(batch_sizes=(16,), verifications=("token",), max_new_tokens=32, samples=32)
     subject = subject_of(pair, pair.prompts, settings, {"temperature": 1.0, "top_k": 0})
     made = generate_texts(subject, "token", 16)
-    found = judge_distribution(subject, "token", 16, made["texts"], made["offers"])
+    found = judge_distribution(subject, "token", 16, made["texts"], made["heard"])
     assert not found["passed"]
     assert found["statistics"]["overrated"]["z"] > 4
 

@@ -91,7 +91,9 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
     top, _, below = text_of(source).partition("What was looked at")
     assert ("✗ failed What does not hold: greedy" if fault else "✓ passed No difference") in top
     for line in result.lines:
-        assert f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}" in below
+        sees = f" 9 of 10 such checks would reject: {line.sees}." if line.sees else ""
+        figures = f"{number(line.figure)} {number(line.threshold)}"
+        assert f"{line.verdict} {line.what} {line.note}{sees} {figures}" in below
         assert line.figure is None or (line.figure > line.threshold) == (line.verdict == "failed")
     tokens = [token for each in result.trace["rounds"] for token in each["tokens"]]
     assert [origin for origin, _ in re.findall(TOKEN, source)] == [token["origin"] for token in tokens]

@@ -15,7 +15,7 @@ from hf_specx.engine.run import Run
 from hf_specx.models.attention import Masks
 from hf_specx.models.decoder import Decoder
 from hf_specx.sampling import rules, verify
-from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
+from hf_specx.sampling.rules import CoupledRule, GreedyRule, RejectionRule, distribution
 from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
 
@@ -73,6 +73,29 @@ def colder(rule: RejectionRule, batch, scores, ahead, lengths):
     """The draft samples at half the temperature that it is judged by."""
     uniforms = rule.uniforms("drafting", batch, 1, lengths, ahead)
     return pick(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
+
+
+def keeping_within(nats: float) -> Callable:
+    """`judge` of greedy and coupled rules that keeps a candidate as far below the best choice as that."""
+
+    def judge(rule, batch, draft, scores):
+        if isinstance(rule, CoupledRule):
+            probs, _ = distribution(scores)
+            rule.dtype = probs.dtype
+            scores = probs.double().log() - rule.noise(batch, probs, 0).double().log()
+        best, undefined = scores.max(-1), torch.zeros(scores.shape[:2], dtype=torch.bool)
+        candidates = draft.tokens
+        near = scores[:, :-1].gather(-1, candidates[..., None])[..., 0] >= best.values[:, :-1] - nats
+        choices = torch.cat([torch.where(near, candidates, best.indices[:, :-1]), best.indices[:, -1:]], 1)
+        return verify_match(candidates, choices, draft.proposed)._replace(overlap=near.float(), undefined=undefined)
+
+    return judge
+
+
+def keep_within(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """Put `keeping_within` in; 0 is right."""
+    for rule in (GreedyRule, CoupledRule) if nats else ():
+        monkeypatch.setattr(rule, "judge", keeping_within(nats))
 
 
 def with_fresh_noise(rule: CoupledRule, batch, draft, scores):

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import datasets
@@ -52,6 +53,8 @@ Returns:
     passed: whether p_value is at least `level` and no token was impossible.
     p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
     level, comparisons: as given, and how many statistics were tested.
+    detectable_temperature: two factors of the temperature, below and above 1: text that is sampled that far off fails
+        with probability 0.9, by its surprisal, to the first order. None where so few tokens tell nothing of it.
     positions, impossible, on_the_edge: the number of emitted tokens, and of those with p = 0.
     statistics: by name `observed`, `expected`, `standard_error`, `z`, `p_value` (without Bonferroni) and `weight` (sum
         of |weights|).
@@ -74,6 +77,8 @@ STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.g
 MOST_LYAPUNOV = 0.1
 FAR = 30.0  # standard errors; larger deviations get the p-value of this one
 LEAST_VARIANCE = 1e-9  # smaller ones are rounding
+POWER = 0.9  # of `detectable_temperature`
+MOST_CHANGE = 0.5  # of it; the first order tells nothing of larger ones
 CHUNK = 32  # positions at a time
 Offers = list[tuple[list[int], list[float]]]  # of a row
 
@@ -279,7 +284,26 @@ def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
     least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
     adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))
     known = {"passed": not impossible and adjusted >= level, "p_value": adjusted, "level": level}
+    _, _, _, variance, third, _ = sums["surprisal"]
+    factors = detectable_temperature(variance, third, level / len(found)) if "surprisal" in found else None
+    known |= {"detectable_temperature": factors}
     return known | {"comparisons": len(found), "impossible": impossible, "statistics": found}
+
+
+def detectable_temperature(variance: float, third: float, level: float) -> list[float] | None:
+    """The factors of the temperature at which the sum of surprisals has a p-value below a level with chance `POWER`.
+
+    If p is taken to the power b and normalized, E -log p changes by (1 - b) Var -log p to the first order.
+    """
+    error = math.sqrt(variance)
+
+    def fails(z: float) -> bool:
+        chance = p_value(z * error, variance, third, math.inf)
+        return chance is not None and chance < level
+
+    least = next((step / 100 for step in range(int(100 * FAR)) if fails(step / 100)), math.inf)
+    change = (least + NormalDist().inv_cdf(POWER)) / error
+    return [1 / (1 + change), 1 / (1 - change)] if change < MOST_CHANGE else None
 
 
 def _check(model: Any, config: object, processors: object, level: float, predictions: Any, references: Any) -> None:
