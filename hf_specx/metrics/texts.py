@@ -10,8 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.inputs import Inputs, emitted, encode
+from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
+from hf_specx.engine.call import DOES_NOT_PAY
+from hf_specx.engine.report import PLAINLY
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
@@ -129,6 +132,8 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         texts += emitted(subject.target, inputs, output.sequences if measured else output, options)
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
+            plainly = strategy.report.layout == PLAINLY and not strategy.report.layout_reason.endswith(DOES_NOT_PAY)
+            require(not plainly, f"nothing is speculated that could be checked: {strategy.report.layout_reason}.")
         rows = zip(listener.rows, texts[-len(indices) :], strict=True)
         heard += [json.dumps(row[: len(text)]) for row, text in rows]  # one short string each, in a file of a check
     if measured:
