@@ -40,7 +40,8 @@ def require_option(ok: bool, option: str, value: Any, rest: str) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is what torch or Python raises where memory is not enough; on the CPU torch says it in words."""
     names = {each.__name__ for each in type(error).mro()}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    in_words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return in_words or bool(names & {"MemoryError", "OutOfMemoryError"})
 
 
 def is_int(value: Any) -> bool:
