@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.architectures import READS_WHOLE
+from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
@@ -241,7 +241,11 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
         told += f"window drops some); use layout='auto' or leave {CACHE} out."
         require(options.layout == "auto", told)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
-    of_draft = [chosen] if drafter.model is None else layouts_of(drafter.model, drafts=True)
+    kind, draft_model = model.config.model_type, drafter.model
+    if draft_model is None or (draft_model.config.model_type == kind and kind not in LAYOUTS_OF):
+        of_draft = [chosen]  # of a type that is in no table the target is measured, and its draft is fed alike
+    else:
+        of_draft = layouts_of(draft_model, drafts=True)
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
