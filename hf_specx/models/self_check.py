@@ -39,7 +39,8 @@ LIMIT = 1e-3  # total variation, in float32 and wider
 HALF = 2.0**-11  # epsilon from which on precision is half
 ROUNDING, WORST_ROUNDING = 4.0, 0.2  # in half precision: times the rounding that was measured, and at most
 SHARPEST = 1e4  # at most so many times are flat logits sharpened
-EPSILONS = 8  # of half precision: so much total variation rounding explains, whatever was measured
+MATMUL = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}  # epsilon of products of float32
+EPSILONS = 4  # of half precision: so much total variation rounding explains, whatever was measured
 
 
 class Trait(NamedTuple):
@@ -88,27 +89,37 @@ def unproven(model: PreTrainedModel) -> frozenset[Trait]:
     for config in (model.config, model.config.get_text_config(decoder=True)):
         attention = str(config._attn_implementation)
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
-        if attention not in MASKED or (
-            function is not None and not hasattr(function, "uses") and _is_foreign(function)
-        ):
+        is_replaced = function is not None and not hasattr(function, "uses") and _is_foreign(function)  # ours has uses
+        if attention not in MASKED or is_replaced:
             traits.add(Trait(f"attn_implementation={attention!r} is not run by the tests", _identity(function)))
     for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         traits |= _foreign_hooks(hooks, "every module")
-    for module in model.modules():
-        kind: Any = type(module)
-        if _is_foreign_class(kind):
-            traits.add(Trait(f"{kind.__qualname__} is a class of {kind.__module__}", weakref.ref(kind)))
-        replaced = vars(module).get("_old_forward") or vars(module).get("forward")  # accelerate keeps what it wraps
-        forward = kind.forward if replaced is None else replaced
-        if _is_foreign(forward):
-            traits.add(Trait(f"the forward of {kind.__qualname__} is from elsewhere", _identity(forward)))
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            traits |= _foreign_hooks(hooks, kind.__qualname__) if hooks else set()
-        for parameter in module._parameters.values():
+    kinds: set[type[nn.Module]] = set()
+    for module in model.modules():  # there may be thousands, in each call
+        kind, held = type(module), vars(module)
+        if kind not in kinds:
+            kinds.add(kind)
+            traits |= _foreign_kind(kind)
+        replaced = held.get("_old_forward") or held.get("forward")  # accelerate keeps what it wraps
+        if replaced is not None and _is_foreign(replaced):
+            traits.add(Trait(f"the forward of a {kind.__qualname__} is from elsewhere", _identity(replaced)))
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            if held[name]:
+                traits |= _foreign_hooks(held[name], kind.__qualname__)
+        for parameter in held["_parameters"].values():
             tensor = type(parameter)
             if tensor not in PLAIN_TENSORS and parameter is not None and not tensor.__module__.startswith(DISTRIBUTED):
                 traits.add(Trait(f"{kind.__qualname__} has a {tensor.__qualname__} as a parameter"))
     return frozenset(traits)
+
+
+def _foreign_kind(kind: Any) -> set[Trait]:
+    """What is foreign in a class of modules."""
+    if _is_foreign_class(kind):
+        return {Trait(f"{kind.__qualname__} is a class of {kind.__module__}", weakref.ref(kind))}
+    if _is_foreign(kind.forward):
+        return {Trait(f"the forward of {kind.__qualname__} is from elsewhere", _identity(kind.forward))}
+    return set()
 
 
 def describe(traits: frozenset[Trait]) -> str:
@@ -327,11 +338,12 @@ def host_cache(runner: Decoder) -> Cache:
 
 
 def _epsilon(model: nn.Module) -> float:
-    """The precision of the coarsest numbers that a model computes with."""
+    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits."""
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     kinds = {parameter.device.type for parameter in model.parameters()}
     floats |= {torch.get_autocast_dtype(kind) for kind in kinds if kind != "meta" and torch.is_autocast_enabled(kind)}
-    return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+    products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in floats else 0.0
+    return max(products, *(torch.finfo(dtype).eps for dtype in floats))
 
 
 def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:

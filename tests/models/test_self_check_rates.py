@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.models.self_check import RESULTS, Difference, unproven
+from hf_specx.models.self_check import RESULTS, STEPS, Difference, unproven
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def measured(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Differ
     """What the check of the layout that it tried last has found."""
     draft = tiny(seed=1, vocab_size=target.config.get_text_config(decoder=True).vocab_size)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
-    target.generate(**inputs, do_sample=False, max_new_tokens=3, custom_generate=strategy)
+    target.generate(**inputs, do_sample=False, max_new_tokens=STEPS + 1, custom_generate=strategy)
     return list(RESULTS[target].values())[-1]
 
 
@@ -85,7 +85,7 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
         ids_of_rows = torch.tensor(rows)
         inputs = {"input_ids": ids_of_rows, "attention_mask": torch.ones_like(ids_of_rows)}
         strategy = SpeculativeDecoding(pair.draft, num_draft_tokens=4)
-        target.generate(**inputs, do_sample=False, max_new_tokens=3, custom_generate=strategy)
+        target.generate(**inputs, do_sample=False, max_new_tokens=STEPS + 1, custom_generate=strategy)
         figures.setdefault("embedded", []).append(list(RESULTS[target].values())[-1])
         handle.remove()
     for name, differences in figures.items():
