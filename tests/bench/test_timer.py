@@ -166,9 +166,9 @@ def test_rows_end_with_their_first_end_token(end_ids, texts, t5):
 
 
 def test_a_comparison_without_one_of_the_two_is_an_error():
-    target, options = tiny(), OPTIONS | {"num_beams": 2}  # which plain generate takes
-    with pytest.raises(ValueError, match="num_beams=2"):
-        compare(target, strategy(target, 1), [batch(1)], options, repeats=1)
+    other_tokens = SpeculativeDecoding(tiny(vocab_size=50), num_draft_tokens=1)  # plain generate has no draft
+    with pytest.raises(ValueError, match="scores 48 tokens and the draft 50"):
+        compare(tiny(), other_tokens, [batch(1)], OPTIONS, repeats=1)
 
 
 def test_assisted_generation_may_refuse_what_ours_takes():
