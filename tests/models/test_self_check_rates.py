@@ -3,6 +3,8 @@
 `pytest -s -m slow tests/models/test_self_check_rates.py` prints the table of hf_specx/models/README.md.
 """
 
+import statistics
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import zoo
 from tiny import prompts, tiny
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
@@ -94,3 +96,39 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
         nearest = max(difference.figure / difference.limit for difference in differences)
         print(f"\n{dtype}, {name}: {alarms} of {len(differences)}, largest {largest:.2g}, {nearest:.2g} of its limit")
         assert alarms == 0
+
+
+def llama_160m() -> PreTrainedModel:
+    """A random model of 160M parameters."""
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["embedded", "160M"])
+def test_what_it_costs(name: str, dtype: torch.dtype):
+    """Prints how many steps of plain `generate` a first call takes more than the next one; on an idle machine."""
+    target = (DraftTargetPair.embedded().target if name == "embedded" else llama_160m()).to(dtype)
+    draft = tiny(seed=1, vocab_size=target.config.vocab_size)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
+    ids = torch.randint(100, 200, (1, 32), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+
+    def seconds(**options: Any) -> float:
+        begun = time.perf_counter()
+        target.generate(**call, **options)
+        return time.perf_counter() - begun
+
+    figures = []
+    for _ in range(9):
+        step = (seconds(max_new_tokens=21) - seconds(max_new_tokens=1)) / 20
+        handle = target.register_forward_hook(lambda *_: None)  # a new one is measured anew
+        first, second = (seconds(max_new_tokens=8, custom_generate=strategy) for _ in range(2))
+        handle.remove()
+        figures.append((first - second) / step)
+    print(
+        f"\n{name}, {dtype}: {statistics.median(figures):.1f} plain steps ({min(figures):.1f} to {max(figures):.1f})"
+    )
