@@ -202,7 +202,7 @@ WRONG_TEXT = [
     ("only 0% of the tokens of a sample text are in both.*choose", partial(call, OTHER | NONE)),
     ("has another tokenizer .*one row at a time; choose a draft with", partial(call, OTHER, draft="recurrent")),
     ("not that of LlamaForCausalLM: 'W' has id 48.*pass", partial(call, OTHER | MORE)),
-    ("'padded' has not been shown .*'never_heard_of'.*use", partial(call, {"layout": "padded"}, target="unknown")),
+    ("'packed' has not been shown .*'never_heard_of'.*use", partial(call, {"layout": "packed"}, target="unknown")),
     # What a call asks for
     ("selects transformers-community/contrastive-.*; leave it out", partial(call, top_k=4, penalty_alpha=0.6)),
     ("needs the keys of all.*use", lambda: continued(full_window, {"layout": "ragged"}, "sliding", **later())),

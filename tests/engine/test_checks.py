@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import zoo
+from counting import reads_only
 from misuse import MODELS, PLAIN, WRONG_TEXT, full_window, get, two_tokens
 from tiny import near, prompts, tiny
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -28,7 +29,7 @@ def forwards():
         if isinstance(module, PreTrainedModel) and module.can_generate():
             seen.append(type(module).__name__)
 
-    handle = register_module_forward_pre_hook(note)
+    handle = register_module_forward_pre_hook(reads_only(note))
     yield seen
     handle.remove()
 
