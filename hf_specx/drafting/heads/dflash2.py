@@ -128,18 +128,20 @@ def dflash2_fields(
         fields["sliding_window_non_causal"] = True
     for field in ("conv_kernel_size", "conv_group_size", "selector_rank"):
         stated, number = said.get(field), fields[field]
-        told = f"has {field}={brief(stated)} in its config.json, and {number} by its tensors; get it again."
-        need(stated in (None, number), told)
+        message = f"has {field}={brief(stated)} in its config.json, and {number} by its tensors; get it again."
+        need(stated in (None, number), message)
     most: Any = said.get("selector_top_k", 16 if of_speculators else None)
-    told = f"has selector_top_k={brief(most)} in its config.json, and no tensor says of how many tokens it selects; "
+    message = (
+        f"has selector_top_k={brief(most)} in its config.json, and no tensor says of how many tokens it selects; "
+    )
     need(
         is_int(most) and 0 < most <= len(weights[CODEBOOK]),
-        f"{told}write the number of its makers there, 16 in most heads.",
+        f"{message}write the number of its makers there, 16 in most heads.",
     )
     for field, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0), ("final_logit_softcapping", 0)):
         value = neutral if said.get(field) is None else said[field]
-        told = f"has {field}={brief(value)} in its config.json, which is no number of 0 or more; get it again."
-        need(isinstance(value, int | float) and value >= 0, told)
+        message = f"has {field}={brief(value)} in its config.json, which is no number of 0 or more; get it again."
+        need(isinstance(value, int | float) and value >= 0, message)
         fields[field] = value
     return fields | {"selector_top_k": most}
 
@@ -153,11 +155,11 @@ def _shapes(weights: Weights, need: Callable[[Any, str], None]) -> dict[str, Any
     need(len(base) == 3 and len(projection) == len(codebook) == 2, f"has {needed} of wrong shapes; get it again.")
     _, taps, width = base
     groups = projection[0] // (2 * taps)
-    told = f"has {taps} taps of {width} channels, and {projection[0]} rows in {PROJECTION}; get it again."
-    need(groups and projection[0] == 2 * taps * groups and width % groups == 0, told)
+    message = f"has {taps} taps of {width} channels, and {projection[0]} rows in {PROJECTION}; get it again."
+    need(groups and projection[0] == 2 * taps * groups and width % groups == 0, message)
     scored = len(weights.get("lm_head.weight", weights[CODEBOOK]))
-    told = (
+    message = (
         f"scores {scored} tokens and selects from {codebook[0]}, and DFlash2 has one vocabulary; choose another head."
     )
-    need(scored == codebook[0], told)
+    need(scored == codebook[0], message)
     return {"conv_kernel_size": taps, "conv_group_size": width // groups, "selector_rank": codebook[1]}
