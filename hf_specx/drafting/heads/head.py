@@ -89,9 +89,13 @@ class DraftHead(PreTrainedModel):
         found = target.config.get_text_config(decoder=True).hidden_size, vocabulary(target)
         told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
-        embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
+        embed: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
+        if config.kind in OF_BLOCKS and hasattr(
+            embed, "embed_norm"
+        ):  # of Muse, whose blocks read the rows as they are
+            embed = nn.Embedding.from_pretrained(embed.weight)
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
-        return HeadDrafter(self.body, cast(nn.Module, embed), output, self.ids, self.places(target), self)
+        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self)
 
     @property
     def ids(self) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from alignment import (
 from head_files import EPS, random_head
 from many import assert_alone
 from tiny import prompts
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
@@ -103,6 +104,20 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     for settings in (GREEDY, SAMPLED):
         assert_aligned(head, draft, target, prompts(3), settings, least=80, layout=layout)
     assert_equals_stock(draft, target, prompts(3), layout=layout)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "eagle3"])
+def test_targets_that_norm_their_embeddings(name: str, tmp_path: Path):
+    """Blocks read the rows of Muse's table as they are, and EAGLE-3 what the target reads."""
+    target, head = target_of(), head_of(name, layers=1)
+    table = target.get_input_embeddings().weight
+    normed = MuseGlimmerTextNormedEmbedding(*table.shape, padding_idx=0)
+    normed.weight = table
+    target.set_input_embeddings(normed)
+    draft = loaded(head, tmp_path / "head", target)
+    if name == "eagle3":
+        head.weights["embed_tokens.weight"] = normed(torch.arange(len(table))).detach()
+    assert_aligned(head, draft, target, prompts(3), SAMPLED, least=40)
 
 
 FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "dflash2": 2}  # of a size, compiled
