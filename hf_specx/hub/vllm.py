@@ -63,12 +63,13 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
         number = FIXED_DRAFT_TOKENS if best is None else best.num_draft_tokens
     method = "block" if config.verification in (None, "block") else "standard"
     judged = {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
-    named = "eagle3" if kind == "peagle" else kind or "draft_model"
+    named = {None: "draft_model", "peagle": "eagle3", "dflash2": "dflash"}.get(kind, kind)
     speculative = {"method": named, **draft, "num_speculative_tokens": number}
     speculative |= {"use_heterogeneous_vocab": True} if mapped else judged if kind in (None, "eagle3") else {}
     speculative |= {"parallel_drafting": True} if kind == "peagle" else {}
     remarks = {
         "Measured in transformers, no draft was faster than the target alone; compare both in vLLM.": not config.pays,
+        "vLLM reads DFlash2 in z-lab's form, and a pair saves it in that of speculators.": kind == "dflash2",
         "How many tokens to draft was not measured in vLLM.": True,
         "vLLM has no coupled mode; rejection sampling is used instead.": config.verification == "coupled",
         "The models score different tokens: vLLM then drafts greedily, so another share is accepted.": mapped,

@@ -160,16 +160,27 @@ def pair(target, head_folder) -> DraftTargetPair:
     return pair
 
 
-def test_a_pair_is_saved_and_loaded_with_its_head(pair, tmp_path: Path):
+@pytest.fixture(scope="module")
+def selecting_head(target, tmp_path_factory) -> DraftHead:
+    folder = write(random_head("dflash2", vocab=SIZE), tmp_path_factory.mktemp("dflash2"), "z-lab 2")
+    return DraftHead.from_pretrained(folder, target=target)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
+def test_a_pair_is_saved_and_loaded_with_its_head(kind: str, pair, selecting_head, tmp_path: Path):
+    if kind == "dflash2":
+        pair = DraftTargetPair(pair.target, selecting_head, pair.tokenizer)
     pair.save_pretrained(tmp_path / "pair")
     again = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert isinstance(again.draft, DraftHead)
-    assert again.config.draft.model_type == "eagle3"
+    assert again.config.draft.model_type == kind
     same = again.draft.state_dict()
     assert all(torch.equal(same[name], tensor) for name, tensor in pair.draft.state_dict().items())
     assert torch.equal(again.generate(**prompts(3), **GREEDY), plain(pair.target, 3))
     assert again.report.drafted > 0
-    assert vllm(again.config, str(tmp_path / "pair")).speculative_config["method"] == "eagle3"
+    export = vllm(again.config, str(tmp_path / "pair"))
+    assert export.speculative_config["method"] == {"dflash2": "dflash"}.get(kind, kind)
+    assert any("z-lab's form" in remark for remark in export.remarks) == (kind == "dflash2")
 
 
 @pytest.mark.parametrize("name", ["suffix", "exit:1", "HEAD", "head:HEAD"])
@@ -192,11 +203,12 @@ def test_what_stands_in_place_of_a_draft_is_refused(target, tmp_path: Path):
         DraftTargetPair.from_pretrained(folder, draft=folder)
 
 
-def test_published_pairs_by_string(pair, tmp_path: Path):
+def test_published_pairs_by_string(pair, selecting_head, tmp_path: Path):
     """With what is published alone: transformers loads its code, and that the draft, its head and its tokenizer."""
     target, reports = predicting(), {}
     pairs = {"exit": EarlyExitDraft(1), "spoilt": with_trained_head(target), "suffix": SuffixDraft()}
     pairs = {name: DraftTargetPair(target, draft) for name, draft in pairs.items()}
+    pairs["dflash2"] = DraftTargetPair(pair.target, selecting_head, pair.tokenizer)
     pairs |= {"eagle3": pair, "other tokenizer": pair_of("byte-level", "byte-level, other merges")}
     for name, published in pairs.items():
         folder = tmp_path / name
@@ -210,4 +222,5 @@ def test_published_pairs_by_string(pair, tmp_path: Path):
     assert reports["exit"].acceptance_rate > 0.9 > reports["spoilt"].acceptance_rate
     assert reports["eagle3"].num_draft_tokens == 4  # that of the call, not the pair's
     assert reports["eagle3"].drafted > 0 < reports["other tokenizer"].drafted
+    assert reports["dflash2"].drafted > 0
     assert reports["other tokenizer"].tokenizer_match["match"] == "tokens"

@@ -37,6 +37,10 @@ class TinyHead:
     layer_types: list[str] | None = None
     window: int | None = None
     window_non_causal: bool = False
+    top_k: int = 4  # tokens that DFlash2 selects from
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    embedding_scale: float = 1.0
     form: str = "speculators"  # of its files, one of the `FORMS`
     extra: dict = field(default_factory=dict)  # more entries of config.json
 
@@ -66,6 +70,8 @@ def random_head(
     confidence: bool = False,
     heads: int = 3,
     rank: int = 6,
+    taps: int = 2,
+    group: int = 8,
     seed: int = 0,
     **settings,
 ) -> TinyHead:
@@ -75,7 +81,8 @@ def random_head(
         draft_vocab: tokens that it scores; None is all.
         width, states: of the head, and of the target's states.
         norms: "one" norm before `fc`, or one for "each" state.
-        heads, rank: of Medusa, and of DSpark's part that looks at the token before.
+        heads, rank: of Medusa, and of DSpark's and DFlash2's part that looks at the token before.
+        taps, group: of DFlash2's convolutions, positions and channels.
         **settings: fields of `TinyHead`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -138,6 +145,14 @@ def random_head(
         if confidence:
             found["confidence_head.proj.weight"] = matrix(1, width + rank)
             found["confidence_head.proj.bias"] = matrix(1)
+    if kind == "dflash2":
+        for name in (f"layers.{layer}.{part}_conv." for layer in range(layers) for part in ("attention", "mlp")):
+            found[f"{name}base_kernel"] = 0.6 * torch.randn(2, taps, width, generator=generator)
+            found[f"{name}kernel_projection.weight"] = matrix(2 * taps * width // group, width)
+        for part in ("predecessor", "successor"):
+            found[f"candidate_selector.{part}_codebook"] = matrix(vocab, rank) * rank**0.5
+        found["candidate_selector.hidden_projection.weight"] = matrix(rank, width)
+        settings = {"window_non_causal": True} | settings
     if not eagle:
         settings = {"block": 5, "from_anchor": kind == "dspark"} | settings
     if kind != "eagle3":
@@ -179,7 +194,8 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
     greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     proposal = {"algorithm": head.kind, "default_proposal_method": "greedy", "proposal_methods": [greedy]}
     proposal["verifier"] = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
-    config = {"architectures": ["Eagle3Speculator" if eagle else "DFlashSpeculator"]}
+    names = {"eagle3": "Eagle3Speculator", "peagle": "Eagle3Speculator", "dflash2": "DFlash2DraftModel"}
+    config = {"architectures": [names.get(head.kind, "DFlashSpeculator")]}
     config |= {"speculators_model_type": head.kind, "speculators_version": "0.9.0", "speculators_config": proposal}
     config |= {"draft_vocab_size": head.draft_vocab, "target_hidden_size": None}
     config["transformer_layer_config"] = _layer(head)
@@ -192,7 +208,7 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
         config |= {"sliding_window_non_causal": head.window_non_causal, "sample_from_anchor": head.from_anchor}
     if head.mask_token is not None:
         config["mask_token_id"] = head.mask_token
-    return config | _markov(head), head.weights
+    return config | _markov(head) | _selector(head), head.weights
 
 
 def _markov(head: TinyHead) -> dict:
@@ -202,6 +218,18 @@ def _markov(head: TinyHead) -> dict:
     sure = "confidence_head.proj.weight" in head.weights
     config = {"markov_rank": head.weights["markov_head.markov_w1.weight"].shape[1], "markov_head_type": head.markov}
     return config | {"enable_confidence_head": sure, "confidence_head_with_markov": sure}
+
+
+def _selector(head: TinyHead) -> dict:
+    """What DFlash2 has beside DFlash."""
+    if head.kind != "dflash2":
+        return {}
+    taps, width = head.weights["layers.0.attention_conv.base_kernel"].shape[1:]
+    groups = len(head.weights["layers.0.attention_conv.kernel_projection.weight"]) // (2 * taps)
+    rank = head.weights["candidate_selector.predecessor_codebook"].shape[1]
+    config = {"conv_kernel_size": taps, "conv_group_size": width // groups, "selector_rank": rank}
+    config |= {"selector_top_k": head.top_k, "output_multiplier": head.multiplier}
+    return config | {"final_logit_softcapping": head.softcap or None, "input_embedding_scale": head.embedding_scale}
 
 
 def _flat(head: TinyHead) -> dict:
@@ -255,6 +283,14 @@ def _zlab(head: TinyHead) -> tuple[dict, dict]:
     return config | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}, head.weights
 
 
+def _zlab2(head: TinyHead) -> tuple[dict, dict]:
+    """The options of DFlash2 all stand in a part of its config; in published files layers with a window see all."""
+    config, weights = _zlab(head)
+    config["dflash_config"] |= {"block_size": config.pop("block_size")} | _selector(head)
+    causal = {"is_causal": False} if head.window_non_causal else {}
+    return config | {"architectures": ["DFlash2DraftModel"], "auto_map": None} | causal, weights
+
+
 def _medusa(head: TinyHead) -> tuple[dict, dict]:
     """Counts in configs can be wrong: the weights have the last word."""
     return {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}, head.weights
@@ -267,6 +303,7 @@ FORMS = {
     "angelslim": _angelslim,
     "deepspec": _deepspec,
     "z-lab": _zlab,
+    "z-lab 2": _zlab2,
     "medusa": _medusa,
     "medusa safetensors": _medusa,
 }

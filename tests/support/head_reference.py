@@ -145,12 +145,13 @@ def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int],
     """[block, H] the normed states of a block: the newest token, and masks behind it."""
     context = _rms(_project(weights, "fc", torch.cat(states, -1)), weights["hidden_norm.weight"])
     n = len(context)
-    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])]
+    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])] * head.embedding_scale
     before, here = torch.arange(n), torch.arange(n, n + head.block)
     keys = torch.cat([before, here])
     for number in range(head.layers):
         layer = f"layers.{number}."
-        u = _rms(x, weights[f"{layer}input_layernorm.weight"])
+        normed = _rms(x, weights[f"{layer}input_layernorm.weight"])
+        u = _convolved(weights, f"{layer}attention_conv.", normed, normed, 0)
         q = _heads(weights, layer, "q", u, here, head)
         k, v = (
             torch.cat(
@@ -163,9 +164,29 @@ def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int],
             seen = (here[:, None] - keys < head.window) | (keys >= n)
             if not head.window_non_causal:
                 seen &= keys <= here[:, None]
-        x = x + _attend(weights, layer, q, k, v, seen)
-        x = x + _mlp(weights, layer, _rms(x, weights[f"{layer}post_attention_layernorm.weight"]))
+        x = x + _convolved(weights, f"{layer}attention_conv.", normed, _attend(weights, layer, q, k, v, seen), 1)
+        normed = _rms(x, weights[f"{layer}post_attention_layernorm.weight"])
+        y = _mlp(weights, layer, _convolved(weights, f"{layer}mlp_conv.", normed, normed, 0))
+        x = x + _convolved(weights, f"{layer}mlp_conv.", normed, y, 1)
     return _rms(x, weights["norm.weight"])
+
+
+def _convolved(weights: dict, name: str, read: Tensor, x: Tensor, side: int) -> Tensor:
+    """[block, H] of DFlash2: each slot is a sum over itself and those before, with weights that what is read tells.
+
+    `side` 0 is before a part of a layer, 1 behind it. Heads without convolutions have x itself.
+    """
+    if f"{name}base_kernel" not in weights:
+        return x
+    base, projection = weights[f"{name}base_kernel"], weights[f"{name}kernel_projection.weight"]
+    taps, width = base.shape[1:]
+    groups = len(projection) // (2 * taps)
+    y = torch.zeros_like(x)
+    for slot in range(len(x)):
+        dynamic = (projection @ read[slot]).view(2, taps, groups)
+        for tap in range(min(taps, slot + 1)):
+            y[slot] += (base[side, tap] + dynamic[side, tap].repeat_interleave(width // groups)) * x[slot - tap]
+    return y
 
 
 def _dflash(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
@@ -192,6 +213,20 @@ def _dspark(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
     return slots[len(drafted) + first] @ output.T + added
 
 
+def _dflash2(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """The best tokens of a slot, of which the token before and the state choose."""
+    z = _block(head, weights, embeddings, tokens, states)[len(drafted) + (not head.from_anchor)]
+    logits = head.multiplier * (z @ output.T)
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    name, before = "candidate_selector.", [*tokens, *drafted][-1]
+    asked = weights[f"{name}predecessor_codebook"][before] * (weights[f"{name}hidden_projection.weight"] @ z)
+    scores = torch.full_like(logits, -torch.inf)
+    for token in logits.argsort(descending=True)[: head.top_k].tolist():
+        scores[token] = logits[token] + asked @ weights[f"{name}successor_codebook"][token]
+    return scores
+
+
 def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
     """Each head reads the newest state alone, and proposes for its own distance."""
     number, z = len(drafted), states[0][-1]
@@ -200,7 +235,8 @@ def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
     return weights[f"{number}.{head.layers}.weight"] @ z
 
 
-PROPOSALS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark, "medusa": _medusa}
+PROPOSALS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark, "dflash2": _dflash2}
+PROPOSALS["medusa"] = _medusa
 
 
 def target_states(model: nn.Module, layer_ids: Sequence[int], input_ids: Tensor, **inputs) -> list[Tensor]:

@@ -10,6 +10,15 @@ from .config import HeadConfig
 from .layers import Entries, HeadLayer, norm
 
 
+class BlockLayer(HeadLayer):
+    """A layer whose entries of a block see the context as well."""
+
+    def forward(self, states: torch.Tensor, context: torch.Tensor, entries: Entries) -> torch.Tensor:  # type: ignore[override]
+        """[R, q, H] of a block's states [R, q, H], and of the context [R, m, H] that it is to see first now."""
+        read = self.input_layernorm(states)
+        return self.after(states, read, self.self_attn.keys(torch.cat([context, read], 1), entries), entries)
+
+
 class Block(Body):
     """Entry i of a row is the target's state at token i, of which each layer makes keys and values, and nothing else.
 
@@ -19,6 +28,7 @@ class Block(Body):
     layers: Any
     markov_head: "MarkovHead"
     sees_ahead = True
+    layer_class: type[HeadLayer] = BlockLayer
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -27,8 +37,9 @@ class Block(Body):
         width = config.target_hidden_size * len(config.layer_ids or ())
         self.fc = nn.Linear(width, config.hidden_size, config.fc_bias)
         self.hidden_norm, self.norm = norm(config), norm(config)
-        self.layers = nn.ModuleList(HeadLayer(config, number) for number in range(config.num_hidden_layers))
-        if config.markov_rank:
+        self.layers = nn.ModuleList(self.layer_class(config, number) for number in range(config.num_hidden_layers))
+        self.corrects = config.markov_rank > 0
+        if self.corrects:
             self.markov_head = MarkovHead(config)
         if config.confidence_head:
             before = config.markov_rank if config.confidence_head_with_markov else 0
@@ -50,9 +61,7 @@ class Block(Body):
     def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
         context, states = self.fused(states), embedded
         for layer in self.layers:
-            read = layer.input_layernorm(states)
-            keys = layer.self_attn.keys(torch.cat([context, read], 1), entries)
-            states = layer.after(states, read, keys, entries)
+            states = layer(states, context, entries)
         return self.norm(states if self.config.sample_from_anchor else states[:, 1:])[:, :number], None
 
     def scored(self, scores: Any, states: torch.Tensor, tokens: torch.Tensor, memory: Any, asked: bool) -> Scored:

@@ -22,6 +22,7 @@ class Body(nn.Module):
     most: int | None = None  # candidates of a round at most; None for any number
     chained = False  # whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H]
     sees_ahead = False  # whether all entries behind the last true one see each other
+    corrects = False  # whether `scored` changes scores
     has_keys = True  # whether it attends to earlier entries
     config: HeadConfig
 

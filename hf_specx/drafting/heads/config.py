@@ -11,12 +11,15 @@ ARCHITECTURES = {
     "peagle": "PEagleSpeculator",
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
+    "dflash2": "DFlash2DraftModel",
     "medusa": "MedusaModel",
 }
-OF_EAGLE, OF_BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")
+OF_EAGLE, OF_BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark", "dflash2")
 OF_ALL = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OF_BLOCK = ("block_size", "sample_from_anchor", "sliding_window_non_causal")
 OF_MARKOV = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
+OF_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OF_DFLASH2 = (*OF_SELECTOR, "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 OF_LAYERS = """
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     rms_norm_eps max_position_embeddings attention_bias layer_types sliding_window
@@ -30,7 +33,7 @@ class HeadConfig(PreTrainedConfig):
     the last one before the final norm, for Medusa behind it.
     """
 
-    kind: str = "eagle3"  # or "peagle", "dflash", "dspark", "medusa"
+    kind: str = "eagle3"  # or "peagle", "dflash", "dspark", "dflash2", "medusa"
     layer_ids: list[int] | None = None  # which states of the target it reads
     hidden_size: int = 0
     target_hidden_size: int = 0
@@ -64,6 +67,13 @@ class HeadConfig(PreTrainedConfig):
     markov_head_type: str = "vanilla"
     confidence_head: bool = False  # whether the head says how sure it is of a candidate
     confidence_head_with_markov: bool = False  # and looks at the token before for that
+    conv_kernel_size: int = 0  # of DFlash2: positions of a block that a convolution joins
+    conv_group_size: int = 0  # channels that share what it adds to a kernel
+    selector_rank: int = 0  # of what the token before and the state say of a candidate
+    selector_top_k: int = 0  # candidates of a place
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0  # 0 is none
+    input_embedding_scale: float = 1.0
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
     num_draft_tokens: int = 5  # how many candidates its makers recommend
@@ -85,6 +95,8 @@ class HeadConfig(PreTrainedConfig):
         if self.kind == "dspark":
             found |= {name: getattr(self, name) for name in OF_MARKOV}
             found["enable_confidence_head"] = self.confidence_head
+        if self.kind == "dflash2":
+            found |= {name: getattr(self, name) for name in OF_DFLASH2}
         return found | {
             f"{'eagle_' * is_eagle}aux_hidden_state_layer_ids": self.layer_ids,
             "speculators_model_type": self.kind,

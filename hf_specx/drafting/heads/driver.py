@@ -269,7 +269,7 @@ class HeadDrafter(SampledCandidateGenerator):
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
         given = self.scores[place], self.states[place], moved(tokens, self.device), self.state, self.least > 0
-        score = partial(self.decoder, "scored", None) if self.body.config.markov_rank else self.body.scored
+        score = partial(self.decoder, "scored", None) if self.body.corrects else self.body.scored
         scores, self.state, sure = score(*given)
         self.sure += [] if sure is None else [sure]
         return scores

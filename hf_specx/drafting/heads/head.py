@@ -17,6 +17,7 @@ from hf_specx.models.prompts import Place
 
 from .block import Block
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
+from .dflash2 import DFlash2
 from .driver import HeadDrafter
 from .eagle import Eagle
 from .medusa import Medusa
@@ -25,7 +26,7 @@ from .tensors import check_tensors
 
 
 class DraftHead(PreTrainedModel):
-    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa.
+    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash and DFlash2, DSpark or Medusa.
 
     It is a draft for `SpeculativeDecoding`, of the target that it was made for alone.
 
@@ -40,7 +41,7 @@ class DraftHead(PreTrainedModel):
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
-        kinds = dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block)
+        kinds = dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2}
         self.body: Any = kinds.get(config.kind, Medusa)(config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -88,9 +89,13 @@ class DraftHead(PreTrainedModel):
         found = target.config.get_text_config(decoder=True).hidden_size, vocabulary(target)
         told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
-        embed = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
+        embed: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
+        if config.kind in OF_BLOCKS and hasattr(
+            embed, "embed_norm"
+        ):  # of Muse, whose blocks read the rows as they are
+            embed = nn.Embedding.from_pretrained(embed.weight)
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
-        return HeadDrafter(self.body, cast(nn.Module, embed), output, self.ids, self.places(target), self)
+        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self)
 
     @property
     def ids(self) -> torch.Tensor | None:

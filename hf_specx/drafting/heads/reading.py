@@ -11,7 +11,8 @@ from hf_specx.common.checkpoints import HUB, read_config, read_weights
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
-from .config import OF_BLOCKS, OF_EAGLE, OF_LAYERS, HeadConfig
+from .config import OF_BLOCKS, OF_DFLASH2, OF_EAGLE, OF_LAYERS, HeadConfig
+from .dflash2 import dflash2_fields, is_dflash2
 from .tensors import Weights, canonical, check_vocabulary, linear_layers
 
 
@@ -22,7 +23,6 @@ OF_CONFIGS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dfl
 OF_CONFIGS |= {"target_layer_ids"}
 GIVE = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
 GEMMA = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "layer_scalar", "v_norm")
-CONVOLUTIONS = ("attention_conv", "mlp_conv", "candidate_selector")
 MEANT = """
     speculators_model_type speculators_version speculators_config transformer_layer_config auto_map draft_vocab_size
     truncated_vocab_size target_hidden_size eagle_config dflash_config target_layer_ids num_target_layers
@@ -130,6 +130,7 @@ class Reader:
         fields = self._layer(qk_norm)
         fields |= self._shapes(fields) | {field: tensor in self.weights for field, tensor in THERE.items()}
         fields |= {field: self.said[field] for field in STATED if self.said.get(field)}
+        fields |= dflash2_fields(self.raw, self.said, self.weights, self.need) if kind == "dflash2" else {}
         self._check_target(fields["vocab_size"])
         fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
         config = HeadConfig(**fields, layer_ids=self._layer_ids(kind, layer_ids))
@@ -139,14 +140,14 @@ class Reader:
     def _check_supported(self) -> None:
         """Refuse, by its name, what would change the head's forward and is not supported."""
         plain = "are not supported; choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers."
-        for parts, what in ((GEMMA, "blocks of Gemma"), (CONVOLUTIONS, "the convolutions of DFlash2")):
-            part = next((weight for weight in sorted(self.weights) if any(part in weight for part in parts)), None)
-            self.need(part is None, f"has {what} ({part}), which {plain}")
+        part = next((weight for weight in sorted(self.weights) if any(part in weight for part in GEMMA)), None)
+        self.need(part is None, f"has blocks of Gemma ({part}), which {plain}")
         model_type = self.raw.get("model_type", "")
         self.need(not str(model_type).startswith("gemma"), f"is for {model_type}, whose blocks {plain}")
         told = "has speculators_model_type='mtp', which is not supported; use MtpDraft() for layers of the target."
         self.need(self.raw.get("speculators_model_type") != "mtp", told)
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
+        defaults |= set(OF_DFLASH2 if is_dflash2(self.raw, self.weights) else ())
         for option, value in sorted(self.said.items()):
             known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
             right = value is None or value in ONLY.get(option, (False,)) or (option not in ONLY and known)
@@ -177,6 +178,7 @@ class Reader:
         stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
         spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
         found = "dspark" if spark or stated == "dspark" else "dflash"
+        found = "dflash2" if is_dflash2(self.raw, self.weights) else found
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
         told = f"has speculators_model_type={brief(stated)} in its config.json and tensors of {found}; get it again, "

@@ -16,6 +16,7 @@ from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.heads.block import Block
+from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter
 
 
@@ -129,6 +130,7 @@ def assert_equals_stock(
 
 
 LAST, BEGIN, TOKENS, SCORED = Batch.last, HeadDrafter.begin, HeadDrafter.tokens, Block.scored
+SELECTED = DFlash2.scored
 
 
 def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
@@ -148,3 +150,8 @@ def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memo
     earlier, inner = memory or (tokens, None)
     scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
     return scores, (tokens, inner), sure
+
+
+def selected_early(body: DFlash2, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
+    """As `told_early`, of the selector."""
+    return SELECTED(body, scores, states, tokens if memory is None else memory, None, asked)[0], tokens, None

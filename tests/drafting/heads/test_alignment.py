@@ -13,6 +13,7 @@ from alignment import (
     assert_equals_stock,
     begun_early,
     loaded,
+    selected_early,
     target_of,
     told_early,
     unshifted,
@@ -21,10 +22,13 @@ from alignment import (
 from head_files import EPS, random_head
 from many import assert_alone
 from tiny import prompts
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
+from hf_specx.drafting.heads import dflash2
 from hf_specx.drafting.heads.block import Block, MarkovHead
+from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
 from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.reading import read_head
@@ -52,6 +56,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": {"draft_vocab": 24, "layers": 2, "confidence": True},
     "dspark gated": {"markov": "gated"},
     "dspark rnn": {"markov": "rnn", "width": 64},
+    "dflash2": {"layers": 2, "embedding_scale": 0.5},
+    "dflash2 of three taps": {"taps": 3, "group": 4, "multiplier": 1.5, "softcap": 2.0, "top_k": 7, **OWN},
+    "dflash2 with its anchor": {"from_anchor": True, "width": 64},
+    "dflash2 with a window": WINDOW | {"window_non_causal": False},
+    "dflash2 with a window of blocks": WINDOW,
     "medusa": {"layers": 2},
     "eagle3 by SafeAILab": {"form": "safeailab", "draft_vocab": 24, "theta": 10000.0},
     "eagle3 by SafeAILab, whole": {"form": "safeailab", "theta": 10000.0, "own_head": True},
@@ -61,6 +70,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash by DeepSpec": {"form": "deepspec", "layer_ids": (2, 4, 6), **OWN},
     "dspark by DeepSpec": {"form": "deepspec", "markov": "rnn", **OWN},
     "dflash by z-lab": {"form": "z-lab", "layers": 2},
+    "dflash2 by z-lab": {"form": "z-lab 2", "layers": 2, "multiplier": 0.5, "softcap": 3.0, "embedding_scale": 2.0},
+    "dflash2 by z-lab with a window": {"form": "z-lab 2", **WINDOW},
+    "dflash2 by z-lab with a causal window": {"form": "z-lab 2", **WINDOW, "window_non_causal": False},
     "medusa in safetensors": {"form": "medusa safetensors"},
 }
 
@@ -85,7 +97,7 @@ def test_heads(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark", "medusa"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
 def test_layouts(name: str, layout: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
     draft = loaded(head, tmp_path / "head", target)
@@ -94,11 +106,26 @@ def test_layouts(name: str, layout: str, tmp_path: Path):
     assert_equals_stock(draft, target, prompts(3), layout=layout)
 
 
-FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "eagle3 of three layers": 2, "peagle": 1}  # of a size, compiled
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "eagle3"])
+def test_targets_that_norm_their_embeddings(name: str, tmp_path: Path):
+    """Blocks read the rows of Muse's table as they are, and EAGLE-3 what the target reads."""
+    target, head = target_of(), head_of(name, layers=1)
+    table = target.get_input_embeddings().weight
+    normed = MuseGlimmerTextNormedEmbedding(*table.shape, padding_idx=0)
+    normed.weight = table
+    target.set_input_embeddings(normed)
+    draft = loaded(head, tmp_path / "head", target)
+    if name == "eagle3":
+        head.weights["embed_tokens.weight"] = normed(torch.arange(len(table))).detach()
+    assert_aligned(head, draft, target, prompts(3), SAMPLED, least=40)
+
+
+FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "dflash2": 2}  # of a size, compiled
+FORWARDS |= {"eagle3 of three layers": 2, "peagle": 1}
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("names", [list(FORWARDS)[:3], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [list(FORWARDS)[:4], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
 def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
     run, target = regions.Regions.run, target_of(num_hidden_layers=4)
@@ -120,7 +147,7 @@ def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path, monke
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("name", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["eagle3", "dflash2", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_compiled_queues(name: str, traced: None, tmp_path: Path):
     """Prompts that come later are read into the buffers, also such as have no room there."""
     target, head = target_of(num_hidden_layers=4), head_of(name, layer_ids=(1, 2, 3))
@@ -151,7 +178,27 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
     OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
-OBSERVE, FORWARD = Feed.observe, Eagle.forward
+def codebooks_swapped(draft: DraftHead) -> None:
+    selector = draft.body.candidate_selector
+    books = selector.predecessor_codebook, selector.successor_codebook
+    selector.successor_codebook, selector.predecessor_codebook = books
+
+
+def sides_swapped(draft: DraftHead) -> None:
+    for layer in draft.body.layers:
+        layer.attention_conv.base_kernel.copy_(layer.attention_conv.base_kernel.flip(0))
+
+
+def one_candidate_more(draft: DraftHead) -> None:
+    draft.body.candidate_selector.top_k += 1
+
+
+def over_borders(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """The blocks of all rows behind each other, as if they were one."""
+    return CONVOLVED(states.flatten(0, 1)[None], kernel.flatten(0, 1)[None]).view_as(states)
+
+
+OBSERVE, FORWARD, CONVOLVED = Feed.observe, Eagle.forward, dflash2.convolved
 CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is said
     "ids one off": {"layer_ids": [3, 5, 6]},
     "states in another order": {"layer_ids": [4, 2, 5]},
@@ -167,6 +214,17 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
     "no word of the token before": {
         "head": "dspark gated",
         "patch": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
+    },
+    "a convolution over the border of blocks": {"head": "dflash2", "patch": (dflash2, "convolved", over_borders)},
+    "convolutions before for those behind": {"head": "dflash2", "change": sides_swapped},
+    "codebooks swapped": {"head": "dflash2", "change": codebooks_swapped},
+    "one candidate more": {"head": "dflash2", "change": one_candidate_more},
+    "a selector of an earlier token": {"head": "dflash2", "patch": (DFlash2, "scored", selected_early)},
+    "a block not scaled": {"head": "dflash2", "patch": ("config", "input_embedding_scale", 1.0)},
+    "places for those before": {"head": "dflash2", "patch": ("config", "sample_from_anchor", True)},
+    "a block that sees nothing ahead": {
+        "head": "dflash2 by z-lab with a window",
+        "patch": ("config", "sliding_window_non_causal", False),
     },
     "word of an earlier token": {"head": "dspark rnn", "patch": (Block, "scored", told_early)},
 }

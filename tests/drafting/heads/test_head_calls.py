@@ -24,14 +24,15 @@ from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.models import ragged
 
 
-KINDS = ("eagle3", "peagle", "dspark", "medusa")
+KINDS = ("eagle3", "peagle", "dspark", "dflash2", "medusa")
+WHOLE = ("dflash2", "medusa")  # heads that score all tokens
 CUT = {"dspark": 0.25}  # below which a head's own confidence ends a row
 ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
 
 
 def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
     target = target_of()
-    more = ({} if kind == "medusa" else {"draft_vocab": 24}) | {"confidence": kind == "dspark"} | more
+    more = ({} if kind in WHOLE else {"draft_vocab": 24}) | {"confidence": kind == "dspark"} | more
     head = random_head(kind, **more)
     return head, loaded(head, folder / "head", target), target
 
@@ -52,13 +53,14 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     watch.check(50 if cut else 200)
 
 
-def test_a_long_queue(tmp_path: Path):
-    _, draft, target = made("eagle3", tmp_path)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
+def test_a_long_queue(kind: str, tmp_path: Path):
+    _, draft, target = made(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
     assert_alone(SpeculativeDecoding(draft, num_draft_tokens=2), target, requests(300), **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)
     strategy, found = SpeculativeDecoding(draft, num_draft_tokens=3), []
@@ -84,7 +86,7 @@ class Int8(torch.nn.Linear):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
 def test_quantised_targets(kind: str, tmp_path: Path):
     """Also where the head scores by the target's own output, in another precision, and in autocast."""
     target = target_of()
@@ -141,11 +143,22 @@ def test_targets_with_several_states_of_a_token(tmp_path: Path):
         target.generate(**prompts(5), **GREEDY, prefill_chunk_size=4, custom_generate=SpeculativeDecoding(draft))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+class Strict(Automaton):
+    """Is given no token that it does not allow."""
+
+    def accept(self, row: int, token: int) -> None:
+        assert self.table[self.state(row, self.texts.get(row, []))][token]
+        super().accept(row, token)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
 def test_grammars(kind: str, tmp_path: Path):
-    """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary."""
-    _, draft, target = made(kind, tmp_path, draft_vocab=6)
-    known, right = set(draft.ids.tolist()), []
+    """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary.
+
+    Where they miss the few tokens that a head selects from, one of the others is.
+    """
+    _, draft, target = made(kind, tmp_path, **{} if kind in WHOLE else {"draft_vocab": 6})
+    known, right = set(range(48) if draft.ids is None else draft.ids.tolist()), []
 
     def note(done: Round) -> None:
         for index, length in enumerate(done.draft.lengths):
@@ -154,7 +167,7 @@ def test_grammars(kind: str, tmp_path: Path):
                 right.append(forced or token in known)
 
     def fresh() -> dict[str, Any]:
-        return {"logits_processor": [Automaton(48, 11)]}
+        return {"logits_processor": [Strict(48, 11)]}
 
     for verification in (None, "token", "coupled"):
         settings = GREEDY if verification is None else SAMPLED

@@ -105,6 +105,10 @@ def more(**extra) -> TinyHead:
     return changed(extra=extra)
 
 
+def of_block(kind: str, form: str = "speculators", **extra) -> TinyHead:
+    return random_head(kind, form=form, extra=extra)
+
+
 def with_table(name: str, change: Callable[[torch.Tensor], torch.Tensor], lacks: str = "") -> TinyHead:
     """A head for a part of the vocabulary, with another table of what that is."""
     return changed(lacks=lacks, has={name: change(random_head(draft_vocab=24).weights["t2d"])}, draft_vocab=24)
@@ -118,6 +122,7 @@ def as_ids(kept: torch.Tensor) -> torch.Tensor:
     return kept.nonzero().flatten()
 
 
+SELECTOR = "candidate_selector."
 IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
 CASES = {
     "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
@@ -140,7 +145,32 @@ CASES = {
     "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
     "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
     "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
-    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"of DFlash2"),
+    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"1 tensors that a head of kind eagle3"),
+    "selector": (
+        lambda: changed("dflash2", f"{SELECTOR}hidden_projection.weight"),
+        r"lacks 1 tensors.*dflash2.*hidden",
+    ),
+    "no codebook": (
+        lambda: changed("dflash2", f"{SELECTOR}successor_codebook"),
+        r"lacks 1 tensors.*successor_codebook",
+    ),
+    "no convolution": (
+        lambda: changed("dflash2", "layers.0.mlp_conv.base_kernel"),
+        r"lacks 1 tensors.*mlp_conv\.base",
+    ),
+    "DFlash2 by name": (
+        lambda: of_block("dflash", "z-lab", architectures=["DFlash2DraftModel"]),
+        r"which DFlash2 has",
+    ),
+    "top k": (lambda: of_block("dflash2", "z-lab 2", dflash_config={}), r"selector_top_k=None.*of how many tokens"),
+    "wide top k": (lambda: of_block("dflash2", selector_top_k=49), r"selector_top_k=49"),
+    "rank": (lambda: of_block("dflash2", selector_rank=7), r"selector_rank=7.* and 6 by its tensors"),
+    "softcap": (lambda: of_block("dflash2", final_logit_softcapping="x"), r"final_logit_softcapping='x'.*no number"),
+    "part": (lambda: random_head("dflash2", draft_vocab=24), r"scores 24 tokens and selects from 48"),
+    "cap of DFlash": (
+        lambda: of_block("dflash", final_logit_softcapping=30.0),
+        r"final_logit_softcapping=30.0.*not sup",
+    ),
     "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
     "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
     "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
