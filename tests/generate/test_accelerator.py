@@ -16,6 +16,7 @@ import zoo
 from accelerator import emulated, on_device
 from automaton import Automaton
 from collectors import RowCollector
+from gemma4_models import assistant_of, gemma4_target
 from head_files import random_head, write
 from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
@@ -76,6 +77,9 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name in ("t5", "bart", "m2m_100"):
         target = zoo.build("seq2seq", name)
         return target, near(target, 0.25)
+    if name == "gemma4":
+        target = gemma4_target("E2B", vocab_size=VOCAB_SIZE, vocab_size_per_layer_input=VOCAB_SIZE)
+        return target, assistant_of(target)
     if name in ("eagle3", "dspark"):
         target = tiny(num_hidden_layers=4)
         head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=24)
@@ -174,6 +178,10 @@ KINDS |= {
     "eagle3, queue": Kind("eagle3", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "dspark": Kind("dspark"),
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
+    "gemma4 assistant": Kind("gemma4"),
+    "gemma4 assistant, padded": Kind("gemma4", options={"layout": "padded"}),
+    "gemma4 assistant, packed": Kind("gemma4", options={"layout": "packed"} | COUPLED),
+    "gemma4 assistant, queue": Kind("gemma4", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "streamer": Kind(options={"streamer": RowCollector}),
 }
 
