@@ -4,6 +4,8 @@
 takes the target's keys and states, and nothing of the assistant but its weights.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ def gemma4_target(kind: str = "12B", seed: int = 2, **changes: Any) -> PreTraine
     return disturbed(model)
 
 
-def assistant_of(target: PreTrainedModel, seed: int = 3, unified: bool = False, **changes: Any) -> PreTrainedModel:
+def assistant_of(target: PreTrainedModel, seed: int = 4, unified: bool = False, **changes: Any) -> PreTrainedModel:
     """An assistant of four layers, of another width than the target's."""
     text = target.config
     sizes = COMMON | {"hidden_size": 24, "num_hidden_layers": 4, "num_kv_shared_layers": 4}
@@ -74,8 +76,9 @@ def disturbed(model: PreTrainedModel) -> PreTrainedModel:
 def assistant_logits(
     assistant: PreTrainedModel,
     target: PreTrainedModel,
-    text: list[int],
-    drafted: list[int],
+    read: Any,
+    text: Sequence[int],
+    drafted: Sequence[int],
     keys: int = 0,
     position: int = 0,
     window: int = 0,
@@ -83,14 +86,12 @@ def assistant_logits(
     """[V] of the candidate behind those that are `drafted`, -inf for tokens of other clusters.
 
     Args:
+        read: what the target gives for the text, see `target_read`.
         text: [n + 1], of which the target has read all but the last.
         keys, position, window: what wrong variants add: to the keys that are seen, the position, the window.
     """
-    weights = {name: value.double() for name, value in assistant.state_dict().items()}
-    config, n = assistant.config.get_text_config(), len(text) - 1
-    seen = n + keys  # one more is the key of the token that follows
-    ids = torch.tensor([[*text, *drafted, 0][: max(n, seen)]])
-    read = target(ids, output_hidden_states=True, return_shared_kv_states=True)
+    weights, config, n = _doubles(assistant), assistant.config.get_text_config(), len(text) - 1
+    seen = n + keys  # one more is the key of the last token
     state = read.hidden_states[-1][0, n - 1].double()
     scale, embeddings = target.config.hidden_size**0.5, target.get_input_embeddings().weight.double()
     for token in [text[-1], *drafted]:
@@ -109,6 +110,18 @@ def assistant_logits(
     likely = (weights["masked_embedding.centroids.weight"] @ normed).sort(descending=True).indices
     allowed = clusters[likely[: assistant.config.centroid_intermediate_top_k]].flatten()
     return torch.full_like(scores, -torch.inf).index_copy(0, allowed, scores[allowed])
+
+
+@torch.no_grad()
+def target_read(target: PreTrainedModel, text: Sequence[int]) -> Any:
+    """States and keys of the target for a text [n + 1], without a cache."""
+    ids = torch.tensor([list(text)])
+    return target(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+
+
+@cache
+def _doubles(assistant: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in assistant.state_dict().items()}
 
 
 def _layer(weights: dict, layer: str, config: Any, kind: str, x: Tensor, position: int, key: Tensor, value: Tensor):
