@@ -82,7 +82,7 @@ class Drafter(Protocol):
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`, and where: at `places` in the target, by default behind
-            its final norm.
+            its final norm; `hidden_of_all`, whether of prompts those of all tokens, or of the last alone.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
         own_text: whether its model reads a text of its own, in other tokens than the target's; `matching` says how.
         parts: of a draft that chooses among several; empty for any other.
@@ -92,6 +92,7 @@ class Drafter(Protocol):
     decoder: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
+    hidden_of_all: bool = True
     places: Sequence[Place] = ()
     max_candidates: int | None = None
     own_text: bool = False

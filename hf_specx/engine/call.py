@@ -132,6 +132,7 @@ def make_call(
         max_new_tokens=stopping.max_new_tokens,
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
+        hidden_of_all=drafter.hidden_of_all,
         places=drafter.places,
         longest=stopping.max_new_tokens,
         in_step=synced,
@@ -255,7 +256,7 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
         notes.append(f"whole batches, since {whole}")
     elif queued and (anew := why_read_anew(model)):
         notes.append(f"prompts that begin alike are read anew, since {anew}")
-    if drafter.needs_hidden and (held or not prompt.input_ids.shape[1]):
+    if drafter.needs_hidden and drafter.hidden_of_all and (held or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not whole)

@@ -22,6 +22,7 @@ from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrappe
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import PROBE_SHARE, Costs
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.heads.gemma4 import read_assistants
 from hf_specx.drafting.heads.named import loaded, read_names
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
@@ -264,7 +265,7 @@ class SpeculativeDecoding(NoModel):
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
         self.load(target)
-        draft, ours, other = self.draft_model, self.tokenizer, self.draft_tokenizer
+        draft, ours, other = read_assistants(self.draft_model), self.tokenizer, self.draft_tokenizer
         if ours is not None and other is not None and not same_tokens(ours, other):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)

@@ -34,6 +34,17 @@ class Forward(NamedTuple):
     hidden: torch.Tensor | None = None  # [R, K + 1, H], of the last layer, or joined those of places; if they are read
 
 
+class SharedKeys(NamedTuple):
+    """What a query at the last token that the cache has read of each row may attend to, in layers of each kind.
+
+    There is a query for each decoding row, in the shape [r, q] that the layout feeds the model: r * q = R.
+    """
+
+    positions: torch.Tensor  # [r, q] of the queries
+    masks: dict[str, torch.Tensor]  # [r, 1, q, S] by kind, bool, or additive as the model takes them
+    keys: dict[str, tuple[torch.Tensor, torch.Tensor]]  # keys and values [r, H, S, D] by kind
+
+
 class HiddenStates:
     """What modules give, or are given, in forwards of this thread: read by hooks, which are there in a context alone.
 
@@ -239,6 +250,17 @@ class Decoder:
             given["logits_to_keep"] = keep
         given[self.cache_name] = self.cache
         return self.model(input_ids=tokens, use_cache=True, return_dict=True, **given).logits[:, -keep:]
+
+    def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
+        """Keys and values that the cache has in `layers`, by kind, for a draft that reads them before the next feed.
+
+        Of each row those of its prompt and its emitted tokens but the last; the query is at the newest of these.
+        """
+        raise NotImplementedError
+
+    def _newest(self, batch: Batch) -> torch.Tensor:
+        """[R, 1], how many emitted tokens lie before the newest that the cache has read; -1 at the end of a prompt."""
+        return (batch.ends - batch.width - 2).clamp(min=-1)[:, None]
 
     def observe(self, done: Round) -> None:
         """Drop rows that have left. Where the call wants its cache, the columns of rows that have ended are kept."""

@@ -21,8 +21,8 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.wrappers import keeping_cache
 
-from .attention import grouped_queries
-from .decoder import Decoder
+from .attention import Masks, grouped_queries
+from .decoder import Decoder, SharedKeys
 from .layers import SlotLayer, TailLayer
 from .prompts import Prompt
 from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
@@ -109,6 +109,26 @@ class HostedDecoder(Decoder):
         if "cross_attention_mask" in given:
             given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, count, -1, -1)
         return given
+
+    def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
+        """As there; candidates that were rejected are taken back before, where else the next forward does it."""
+        held = [max(0, batch.counts[row] - 1) for row in batch.rows]
+        self._rewind(batch, held)
+        for row, number in zip(batch.rows, held, strict=True):
+            self.held[row] = number
+        emitted = self._newest(batch)
+        seen = self._mask(batch, -1 if any(batch.counts) else 0, self.length).bool()[:, None, None].to(self.device)
+        masks, keys, windows = {}, {}, Masks(self.model).windows
+        for kind, number in layers.items():
+            layer: Any = self_attention(self.cache).layers[number]
+            # a tail may still end with what was taken back
+            end = layer.keys.shape[2] + self.length - layer.held if isinstance(layer, TailLayer) else self.length
+            first = -windows.get(kind, 0)
+            keys[kind] = layer.keys[:, :, :end][:, :, first:], layer.values[:, :, :end][:, :, first:]
+            masks[kind] = seen[..., -keys[kind][0].shape[2] :]
+        positions = self._positions(batch, emitted)
+        assert positions is not None
+        return SharedKeys(positions, masks, keys)
 
     @cached_property
     def tables(self) -> dict[nn.Module, ColumnTable]:

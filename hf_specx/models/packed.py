@@ -12,11 +12,12 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import keeping_cache
 
 from .attention import Masks, grouped_queries
-from .decoder import Decoder
+from .decoder import Decoder, SharedKeys
 from .prompts import Prompt
 from .slots import CACHE, MARGIN, KeysValues, SlotCache
 
@@ -73,9 +74,9 @@ class PackedDecoder(Decoder):
         with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
         if self.hidden is not None:
-            states = self.hidden.last()[0]  # [N, H], column by column
+            states = self.hidden.last()[0]  # [N, H], column by column; of Gemma 4 with shared keys the last [R, H]
             self.prompt_hidden = states.new_zeros(rows, self.width, states.shape[1])
-            self.prompt_hidden[self.row, column] = states
+            self.prompt_hidden[self.row[-len(states) :], column[-len(states) :]] = states
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
         return CausalLMOutputWithPast()
@@ -111,6 +112,19 @@ class PackedDecoder(Decoder):
         own_row, own_before = (x[start:] if slots is None else x[slots] for x in (row, before))
         mask = self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row)
         return self._logits(tokens[None], keep, attention_mask=mask, position_ids=positions[None])[0]
+
+    def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
+        rows, emitted = len(batch.rows), self._newest(batch)
+        extent = sum(self.lengths) + max(0, max([batch.counts[row] for row in batch.rows]) - 1) * rows
+        index = torch.arange(rows, device=self.device)
+        before = sent(self.lengths, self.device) + emitted[:, 0].to(self.device)  # [R], of the tokens of each row
+        rows_of_keys = self.row[:extent] == index[:, None]
+        masks: Any = self.masks.between(before[None, None, :, None], self.before[:extent], rows_of_keys)
+        layer_of = {kind: self.cache.layers[number] for kind, number in layers.items()}
+        keys = {kind: (layer.keys[:, :, :extent], layer.values[:, :, :extent]) for kind, layer in layer_of.items()}
+        positions = self._positions(batch, emitted)
+        assert positions is not None
+        return SharedKeys(positions.T, masks, keys)
 
     def _foresee(self, extent: int) -> None:
         """Assign at least `extent` slots to rows."""

@@ -47,6 +47,7 @@ class Prompt:
     max_new_tokens: int = UNLIMITED  # no text gets more; where prompts come later, these have limits of their own
     keeps_past: bool = False  # whether the cache is wanted at the end
     gives_hidden: bool = False  # whether forwards hand over hidden states
+    hidden_of_all: bool = True  # of prompts those of all tokens, or of the last alone
     places: Sequence[Place] = ()  # where these are read; without any they are the last ones
     longest: int = UNLIMITED  # the most new tokens of the prompts that are known now
     in_step: bool = False  # whether other ranks run forwards whenever this one does, so that none may be added

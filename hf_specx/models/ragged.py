@@ -14,7 +14,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
 from .attention import SLIDING, Mask, Masks, grouped_queries
-from .decoder import Decoder
+from .decoder import Decoder, SharedKeys
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
 from .slots import MARGIN, KeysValues, SlotCache, is_window, self_attention, with_slots
@@ -73,7 +73,8 @@ class RaggedDecoder(Decoder):
         output = super().read()
         if self.begun is not None and self.prompt_hidden is not None:
             self.prompt_hidden = torch.cat([self.begun, self.prompt_hidden], 1)
-        if self.prompt.max_new_tokens == UNLIMITED and self.prompt_hidden is not None:
+        comes_later = self.prompt.max_new_tokens == UNLIMITED and self.prompt.hidden_of_all
+        if comes_later and self.prompt_hidden is not None:
             self.text_states = {row: self.prompt_hidden[row, pads:] for row, pads in enumerate(self.padding)}
         return output
 
@@ -101,6 +102,7 @@ class RaggedDecoder(Decoder):
         """What reads other prompts, ids [R, L], with the same model."""
         prompt = prepare(self.model, UNLIMITED, {"input_ids": ids, "attention_mask": mask})
         prompt.gives_hidden, prompt.places, prompt.longest = self.prompt.gives_hidden, self.prompt.places, 0
+        prompt.hidden_of_all = self.prompt.hidden_of_all
         prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
         reader = RaggedDecoder(prompt, self.known_ids)
         reader.cache = self._slot_cache(ids.shape[1], self.cache.slots.ring)
@@ -123,7 +125,7 @@ class RaggedDecoder(Decoder):
         first = sent([other.padding[row] for row in donors], self.device)[:, None]
         self.cache.begin(other.cache, sent(source, self.device), tokens + first)
         self.copied = sum(max(0, columns - width + n) for n in length)
-        if self.hidden is not None:
+        if self.hidden is not None and self.prompt.hidden_of_all:
             states = (other.text_states[row] for row in donors)
             self.begun = torch.stack([x[each.to(x.device)] for x, each in zip(states, tokens, strict=True)])
 
@@ -146,6 +148,18 @@ class RaggedDecoder(Decoder):
         mask = self._mask(batch, slots, extent, even)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), keep, attention_mask=mask, **given)
+
+    def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
+        emitted, longest = self._newest(batch), max([batch.counts[row] for row in batch.rows])
+        extent = self.width + max(0, longest - 1)
+        masks: Any = self._mask(batch, (self.width + emitted).to(self.device), extent, even=False)
+        keys = {}
+        for kind, number in layers.items():
+            layer, rows, slots = self.cache.layers[number], len(batch.rows), masks[kind].shape[-1]
+            keys[kind] = layer.keys[:rows, :, :slots], layer.values[:rows, :, :slots]
+        positions = self._positions(batch, emitted)
+        assert positions is not None
+        return SharedKeys(positions, masks, keys)
 
     def _enlarge(self, ring: int, newest: torch.Tensor) -> None:
         """Have rings of so many slots, where the newest columns that are needed have the numbers [R, 1]."""

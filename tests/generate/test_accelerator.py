@@ -17,6 +17,7 @@ from accelerator import emulated, on_device
 from automaton import Automaton
 from collectors import RowCollector
 from defaults import defaults
+from gemma4_models import assistant_of, gemma4_target
 from head_files import random_head, write
 from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
@@ -77,6 +78,9 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name in ("t5", "bart", "m2m_100"):
         target = zoo.build("seq2seq", name)
         return target, near(target, 0.25)
+    if name == "gemma4":
+        target = gemma4_target("E2B", vocab_size=VOCAB_SIZE, vocab_size_per_layer_input=VOCAB_SIZE)
+        return target, assistant_of(target)
     if name in ("eagle3", "dspark", "dflash2"):
         target = tiny(num_hidden_layers=4)
         head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=None if name == "dflash2" else 24)
@@ -178,6 +182,10 @@ KINDS |= {
     "dflash2": Kind("dflash2"),
     "dflash2, seeds": Kind("dflash2", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "dflash2, queue": Kind("dflash2", many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "gemma4 assistant": Kind("gemma4"),
+    "gemma4 assistant, padded": Kind("gemma4", options={"layout": "padded"}),
+    "gemma4 assistant, packed": Kind("gemma4", options={"layout": "packed"} | COUPLED),
+    "gemma4 assistant, queue": Kind("gemma4", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "streamer": Kind(options={"streamer": RowCollector}),
 }
 
