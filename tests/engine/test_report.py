@@ -126,7 +126,7 @@ def test_empty(finished: bool):
     assert made.emitted_per_row == [int(finished)] * 3
     assert made.accepted_per_position == []
     assert (made.acceptance_rate, made.alpha, made.mean_acceptance_length) == (0.0, 0.0, 1.0)
-    assert "3 rows; target forwards: 0 with" in str(made)
+    assert "3 rows; target forwards: 0 " in str(made)
     json.dumps(made.to_dict())
 
 
