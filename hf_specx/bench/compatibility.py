@@ -90,7 +90,7 @@ def _tokens(
         check_sizes(target, draft, *both)
         if one_tokenizer(target, draft, *both):
             return Finding("tokens", size, own, OK, "every token has the same id in both")
-        told = "not checked: the models only score equally many; be sure that ids agree"
+        told = "not checked, since a tokenizer is missing; make sure that each id means the same token in both"
         return Finding("tokens", size, own, NOTE, told)
     if same_tokens(tokenizer, draft_tokenizer):
         return Finding("tokens", size, own, OK, "every token has the same id in both")
@@ -102,7 +102,7 @@ def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Toke
     """Scores a position: often more than there are tokens, padded to a round number."""
     rows, own = vocabulary(target), vocabulary(draft)
     tokens = rows if tokenizer is None else max(tokenizer.get_vocab().values(), default=0) + 1
-    lacks = f"the draft never proposes ids from {own} on, and reads them as another"
+    lacks = f"the draft has no ids from {own} on: it never proposes them, and reads another token in their place"
     return _compared("logit rows", rows, own, lacks if own < tokens else "what comes after the tokens is padding")
 
 

@@ -22,8 +22,8 @@ COLUMNS = {  # with what is in them
     "within turns": "the least and the largest of these ratios within one turn",
     "accepted": "α, the chance that a candidate is accepted",
     "tokens a round": "of each row",
-    "limit": "times plain, if both took nothing but their forwards; steps of plain take longer, so more is possible",
-    "Theorem 3.8": "the same, if a forward over all candidates took as long as one over a token",
+    "limit": "times plain by the times of bare forwards; measured may be more, since plain steps take longer",
+    "Theorem 3.8": "the same, if the target took as long for all candidates as for one token",
 }
 HELP_CONTENDER = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "

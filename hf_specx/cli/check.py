@@ -18,8 +18,8 @@ from .prompts import prompts_of_file
 
 UNFINISHED = "unfinished"  # ending of the file from which an interrupted check goes on
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
-HELP_SAMPLES += "at the largest size at least 16 texts and one for each prompt."
+HELP_SAMPLES = "Texts for each sampled verification and batch size. By default 8 batches of each size; at the largest "
+HELP_SAMPLES += "size no fewer than 16 texts, and no fewer than there are prompts."
 HELP_OUT = "A page (.html) for people, or a file of all figures as JSON; once for each. With it the same command goes "
 HELP_OUT += "on where it was interrupted."
 

@@ -34,7 +34,7 @@ HELP_PROMPTS = (
     "One prompt a line, blank ones left out; of a .jsonl file texts, or objects with prompt, text or messages."
 )
 Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, once for each size; else 1 and 8.")]
-Seed = Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)]
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]

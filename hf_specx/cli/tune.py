@@ -29,8 +29,8 @@ TUNE_COLUMNS = {  # with what is in them
     "draft cost": "c, a step of the draft over one of the target",
     "candidates": "γ, the recommended number in each round",
     "tokens a round": "of each row",
-    "Theorem 3.8": "times plain, if a forward over all candidates took as long as one over a token",
-    "limit": "times plain, if both took nothing but their forwards",
+    "Theorem 3.8": "times plain by α and c, if the target took as long for all candidates as for one token",
+    "limit": "times plain by the times of bare forwards",
     "times plain": "as measured: tokens of all turns over their seconds",
     "interval": "where that lies, as far as these turns tell; all intervals together hold in 19 of 20 studies",
 }

@@ -10,7 +10,7 @@ from hf_specx.common.errors import require, similar
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
 SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command
 HELP_DRAFT = (
-    "suffix (what followed the same tokens before), exit:4 or layers:4 (the target's first 4 layers), "
+    "suffix (what followed the same tokens before), exit:4 (the target's first 4 layers; layers:4 means the same), "
     "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
 )
 ELSEWHERE = {  # words of one command, with what to type in the others

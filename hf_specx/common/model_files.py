@@ -59,9 +59,8 @@ def check_generation(folder: Path) -> None:
     """Raise ValueError if a target would generate with beams where nothing else is said."""
     path = folder / "generation_config.json"
     beams = (_object_in(path) or {}).get("num_beams")
-    message = (
-        f"{path} has num_beams={beams!r}, which transformers would make room for before we are asked; take it out."
-    )
+    message = f"{path} has num_beams={beams!r}, for which transformers repeats every row before it calls a strategy; "
+    message += "take it out."
     require(beams in (None, 1), message)
 
 

@@ -48,7 +48,7 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-SWITCHED_OFF = "num_draft_tokens=0, given or of a pair for which nothing was faster; pass 'auto' to draft all the same"
+SWITCHED_OFF = "num_draft_tokens=0, given or of a pair whose draft was slower; pass 'auto' to draft nevertheless"
 DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
 
 

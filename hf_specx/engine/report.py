@@ -263,12 +263,12 @@ class SpeculationReport:
         return f"SpeculationReport({self.emitted} new tokens in {rows}, {rounds}, {kept})"
 
     def __str__(self) -> str:
-        forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
+        forced = f", {self.forced} of {self.drafted} candidates were the only token allowed" if self.forced else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         alpha, kept = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
-            f"with up to {self.num_draft_tokens} drafted tokens a row, {self.plain_steps} without; "
+            f"over up to {self.num_draft_tokens} candidates a row, {self.plain_steps} over none; "
             f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
@@ -277,11 +277,11 @@ class SpeculationReport:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
-            lines.append(f"accepted by source: {', '.join(told)}")
+            lines.append(f"accepted of proposed, by source: {', '.join(told)}")
         if self._costs:
             lines.append(
-                f"draft step / target step {self.cost_coefficient:.2f}; speed-up if rounds took no more than their "
-                f"forwards {self.forward_limited_speedup:.2f}, by Theorem 3.8 {self.expected_speedup:.2f}"
+                f"draft step / target step {self.cost_coefficient:.2f}; speed-up by the times of forwards "
+                f"alone {self.forward_limited_speedup:.2f}, by Theorem 3.8 {self.expected_speedup:.2f}"
             )
         if "total" in self.seconds:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")

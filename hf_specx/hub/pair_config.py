@@ -30,7 +30,7 @@ ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
 NO_ID = "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, "
 NO_ID += "or save the pair with it inside"
 MEASURE = "measure it anew with specx tune"
-SLOWER = "nothing was faster than plain generate, so the pair decodes plainly"
+SLOWER = "its draft was slower than plain generate at every batch size, so the pair decodes plainly"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 COUNTED = FieldRule(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")
 ENOUGH = FieldRule(lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE}")
@@ -254,7 +254,7 @@ class PairConfig:
     def speeds(self) -> list[str]:
         """Lines that say how fast it was at each batch size, and whether that is worth it."""
         lines = [str(measurement) for measurement in self.measurements]
-        return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' drafts all the same"]
+        return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' makes it draft"]
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""

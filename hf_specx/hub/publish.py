@@ -330,7 +330,7 @@ def upload(
 def warn_of_slower(config: PairConfig) -> None:
     """Warn if a pair that is published does not pay."""
     if not config.pays:
-        told = f"when this pair was measured {SLOWER}; tune it with another draft, or where it will run."
+        told = f"when this pair was measured, {SLOWER}; tune it with another draft, or where it will run."
         warnings.warn(told, UserWarning, stacklevel=3)
 
 

@@ -38,8 +38,8 @@ class Settings:
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     verifications: tuple[str, ...] = CHECKED
-    # texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16 texts and
-    # one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these
+    # texts for each sampled verification and batch size; None is 8 batches of each size, and at the largest size no
+    # fewer than 16 texts or than prompts. Greedy texts are one for each prompt, at smaller sizes as many as these
     samples: int | None = None
     num_draft_tokens: int = FIXED_DRAFT_TOKENS  # candidates a round; "auto" would depend on the clock
     seed: int = 0

@@ -23,7 +23,7 @@ from .results_file import CompletedText, NumberedText, open_results
 from .shares import gathered, processes
 
 
-EMPTY = "is empty or has half a character in it, so it has no tokens"
+EMPTY = "is empty, or has half of a surrogate pair and is no Unicode, so it has no tokens"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 BAR_AFTER = 3  # seconds
 LINE_EVERY = 30  # seconds, where there is no terminal for a bar
@@ -119,7 +119,7 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Those of a text; [] also of half a character, as JSON may escape it, which most tokenizers do not take."""
+    """The tokens of a text; [] also for half of a surrogate pair (from JSON), which most tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -57,8 +57,8 @@ class Distilled:
         taken = f"taken after phase {best} of {len(self.alphas) - 1}, {self.steps} steps"
         taken = taken if best else "no phase was better than the start, so the draft is as it was"
         return (
-            f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; tokens a round: "
-            f"{self.tokens_before} before, {self.tokens_after} after; {taken}"
+            f"α on held-out prompts, with 95% intervals: before training {self.before}, after it {self.after}, gain "
+            f"{self.gain}; tokens a round: before {self.tokens_before}, after {self.tokens_after}; {taken}"
         )
 
     def measure(

@@ -130,7 +130,7 @@ def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
     (trial,) = tune.tune(folders["target"], [folders["same"]], QUICK)
     config = trial.config
     assert config.num_draft_tokens == recommended
-    assert (config.speeds()[-1] == f"{SLOWER}; num_draft_tokens='auto' drafts all the same") == (recommended == 0)
+    assert config.speeds()[-1].startswith(SLOWER) == (recommended == 0)
     trial.pair.save_pretrained(tmp_path / "pair")
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
     inputs = pair.tokenizer(TEXTS[0], return_tensors="pt") | {"do_sample": False, "max_new_tokens": 9}
@@ -139,7 +139,7 @@ def test_a_draft_that_does_not_pay_leaves_a_pair_that_decodes_plainly(
         assert torch.equal(pair.generate(**inputs), expected)
         pair.complete(TEXTS, do_sample=True, max_new_tokens=9)
     assert bool(drafted.ids) == (recommended != 0)
-    assert any("nothing was faster" in str(warning.message) for warning in told) == (recommended == 0)
+    assert any("slower" in str(warning.message) for warning in told) == (recommended == 0)
     if recommended == 0:
         with pytest.warns(UserWarning, match=SLOWER):
             save(pair, tmp_path / "published", with_code=True)

@@ -52,8 +52,8 @@ BEFORE_LOADING = {  # what is said, with the command that says it
 }
 OF_MODELS = {
     "999 new ones are more than the 128 positions": "generate a --pair PAIR --max-new-tokens 999",
-    "prompt 2 is empty or has half a character": "generate --pair PAIR --prompts EMPTY",
-    "prompt 1 is empty or has half a character": "generate --pair PAIR HALF",
+    "prompt 2 is empty": "generate --pair PAIR --prompts EMPTY",
+    "prompt 1 is empty, or has half of a surrogate": "generate --pair PAIR HALF",
     "brings no prompts of its own": "generate --demo --pair PAIR",
     "has no tokenizer, so it cannot read text": "bench UNREAD",
     "/draft, or give the pair alone": "generate a --target MODEL --draft PAIR",

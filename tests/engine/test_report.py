@@ -65,7 +65,7 @@ def test_ratios_with_costs():
     expected = 4 * (1 - 0.55**4) / (1 - 0.55) + 1.55
     assert made.expected_speedup == pytest.approx(expected / (4 * 1.75 + 1.25))
     assert made.forward_limited_speedup == pytest.approx((4 + 2 + 1 + 3 + 2) / (4 * 2.5 + 1.5))
-    assert "forwards 1.04" in str(made)
+    assert "1.04, by Theorem 3.8" in str(made)
 
 
 def test_plain_steps_count_in_predictions_and_nowhere_else():
@@ -126,7 +126,7 @@ def test_empty(finished: bool):
     assert made.emitted_per_row == [int(finished)] * 3
     assert made.accepted_per_position == []
     assert (made.acceptance_rate, made.alpha, made.mean_acceptance_length) == (0.0, 0.0, 1.0)
-    assert "3 rows; target forwards: 0 with" in str(made)
+    assert "3 rows; target forwards: 0 " in str(made)
     json.dumps(made.to_dict())
 
 
