@@ -91,8 +91,8 @@ def open_results(
         together(begin)
         made_with = stack.enter_context(open(arguments_path, "rb"))  # open, so that a later one is another inode
         results = Results(path, filled, made_with, rank, world_size)
-        results.check_arguments(arguments)
         results.read()
+        results.check_arguments(arguments)
         yield results
 
 

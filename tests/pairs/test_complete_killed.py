@@ -21,8 +21,12 @@ def undisturbed(pair: DraftTargetPair, folder: Path) -> bytes:
 
 
 def lines(out: Path) -> int:
-    """How many lines the files of all processes have."""
-    return sum(each.read_bytes().count(b"\n") for each in (out, *parts_of(out)) if each.exists())
+    """How many lines the files of all processes have, each counted once."""
+    return len({line for each in files(out) for line in each.read_bytes().splitlines(True) if line.endswith(b"\n")})
+
+
+def files(out: Path) -> list[Path]:
+    return [each for each in (out, *parts_of(out)) if each.exists()]
 
 
 def wait_for_lines(out: Path, number: int, process: BaseProcess) -> None:
@@ -49,18 +53,22 @@ def test_killed_at_random_moments(folder: Path, undisturbed: bytes, tmp_path: Pa
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_one_of_several_is_killed_at_random_moments(folder: Path, undisturbed: bytes, tmp_path: Path, kills: int):
-    """The others complete their shares and say that not all is done; another number of processes goes on."""
+    """The others complete their shares and say that not all is done, or are killed too, as launchers do.
+
+    Another number of processes goes on.
+    """
     out, moments, hit = tmp_path / "done.jsonl", random.Random(kills), 0
     for number in range(kills):
         running = launch(folder, out, 2 + number % 2, batch_size=3)
         victim = running.pop(moments.randrange(len(running)))
-        wait_for_lines(out, min(lines(out) + moments.randint(1, 3), len(MANY) - 1), victim)
+        wait_for_lines(out, lines(out) + moments.randint(1, 3), victim)  # all have met by then
         victim.join(moments.uniform(0, 0.01))
         victim.kill()
-        killed = ended(victim) == -9
-        codes = [ended(process) for process in running]
-        assert set(codes) <= {0, 1}
-        hit += killed and 1 in codes
+        hit += ended(victim) == -9
+        for process in running:
+            if number % 3 != 1:
+                process.kill()
+            assert ended(process) in (0, 1, -9)
     assert [ended(process) for process in launch(folder, out, 2, batch_size=3)] == [0, 0]
     assert out.read_bytes() == undisturbed
     assert sorted(each.name for each in tmp_path.iterdir()) == [
@@ -68,7 +76,7 @@ def test_one_of_several_is_killed_at_random_moments(folder: Path, undisturbed: b
         "done.jsonl.arguments",
         "done.jsonl.lock",
     ]
-    assert hit >= 1
+    assert hit >= 2
 
 
 @pytest.mark.parametrize("dies", [False, True])
