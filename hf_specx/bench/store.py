@@ -16,7 +16,7 @@ import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_out
-from hf_specx.hub.locks import LOCK, locked
+from hf_specx.hub.locks import locked
 
 
 FILE_VERSION = 1
@@ -67,13 +67,6 @@ class Store:
                 return known["value"]
         self.add(json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()})))
         return self.cells[-1]["value"]
-
-
-def check_free(path: Path | None) -> None:
-    """Raise ValueError if another process writes a file of results; a lock that is not there is not made."""
-    if path is not None and path.with_name(path.name + LOCK).exists():
-        with locked(path):
-            pass
 
 
 def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import typer
 from hf_specx.bench.checks import check_runs
 from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
 from hf_specx.hub.folders import check_out
+from hf_specx.hub.locks import check_free
 
 from .console import Output, figure, imports, steps
 from .options import Batches, Loading, Named, Prompted, Sampling, command, typed
@@ -67,7 +68,7 @@ def bench(
     prompts = prompts_of_file(source)
     with imports():
         from hf_specx.bench.inputs import settings_of
-        from hf_specx.bench.store import Store, check_free, read_cells
+        from hf_specx.bench.store import Store, read_cells
         from hf_specx.bench.turns import measure_cell, usual_contenders
 
         from .loading import load_named, say_what_runs, texts_for

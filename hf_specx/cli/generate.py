@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from hf_specx.common.errors import require
 from hf_specx.engine.check_options import check_choices
+from hf_specx.hub.locks import check_free
 from hf_specx.pairs.results_file import check_results_path
 
 from .console import WRONG, going_on_with, imports, say
@@ -29,7 +31,7 @@ HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
 HELP_OUT = (
     "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
-    "several at a time share the prompts."
+    "processes of torchrun or accelerate launch share the prompts."
 )
 
 
@@ -108,8 +110,10 @@ def check_json_schema(file: Path) -> None:
 
 
 def check_out_alone(out: Path | None, batch_size: int | None, timed: bool) -> None:
-    """Raise a ValueError for options that exclude each other, and for a file that cannot be gone on with."""
+    """Raise ValueError for options that exclude each other, for a file that cannot be gone on with or is in use."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --repeats out.")
     if out is not None:
         check_results_path(out)
+        if os.environ.get("RANK", "0") == "0":  # else the first process of the launch may have it already
+            check_free(out.resolve())

@@ -15,25 +15,36 @@ LOCK, HOLDER = ".lock", ".lock-holder"  # what is behind the name of what is loc
 
 
 @contextmanager
-def locked(path: Path, remedy: str = "wait until it has ended, or name another file") -> Iterator[None]:
-    """Hold the lock of a path; if another process has it, raise a ValueError that says which, and since when.
+def locked(
+    path: Path, remedy: str = "wait until it has ended, or name another file", wait: bool = False
+) -> Iterator[None]:
+    """Hold the lock of a path; if it is in use, wait, or raise a ValueError that says by whom, and since when.
 
     The system frees the lock when its process ends, however it ends. The lock is a file beside the path, which stays:
     removing it would let two processes lock one name.
     """
-    lock, holder = path.with_name(path.name + LOCK), path.with_name(path.name + HOLDER)
+    lock, holder = FileLock(path.with_name(path.name + LOCK)), path.with_name(path.name + HOLDER)
     try:
-        with FileLock(lock, timeout=0):
-            now = datetime.now().astimezone().isoformat(" ", "seconds")
-            holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
-            try:
-                yield
-            finally:
-                holder.unlink(missing_ok=True)
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout as error:
-        if Path(error.lock_file) != lock:  # one that was asked for while this was held
-            raise
         raise ValueError(f"{path} is in use by {_described(holder)}; {remedy}.") from error
+    except (OSError, NotImplementedError) as error:
+        message = f"files in {path.parent} cannot be locked ({error}), which this needs; name one on another disk."
+        raise ValueError(message) from error
+    try:
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def check_free(path: Path | None) -> None:
+    """Raise ValueError if the lock of a path is in use; one that is not there is not made."""
+    if path is not None and path.with_name(path.name + LOCK).exists():
+        with locked(path):
+            pass
 
 
 def _described(holder: Path) -> str:

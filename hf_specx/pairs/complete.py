@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
@@ -27,7 +26,6 @@ EMPTY = "is empty, or has half of a surrogate pair and is no Unicode, so it has 
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 BAR_AFTER = 3  # seconds
 LINE_EVERY = 30  # seconds, where there is no terminal for a bar
-LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
 
 
 def complete(
@@ -44,7 +42,8 @@ def complete(
 
     A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
     `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
-    "block" and "token". Several processes, as of `accelerate launch` or `torchrun`, make the same call.
+    "block" and "token". All processes of a launch by `accelerate launch` or `torchrun` make the same call, and each
+    completes a share.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
@@ -53,7 +52,8 @@ def complete(
         batch_size: rows of a batch, 8 unless given.
         seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given, and not by the global generator.
         out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"} that an interrupted call goes on
-            with; in the order of the prompts once it is complete. `out` + ".arguments" says what it was made with.
+            with, also one with another number of processes; in the order of the prompts once it is complete.
+            `out` + ".arguments" says what it was made with; process i of several fills `out` + ".rank<i>" until then.
         num_return_sequences: texts for each prompt, one after another as in `generate`; each counts as a prompt here.
         **options: of `generate` and `SpeculativeDecoding`, else as the target's generation config says; a processor or
             criterion of yours needs `stateless = True`, and with `out` an attribute `fingerprint` where its own
@@ -64,9 +64,10 @@ def complete(
 
     Raises:
         ValueError: a prompt has no tokens or can never be completed (without `out`), an option belongs to a single
-            call or may keep state, the models are in shards, or the file is of other prompts or options.
+            call or may keep state, the models are in shards, or the file is of other prompts or options, or in use by
+            another call.
         OSError: the file cannot be written; what it holds stays good.
-        RuntimeError: another process failed (without `out`).
+        RuntimeError: another process failed (without `out`, or before it began).
     """
     _check_texts(texts)
     work, number = Completer(pair, batch_size, seed, options), num_return_sequences
@@ -148,18 +149,21 @@ def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
 def _to_file(
     work: "Completer", prompts: Iterable[NumberedText], total: int | None, out: Path, arguments: dict[str, Any]
 ) -> Path:
-    refused = 0
-    with open_results(out, arguments) as results, Progress(total, results.count) as progress:
-        while prompts:
-            elsewhere: list[NumberedText] = []  # other processes are at them
-            for done in work(results.claimed(prompts, elsewhere), progress):
+    """Each process completes prompts i with i % world_size == rank; the first one makes one file of all."""
+    rank, world_size, refused = processes().process_index, processes().num_processes, 0
+    of_share = None if total is None else len(range(rank, total, world_size))
+    with open_results(out, arguments, rank, world_size, gathered) as results:
+        completed = results.count_of_share()
+        with Progress(of_share, completed) as progress:
+            for done in work(results.missing(prompts), progress):
                 results.append(done)
                 refused += done.error is not None
-                progress.reach(results.count)
-            time.sleep(LOOK_EVERY if elsewhere else 0)
-            prompts = results.look(elsewhere)
-            progress.reach(results.count)
-        results.finish()
+                completed += 1
+                progress.reach(completed)
+        if rank == 0:
+            results.finish()
+    if rank:
+        results.wait_for_first()
     if refused:
         warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)
     return results.path
@@ -168,8 +172,8 @@ def _to_file(
 class Progress(tqdm):
     """How far `complete` is, on stderr: a bar in a terminal, elsewhere a line now and then.
 
-    It counts tokens as a listener of a strategy; of several processes the first one shows it. `total` and `done` are
-    prompts, of which some may have been done before.
+    It counts tokens as a listener of a strategy; of several processes the first one shows its share. `total` and
+    `done` are prompts, of which some may have been done before.
     """
 
     def __init__(self, total: int | None, done: int = 0):
@@ -187,7 +191,7 @@ class Progress(tqdm):
         self.accepted += sum(done.accepted)
 
     def reach(self, done: int) -> None:
-        """So many prompts are done by now, by all processes."""
+        """So many prompts are done by now."""
         if self.disable:
             return
         seconds = max(self.format_dict["elapsed"], 1e-9)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hf_specx.bench.store import Store, check_free
-from hf_specx.hub.locks import HOLDER
+from hf_specx.bench.store import Store
+from hf_specx.hub.locks import HOLDER, check_free
 
 
 WRITER = """

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli import session
 from hf_specx.cli.options import Prompted
 from hf_specx.cli.prompts import FilePrompts
+from hf_specx.hub.locks import locked
 
 
 OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
@@ -63,6 +65,17 @@ def test_prompts_from_everywhere(pair: DraftTargetPair, texts: str, tmp_path: Pa
         found.append(texts_of(out))
     os.close(read)
     assert found == [pair.complete(TEXTS, max_new_tokens=16, do_sample=False)] * 4
+
+
+def test_a_command_is_told_that_the_file_is_in_use_before_models_are_loaded(texts: str, tmp_path: Path, monkeypatch):
+    loads: list[object] = []
+    monkeypatch.setattr("hf_specx.cli.loading.load_named", lambda *_: loads.append(1))
+    out = tmp_path / "done.jsonl"
+    with locked(out):
+        result = specx("--prompts", texts, "--out", out, *OPTIONS)
+    message = f"done.jsonl is in use by process {os.getpid()} on {socket.gethostname()}, since 2"
+    assert (result.exit_code, loads) == (2, [])
+    assert message in " ".join(result.stderr.split())
 
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):

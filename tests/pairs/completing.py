@@ -1,5 +1,8 @@
 """A tiny pair in a folder, and processes that complete prompts with it."""
 
+import os
+import traceback
+import uuid
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 from counting import reads_only
 from forking import context
 from tiny import near, tiny
+from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specx import DraftTargetPair
@@ -60,6 +64,16 @@ def start(folder: Path, out: Path, gate: Gate | None = None, **options: Any) -> 
     return process
 
 
+def launch(folder: Path, out: Path, world_size: int, **options: Any) -> list[BaseProcess]:
+    """Processes of one group that make the same call, as a launcher starts them."""
+    store = folder / f"store-{uuid.uuid4()}"
+    how = [(rank, world_size, store, folder, out, SAMPLED | options) for rank in range(world_size)]
+    running = [context.Process(target=_complete_on_rank, args=each) for each in how]
+    for process in running:
+        process.start()
+    return running
+
+
 def ended(process: BaseProcess) -> int:
     """The exit code of a process that ends by itself."""
     process.join(SECONDS)
@@ -78,3 +92,19 @@ def _complete(folder: Path, out: Path, gate: Gate | None, options: dict[str, Any
     if gate is not None:
         pair.target.register_forward_pre_hook(reads_only(lambda *_: gate.pass_through(len(taken))))
     pair.complete(texts(), out=out, **options)
+
+
+def _complete_on_rank(rank: int, world_size: int, store: Path, *call: Any) -> None:
+    """0 is the exit code where the call returned, else 1; a process of gloo that ends otherwise may abort."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate wants them; the store is a file
+    code = 1
+    try:
+        distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
+        folder, out, options = call
+        _complete(folder, out, None, options)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -54,6 +54,7 @@ def run(folder: Path) -> dict[str, Any]:
         with mock.patch("hf_specx.pairs.complete.CompletedText", noted):
             outcomes[name] = {"texts": pair.complete(texts, **options), "own": list(own)}
         out = folder / f"{name} by {os.environ.get('WORLD_SIZE', 1)}.jsonl"
+        pair.complete(texts[:2], **options, out=out)  # more prompts may follow, at once
         outcomes[name]["file"] = pair.complete(texts, **options, out=out).read_text()
     try:
         pair.complete(TEXTS[1:3], max_new_tokens=4, batch_size=1, logits_processor=[Failing()])

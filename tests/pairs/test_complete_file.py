@@ -4,6 +4,7 @@ import copy
 import errno
 import fcntl
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,14 @@ from zoo import build
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.requests import Request
-from hf_specx.pairs import results_file
-from hf_specx.pairs.results_file import CompletedText, NumberedText, open_results
+from hf_specx.pairs.results_file import (
+    CompletedText,
+    NumberedText,
+    Results,
+    check_results_path,
+    open_results,
+    parts_of,
+)
 
 
 TEXTS = MANY[:12]
@@ -221,14 +228,13 @@ def test_models_that_take_whole_batches(tmp_path: Path):
 
 
 def test_calls_in_one_process_keep_off_each_other(pair: DraftTargetPair, tmp_path: Path):
-    """Locks of the system hold between processes only."""
     out = tmp_path / "done.jsonl"
 
     def texts() -> Iterator[str]:
         yield "a"
         pair.complete(TEXTS, out=out, **SAMPLED)
 
-    with pytest.raises(ValueError, match="is being written by another call in this process"):
+    with pytest.raises(ValueError, match=f"done.jsonl is in use by process {os.getpid()} on"):
         pair.complete(texts(), out=out, **SAMPLED)
     pair.complete(["a"], out=out, **SAMPLED)
 
@@ -257,36 +263,122 @@ def test_a_link_stays_one_and_a_file_that_nobody_else_may_read(
     assert (tmp_path / "done.jsonl").read_bytes() == undisturbed
 
 
+def numbered(texts: list[str]) -> list[NumberedText]:
+    return [NumberedText(index, text) for index, text in enumerate(texts)]
+
+
+def echoed(prompt: NumberedText) -> CompletedText:
+    return CompletedText(prompt, prompt.text.replace("\ud800", "?"), "stop")
+
+
+def fill(results: Results, prompts: list[NumberedText]) -> list[int]:
+    """Write a result for each prompt that lacks one; returns their indices."""
+    missing = [*results.missing(prompts)]
+    for prompt in missing:
+        results.append(echoed(prompt))
+    return [prompt.index for prompt in missing]
+
+
 def test_results_survive_whatever_they_hold(tmp_path: Path):
-    """Each is written once, also by one who lost its lock."""
-    texts = ["\u2028\x85\r\n", "\ud800 alone", "", '"}', "🙂"]
-    prompts = [NumberedText(index, text) for index, text in enumerate(texts)]
+    """Each is written once."""
+    prompts = numbered(["\u2028\x85\r\n", "\ud800 alone", "", '"}', "🙂"])
     with open_results(tmp_path / "done.jsonl", {}) as results:
-        for prompt in results.claimed(prompts, []):
+        for prompt in results.missing(prompts):
             for _ in range(2):
-                results.append(CompletedText(prompt, prompt.text.replace("\ud800", "?"), "stop"))
+                results.append(echoed(prompt))
         results.finish()
-    assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments"}
+    assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments", "done.jsonl.lock"}
     with open_results(tmp_path / "done.jsonl", {}) as results:
-        assert results.look(prompts) == []
-        assert results.count == 5
+        assert [*results.missing(prompts)] == []
+        assert results.count_of_share() == 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_another_number_of_processes_goes_on(tmp_path: Path, world_size: int):
+    """Three processes have left a part of their shares, one of them half a line."""
+    path, texts = tmp_path / "done.jsonl", list("abcdefghij")
+    for rank, count in enumerate((5, 6, 10)):
+        with open_results(path, {}, rank, 3) as results:
+            fill(results, numbered(texts[:count]))
+    with parts_of(path)[0].open("ab") as half:  # prompts 1 and 4
+        half.write(echoed(numbered(texts)[7]).line()[:20])
+    missing = []
+    for rank in reversed(range(world_size)):  # the first one ends last
+        with open_results(path, {}, rank, world_size) as results:
+            share = fill(results, numbered(texts))
+            assert all(index % world_size == rank for index in share)
+            missing += share
+            if rank == 0:
+                results.finish()
+    assert sorted(missing) == [6, 7, 9]
+    assert path.read_bytes() == b"".join(echoed(prompt).line() for prompt in numbered(texts))
+    assert {path.name for path in tmp_path.iterdir()} == {"done.jsonl", "done.jsonl.arguments", "done.jsonl.lock"}
+
+
+def test_lines_that_were_taken_up_already_are_not_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first process was killed before it had removed the file that it took them from."""
+    path, prompts = tmp_path / "done.jsonl", numbered(list("abcd"))
+    for rank in (0, 1):
+        with open_results(path, {}, rank, 2) as results:
+            fill(results, prompts)
+    with monkeypatch.context() as killed, open_results(path, {}, 0, 2) as results:
+        killed.setattr(os, "fsync", mock.Mock(side_effect=KeyboardInterrupt))
+        assert fill(results, prompts) == []
+        with pytest.raises(KeyboardInterrupt):
+            results.finish()
+    assert len(parts_of(path)) == 1
+    with open_results(path, {}) as results:
+        assert fill(results, prompts) == []
+        results.finish()
+    assert path.read_bytes() == b"".join(echoed(prompt).line() for prompt in prompts)
+    assert parts_of(path) == []
+
+
+def test_a_file_of_a_process_is_not_gone_on_with_by_another_call(tmp_path: Path):
+    """Also where the first process has written nothing."""
+    path, prompts = tmp_path / "done.jsonl", numbered(list("abcd"))
+    for rank in (0, 1):
+        with open_results(path, {"seed": 1}, rank, 2) as results:
+            fill(results, prompts if rank else [])
+    for rank, world_size in ((0, 1), (0, 2), (1, 2)):
+        opened = open_results(path, {"seed": 2}, rank, world_size)
+        with pytest.raises(ValueError, match="was made with seed=1, now with seed=2"), opened:
+            pass
+    with open_results(path, {"seed": 1}) as results, pytest.raises(ValueError, match="prompt 1 is not the one"):
+        fill(results, numbered(list("axcd")))
+    (tmp_path / "done.jsonl.arguments").unlink()
+    with pytest.raises(ValueError, match=r"there is no done.jsonl.arguments that says what made it"):
+        check_results_path(path)
+
+
+def test_a_process_is_told_that_the_first_one_ended_early(tmp_path: Path):
+    path, prompts = tmp_path / "done.jsonl", numbered(list("abcd"))
+    with open_results(path, {}, 0, 2):
+        pass
+    with open_results(path, {}, 1, 2) as results:
+        fill(results, prompts)
+    with pytest.raises(ValueError, match="the first process ended before .*done.jsonl was complete; make the same"):
+        results.wait_for_first()
+    with open_results(path, {}, 0, 2) as first:
+        assert [*first.missing(prompts)] == [prompts[0], prompts[2]]
+        with pytest.raises(ValueError, match="2 results for 4 .* ended early"):
+            first.finish()
 
 
 def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     opened = open_results(tmp_path / "done.jsonl", {})
-    with pytest.raises(ValueError, match="cannot be locked, which out= needs; name one on another disk"), opened:
+    with pytest.raises(ValueError, match="cannot be locked .*; name one on another disk"), opened:
         pass
 
 
 def test_a_file_that_another_call_has_begun_anew_is_left_to_it(tmp_path: Path):
-    """Its user has deleted both files, and the first call still runs."""
-    done = CompletedText(NumberedText(0, "x"), "y", "stop")
+    """Its user has deleted all files, locks among them, and the first call still runs."""
+    done = echoed(NumberedText(0, "x"))
     with open_results(tmp_path / "done.jsonl", {"seed": 1}) as one:
-        assert [*one.claimed([done.prompt], [])] == [done.prompt]
+        assert [*one.missing([done.prompt])] == [done.prompt]
         for path in tmp_path.iterdir():
             path.unlink()
-        results_file.OPEN.clear()  # as in another process
         with open_results(tmp_path / "done.jsonl", {"seed": 2}), pytest.raises(ValueError, match="has begun .* anew"):
             one.append(done)
     assert (tmp_path / "done.jsonl").read_bytes() == b""
