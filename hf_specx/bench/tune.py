@@ -151,7 +151,7 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
         pair.sources = {"target": target.facts, "draft": draft.facts}
         if ids:
-            measure_draft(pair, ids, study, advance)
+            trial.misread = measure_draft(pair, ids, study, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
     else:
@@ -159,11 +159,13 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
     return trial
 
 
-def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, advance: Advance) -> None:
+def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, advance: Advance) -> str:
     """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
 
     It comes in the place of what was there. All prompts have their turn, in an order that follows from the seed, so
     that those whose turn came in time are like the others. Ends are ignored, so that all texts are equally long.
+
+    Returns why the draft's files look as if they were misread, if they do.
     """
     target, config, measurements = pair.target, pair.config, list[Measurement]()
     shuffled = random.Random(study.seed).sample(ids, len(ids))
@@ -212,6 +214,7 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, adv
     last = measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
     pair.strategy = pair._strategy()
+    return str(learned.misread_reason)
 
 
 def _measurement(
