@@ -180,7 +180,8 @@ class Reader:
     def read_mask_embedding(self, stored: Any) -> None:
         """Take up a vector for the mask token that lies beside the weights."""
         form = stored if isinstance(stored, dict) else {"embedding": stored}
-        vector, token = form.get("embedding"), form.get("mask_token_id")
+        vector: Any = form.get("embedding")
+        token = form.get("mask_token_id")
         self.need(not form.get("per_position"), "has a mask_embedding.pt with a vector for each position; " + PLAIN)
         right = isinstance(vector, torch.Tensor) and vector.ndim in (1, 2) and vector.numel() == vector.shape[-1]
         self.need(right, "has a mask_embedding.pt that is no vector; get it again.")
@@ -266,9 +267,9 @@ class Reader:
         model_type = self.raw.get("model_type", "")
         told = f"is for {model_type}, whose blocks are not supported; {PLAIN}."
         self.need(not str(model_type).startswith("gemma"), told)
-        known = self.weights.keys() & {"hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight"}
+        norms = self.weights.keys() & {"hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight"}
         told = f"has fc and neither hidden_norm nor norm: it is an EAGLE-1 or EAGLE-2 head, not supported; {PLAIN}."
-        self.need(known or "fc.weight" not in self.weights, told)
+        self.need(norms or "fc.weight" not in self.weights, told)
         told = "has speculators_model_type='mtp', which is not supported; use MtpDraft() for layers of the target."
         self.need(self.raw.get("speculators_model_type") != "mtp", told)
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
@@ -301,9 +302,9 @@ class Reader:
         told = "has neither layers.0.hidden_norm nor hidden_norm among its tensors, so it is no draft head of a "
         self.need(eagle or "hidden_norm.weight" in self.weights, f"{told}supported form; choose another.")
         stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
-        spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
-        spark = spark or self.said.get("projector_type") == "dspark" or stated == "dspark"
-        found = "dspark" if spark else "dflash"
+        of_files = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
+        in_words = "dspark" in (stated, self.said.get("projector_type"))
+        found = "dspark" if of_files or in_words else "dflash"
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
         told = f"has speculators_model_type={brief(stated)} in its config.json and tensors of {found}; get it again, "
