@@ -308,9 +308,9 @@ class Reader:
         told = "has neither layers.0.hidden_norm nor hidden_norm among its tensors, so it is no draft head of a "
         self.need(eagle or "hidden_norm.weight" in self.weights, f"{told}supported form; choose another.")
         stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
-        spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
-        spark = spark or self.said.get("projector_type") == "dspark" or stated == "dspark"
-        found = "dspark" if spark else "dflash"
+        of_files = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
+        in_words = "dspark" in (stated, self.said.get("projector_type"))
+        found = "dspark" if of_files or in_words else "dflash"
         found = "dflash2" if is_dflash2(self.raw, self.weights) else found
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
