@@ -158,7 +158,7 @@ class AssistantDrafter(SampledCandidateGenerator):
         embedded = moved(self.embedding(read_by(self.embedding, tokens)), self.device, self.dtype)
         entries = self.assistant.pre_projection(torch.cat([embedded, self.state], -1))
         with grouped_queries():
-            found = self.assistant.model(
+            output = self.assistant.model(
                 inputs_embeds=entries.view(*self.shared.positions.shape, -1),
                 attention_mask=self.shared.masks,
                 position_ids=self.shared.positions,
@@ -166,7 +166,7 @@ class AssistantDrafter(SampledCandidateGenerator):
                 use_cache=False,
                 logits_to_keep=None,  # an int would have it cut masks
             )
-        states = found.last_hidden_state.reshape(len(tokens), 1, -1)
+        states = output.last_hidden_state.reshape(len(tokens), 1, -1)
         self.state = self.assistant.post_projection(states)
         return states
 
