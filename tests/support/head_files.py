@@ -211,7 +211,8 @@ def _layer(head: TinyHead) -> dict:
 
 def _speculators(head: TinyHead) -> tuple[dict, dict]:
     eagle = head.kind in ("eagle3", "peagle")
-    greedy = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    number = head.block - (not head.from_anchor) if head.block else 3
+    greedy = {"proposal_type": "greedy", "speculative_tokens": number, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     proposal = {"algorithm": head.kind, "default_proposal_method": "greedy", "proposal_methods": [greedy]}
     proposal["verifier"] = {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]}
     names = {"eagle3": "Eagle3Speculator", "peagle": "Eagle3Speculator", "dflash2": "DFlash2DraftModel"}

@@ -280,7 +280,7 @@ class Reader:
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         defaults |= set(OF_DFLASH2 if is_dflash2(self.raw, self.weights) else ())
         for option, value in sorted(self.said.items()):
-            known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option) is not None
+            known = option in MEANT or option in defaults or bool(OF_TRAINING.fullmatch(option))
             known = known or (option in NEUTRAL and value is False)
             right = value is None or (value in ONLY[option] if option in ONLY else known)
             told = f"has {option}={brief(value)} in its config.json, which is not supported; choose another head, or "

@@ -52,7 +52,4 @@ def test_it_is_accepted_less_if_anything_is_wrong(kind: str, markov: str | None,
     for name, (owner, what, wrong) in (OF_BOTH | WRONG[kind]).items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(draft.config if owner == "head" else owner, what, wrong)
-            report = accepted(draft)
-            assert report.acceptance_rate < 0.9 * right, name
-        if what == "sample_from_anchor":
-            assert "one place on: load it by DraftHead.from_pretrained(..., layout='anchor')" in report.misread_reason
+            assert accepted(draft).acceptance_rate < 0.9 * right, name
