@@ -53,6 +53,14 @@ def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dic
     return weights
 
 
+def read_pickle(path: Path) -> Any:
+    """What a small file of torch holds: tensors, numbers and texts, and lists and dicts of them."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of types that only pickle has
+        raise ValueError(f"{path} cannot be read as tensors and numbers alone ({error}); get it again.") from error
+
+
 def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
     """The path of a file on this machine, got from the Hub if need be; None if there is no such file."""
     try:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
@@ -39,16 +40,23 @@ class HiddenStates:
 
     With `output_hidden_states=True` a forward would keep the states of all layers. Torch compiles what the hooks do
     into a forward, if it compiles one in the context; such a forward gives the states itself.
+
+    Gemma 4 runs the layers that share keys for the positions of the asked logits alone; if states of these are read,
+    it is not told which those are.
     """
 
-    def __init__(self, places: Sequence[Place], device: torch.device):
-        self.places, self.device = places, device
+    def __init__(self, places: Sequence[Place], device: torch.device, model: PreTrainedModel):
+        self.places, self.device, decoder = places, device, text_decoder(model)
+        sharing = list(getattr(decoder, "layers", ()))[getattr(decoder, "first_kv_shared_layer_idx", sys.maxsize) :]
+        self.narrowing = decoder if any(place in sharing for place, _ in places) else None
 
     def __enter__(self) -> None:
         self.thread = threading.get_ident()
         self.found: list[list[torch.Tensor]] = [[] for _ in self.places]
         noted = zip(self.places, self.found, strict=True)
         self.hooks = [x.register_forward_hook(partial(self._note, read, found)) for (x, read), found in noted]
+        if self.narrowing is not None:
+            self.hooks.append(self.narrowing.register_forward_pre_hook(_without_logits_to_keep, with_kwargs=True))
 
     def __exit__(self, *error: object) -> None:
         for hook in self.hooks:
@@ -70,6 +78,11 @@ class HiddenStates:
         require(all(found[0].ndim == 3 for found in self.found), told)  # Gemma 3n
         whole = [torch.cat(found, 1) if len(found) > 1 else found[0] for found in self.found]
         return joined([states[:, -keep:] for states in whole], self.device)
+
+
+def _without_logits_to_keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a forward of layers that gives the states of all positions."""
+    return args, kwargs | {"logits_to_keep": None}
 
 
 class Decoder:
@@ -98,7 +111,8 @@ class Decoder:
         self.cache = self.kwargs.pop(self.cache_name, None)
         self.last_device, self.hidden = last_device(self.model), None
         if prompt.gives_hidden:
-            self.hidden = HiddenStates(prompt.places or [(text_decoder(self.model), False)], self.last_device)
+            places = prompt.places or [(text_decoder(self.model), False)]
+            self.hidden = HiddenStates(places, self.last_device, self.model)
         self.prompt_hidden: torch.Tensor | None = None
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)

@@ -116,7 +116,7 @@ class Remembered:
         """What a forward says, and what to keep of each text; nothing if more is done to logits than the head does."""
         seen: list[torch.Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0])) if keep else None
-        hidden = HiddenStates(self.places, last_device(self.target))
+        hidden = HiddenStates(self.places, last_device(self.target), self.target)
         try:
             with hidden:
                 logits, wanted = last_logits(self.target, collate(texts))

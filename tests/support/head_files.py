@@ -27,9 +27,13 @@ class TinyHead:
     vocab: int
     layers: int = 1
     theta: float = THETA
-    rotary_factor: float = 1.0
+    rotary_factor: float = 1.0  # as configs say it; layers ignore it unless positions are scaled
+    scaling: dict | None = None  # of positions, as configs say it
+    turning: int | None = None  # channels that turn; None is all
+    in_pairs: bool = False  # whether neighbours turn together
     norm_before_residual: bool = False
     norm_output: bool = False
+    last_norm: bool = True  # whether scores are of the normed state
     mask_token: int | None = None
     block: int = 0
     from_anchor: bool = False
@@ -37,6 +41,8 @@ class TinyHead:
     layer_types: list[str] | None = None
     window: int | None = None
     window_non_causal: bool = False
+    causal: bool = False
+    parts: dict = field(default_factory=dict)  # more entries of the config's dflash_config
     top_k: int = 4  # tokens that DFlash2 selects from
     multiplier: float = 1.0
     softcap: float = 0.0
@@ -72,6 +78,7 @@ def random_head(
     rank: int = 6,
     taps: int = 2,
     group: int = 8,
+    mask_vector: bool = False,
     seed: int = 0,
     **settings,
 ) -> TinyHead:
@@ -81,6 +88,7 @@ def random_head(
         draft_vocab: tokens that it scores; None is all.
         width, states: of the head, and of the target's states.
         norms: "one" norm before `fc`, or one for "each" state.
+        mask_vector: whether masks have a vector of their own.
         heads, rank: of Medusa, and of DSpark's and DFlash2's part that looks at the token before.
         taps, group: of DFlash2's convolutions, positions and channels.
         **settings: fields of `TinyHead`.
@@ -145,6 +153,8 @@ def random_head(
         if confidence:
             found["confidence_head.proj.weight"] = matrix(1, width + rank)
             found["confidence_head.proj.bias"] = matrix(1)
+    if mask_vector:
+        found["mask_embedding"] = 3 * matrix(width) * width**0.5
     if kind == "dflash2":
         for name in (f"layers.{layer}.{part}_conv." for layer in range(layers) for part in ("attention", "mlp")):
             found[f"{name}base_kernel"] = 0.6 * torch.randn(2, taps, width, generator=generator)
@@ -167,6 +177,10 @@ def write(head: TinyHead, folder: Path, form: str = "") -> Path:
     config, weights = FORMS[form](head)
     (folder / "config.json").write_text(json.dumps(config | head.extra))
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    if "mask_embedding" in weights:
+        vector = weights.pop("mask_embedding")
+        stored = vector[None] if head.kind == "peagle" else {"mask_token_id": head.mask_token, "embedding": vector}
+        torch.save(stored, folder / "mask_embedding.pt")
     if form in ("safeailab", "medusa"):
         torch.save(weights, folder / ("pytorch_model.bin" if form == "safeailab" else "medusa_lm_head.pt"))
     else:
@@ -184,6 +198,12 @@ def _layer(head: TinyHead) -> dict:
     found |= {"attention_bias": "layers.0.self_attn.q_proj.bias" in head.weights}
     if head.rotary_factor != 1:
         found["partial_rotary_factor"] = head.rotary_factor
+    if head.scaling or head.turning:
+        found["rope_scaling"] = {"rope_type": "default"} | (head.scaling or {})
+    if head.turning:
+        found["rope_scaling"]["rope_dim"] = head.turning
+    if head.in_pairs:
+        found["is_neox_style"] = False
     if head.layer_types:
         found |= {"layer_types": head.layer_types, "sliding_window": head.window, "use_sliding_window": True}
     return found
@@ -208,7 +228,17 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
         config |= {"sliding_window_non_causal": head.window_non_causal, "sample_from_anchor": head.from_anchor}
     if head.mask_token is not None:
         config["mask_token_id"] = head.mask_token
+    if not head.last_norm:
+        config["use_last_layernorm"] = False
     return config | _markov(head) | _selector(head), head.weights
+
+
+def _old_speculators(head: TinyHead) -> tuple[dict, dict]:
+    """Before there was a layout from the anchor; the number of candidates is all of a block."""
+    config, weights = _speculators(head)
+    del config["sample_from_anchor"]
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = head.block - 1
+    return config, weights
 
 
 def _markov(head: TinyHead) -> dict:
@@ -267,12 +297,12 @@ def _angelslim(head: TinyHead) -> tuple[dict, dict]:
 
 
 def _deepspec(head: TinyHead) -> tuple[dict, dict]:
-    names = {"eagle3": "Qwen3Eagle3Model", "dflash": "Qwen3DFlashModel", "dspark": "Qwen3DSparkModel"}
+    names = {"eagle3": "Qwen3Eagle3Model", "dflash": "Qwen3DSparkModel", "dspark": "Qwen3DSparkModel"}
     config = _layer(head) | {"architectures": [names[head.kind]], "num_target_layers": 8, "tie_word_embeddings": False}
     config |= {"target_layer_ids": [number - 1 for number in head.layer_ids], "draft_num_hidden_layers": head.layers}
     if head.kind == "eagle3":
         return config | {"ttt_length": 7}, head.weights
-    config |= {"block_size": head.block, "mask_token_id": head.mask_token, "num_anchors": 512}
+    config |= {"block_size": head.block, "mask_token_id": head.mask_token, "num_anchors": 512, "markov_rank": 0}
     return config | _markov(head), head.weights
 
 
@@ -280,7 +310,22 @@ def _zlab(head: TinyHead) -> tuple[dict, dict]:
     parts = {"target_layer_ids": [number - 1 for number in head.layer_ids], "mask_token_id": head.mask_token}
     config = _layer(head) | {"architectures": ["DFlashDraftModel"]}
     config["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
-    return config | {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts}, head.weights
+    config |= {"block_size": head.block, "num_target_layers": 8, "dflash_config": parts | head.parts}
+    return config, head.weights
+
+
+def _specforge_dspark(head: TinyHead) -> tuple[dict, dict]:
+    """All that is DSpark's stands in a part of the config."""
+    config, weights = _zlab(head)
+    more = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0, **_markov(head)}
+    config["dflash_config"] |= more
+    return config | {"architectures": ["DSparkDraftModel"]}, weights
+
+
+def _early_specforge_dspark(head: TinyHead) -> tuple[dict, dict]:
+    config, weights = _specforge_dspark(head)
+    own = ("markov_head.", "confidence_head.")
+    return config, {f"{'logit_head.' * name.startswith(own)}{name}": tensor for name, tensor in weights.items()}
 
 
 def _zlab2(head: TinyHead) -> tuple[dict, dict]:
@@ -304,6 +349,9 @@ FORMS = {
     "deepspec": _deepspec,
     "z-lab": _zlab,
     "z-lab 2": _zlab2,
+    "old speculators": _old_speculators,
+    "specforge dspark": _specforge_dspark,
+    "early specforge dspark": _early_specforge_dspark,
     "medusa": _medusa,
     "medusa safetensors": _medusa,
 }

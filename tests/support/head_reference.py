@@ -5,6 +5,7 @@ count from the first token of a row, without pads. x_0 .. x_n is the text so far
 x_n; candidates are x_{n+1} and on.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,13 +56,48 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, head: TinyHead) -> Tensor:
-    """x is [heads, m, HEAD_DIM]: the first channels are turned, in pairs of one from each half of them."""
-    turned = int(HEAD_DIM * head.rotary_factor)
+    """x is [heads, m, HEAD_DIM]: the first channels are turned, in pairs of one from each half of them.
+
+    With `in_pairs` in pairs of neighbours.
+    """
+    turned = head.turning or int(HEAD_DIM * (head.rotary_factor if head.scaling else 1))
     speed = head.theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    speed, grown = _scaled(speed, head.theta, head.scaling or {"rope_type": "default"})
     angle = positions.double()[:, None] * speed
-    first, second, rest = x[..., : turned // 2], x[..., turned // 2 : turned], x[..., turned:]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin, rest = grown * angle.cos(), grown * angle.sin(), x[..., turned:]
+    if head.in_pairs:
+        pairs = x[..., :turned].unflatten(-1, (-1, 2))
+        first, second = pairs[..., 0], pairs[..., 1]
+        both = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+        return torch.cat([both, rest], -1)
+    first, second = x[..., : turned // 2], x[..., turned // 2 : turned]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+SCALES = {"mscale": 1, "mscale_all_dim": 0}  # of yarn, and what they are where they are not said
+
+
+def _scaled(speed: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
+    """The speeds of channels by which positions are scaled, and what cosines and sines grow by."""
+    kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
+    if kind in ("default", "linear"):
+        return speed / factor, 1.0
+    original = scaling["original_max_position_embeddings"]
+    if kind == "llama3":
+        turns = original * speed / (2 * math.pi)  # of a channel over the texts that it was trained on first
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return kept * speed + (1 - kept) * speed / factor, 1.0
+    assert kind == "yarn"
+    size = 2 * len(speed)
+    fast, slow = (
+        size * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+        for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
+    )
+    first, last = max(math.floor(fast), 0), min(math.ceil(slow), size - 1)
+    kept = 1 - ((torch.arange(len(speed), dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
+    above, below = (1 + 0.1 * scaling.get(name, usual) * math.log(factor) for name, usual in SCALES.items())
+    return kept * speed + (1 - kept) * speed / factor, above / below
 
 
 def _project(weights: dict, name: str, x: Tensor) -> Tensor:
@@ -128,7 +164,7 @@ def _eagle3(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
         behind = _eagle_layers(head, weights, embedded, fused)
         normed = _rms(behind, weights["norm.weight"])
         if len(fused) == len(text):
-            return normed[-1] @ output.T
+            return (normed if head.last_norm else behind)[-1] @ output.T
         fused = torch.cat([fused, (normed if head.norm_output else behind)[-1:]])
 
 
@@ -136,8 +172,10 @@ def _peagle(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
     """All candidates at once: behind the true entries stand masks, which do not know what was drafted."""
     masks = weights["mask_hidden"][0].expand(len(drafted), -1)
     fused = _fuse(weights, torch.cat([torch.cat(states, -1), masks]))
-    text = torch.tensor([*tokens[1:], *[head.mask_token] * len(drafted)])
-    behind = _eagle_layers(head, weights, embeddings[text], fused)
+    embedded = embeddings[torch.tensor([*tokens[1:], *[head.mask_token] * len(drafted)])]
+    if "mask_embedding" in weights:
+        embedded = torch.cat([embedded[: len(tokens) - 1], weights["mask_embedding"].expand(len(drafted), -1)])
+    behind = _eagle_layers(head, weights, embedded, fused)
     return _rms(behind[-1], weights["norm.weight"]) @ output.T
 
 
@@ -145,7 +183,10 @@ def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int],
     """[block, H] the normed states of a block: the newest token, and masks behind it."""
     context = _rms(_project(weights, "fc", torch.cat(states, -1)), weights["hidden_norm.weight"])
     n = len(context)
-    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])] * head.embedding_scale
+    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])]
+    if "mask_embedding" in weights:
+        x = torch.stack([x[0], *[weights["mask_embedding"]] * (head.block - 1)])
+    x = x * head.embedding_scale
     before, here = torch.arange(n), torch.arange(n, n + head.block)
     keys = torch.cat([before, here])
     for number in range(head.layers):
@@ -164,6 +205,8 @@ def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int],
             seen = (here[:, None] - keys < head.window) | (keys >= n)
             if not head.window_non_causal:
                 seen &= keys <= here[:, None]
+        if head.causal:
+            seen = seen & (keys <= here[:, None])
         x = x + _convolved(weights, f"{layer}attention_conv.", normed, _attend(weights, layer, q, k, v, seen), 1)
         normed = _rms(x, weights[f"{layer}post_attention_layernorm.weight"])
         y = _mlp(weights, layer, _convolved(weights, f"{layer}mlp_conv.", normed, normed, 0))

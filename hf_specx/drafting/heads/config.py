@@ -17,6 +17,7 @@ ARCHITECTURES = {
 OF_EAGLE, OF_BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark", "dflash2")
 OF_ALL = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OF_BLOCK = ("block_size", "sample_from_anchor", "sliding_window_non_causal")
+OF_OTHERS = {"is_causal": False, "use_last_layernorm": True}  # what speculators does not write; only if it is not this
 OF_MARKOV = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
 OF_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OF_DFLASH2 = (*OF_SELECTOR, "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
@@ -57,10 +58,13 @@ class HeadConfig(PreTrainedConfig):
     norm_before_fc: bool = False  # one norm over all states that are read, before they are joined
     fc_norm: bool = False  # or one for each
     norm_output: bool = False  # whether the state that is fed back is the normed one
+    use_last_layernorm: bool = True  # whether scores are of the normed one
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     sliding_window_non_causal: bool = False  # whether layers with a window see all of the block
+    is_causal: bool = False  # whether no layer does: a place sees itself and what is before it
     mask_token_id: int | None = None  # the token of positions that are not known yet
+    mask_embedding: bool = False  # whether the head has a vector of its own for it
     block_size: int | None = None  # positions of a block
     sample_from_anchor: bool = False  # whether the first of them proposes a token as well
     markov_rank: int = 0  # of what adds to the scores of a position by the token before it; 0 is none
@@ -97,6 +101,7 @@ class HeadConfig(PreTrainedConfig):
             found["enable_confidence_head"] = self.confidence_head
         if self.kind == "dflash2":
             found |= {name: getattr(self, name) for name in OF_DFLASH2}
+        found |= {name: getattr(self, name) for name, usual in OF_OTHERS.items() if getattr(self, name) != usual}
         return found | {
             f"{'eagle_' * is_eagle}aux_hidden_state_layer_ids": self.layer_ids,
             "speculators_model_type": self.kind,
@@ -112,10 +117,7 @@ class HeadConfig(PreTrainedConfig):
         found = {name: getattr(self, name) for name in OF_LAYERS}
         scaling = dict(self.rope_parameters or {})
         found |= {"model_type": "qwen3" if self.qk_norm else "llama", "rope_theta": scaling.pop("rope_theta", 10000.0)}
-        factor = scaling.pop("partial_rotary_factor", 1)
-        if factor != 1:
-            found["partial_rotary_factor"] = factor
-        if scaling.get("rope_type", "default") != "default":
+        if scaling.get("rope_type", "default") != "default" or "rope_dim" in scaling:
             found["rope_scaling"] = scaling
         return found | {"use_sliding_window": self.sliding_window is not None}
 

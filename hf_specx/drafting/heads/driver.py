@@ -39,6 +39,7 @@ class HeadDrafter(SampledCandidateGenerator):
         ids: [V_d], the target's ids of its tokens; None if they are the same.
         places: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
+        mask: [H], what masks are embedded as, in place of the row of the mask token.
 
     Attributes:
         held, prompted: [B], entries of each row, and those of its prompt; `offset` [B, 1], their positions less slots.
@@ -60,10 +61,11 @@ class HeadDrafter(SampledCandidateGenerator):
         ids: torch.Tensor | None = None,
         places: Sequence[Place] = (),
         owner: PreTrainedModel | None = None,
+        mask: torch.Tensor | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
         self.body, self.embedding, self.output = body, embedding, output
-        self.ids, self.places, self.owner = ids, places, owner
+        self.ids, self.places, self.owner, self.mask = ids, places, owner, mask
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.chained else body.most
@@ -227,8 +229,12 @@ class HeadDrafter(SampledCandidateGenerator):
         if not self.body.has_keys or (block and not extra):
             return None
         tokens, masks = (self.last, extra - 1) if block else (self.tokens(ids, rows, starts, width), extra)
-        mask = self.body.config.mask_token_id
-        return self.embed(nn.functional.pad(tokens, (0, masks), value=mask) if masks else tokens)
+        if not masks:
+            return self.embed(tokens)
+        embedded = self.embed(nn.functional.pad(tokens, (0, masks), value=self.body.config.mask_token_id))
+        if self.mask is not None:  # which a table that scales its rows scales as well
+            embedded[:, tokens.shape[1] :] = self.mask * getattr(self.embedding, "embed_scale", 1.0)
+        return embedded
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of tokens [r, m], by the head's own embeddings or the target's."""

@@ -64,9 +64,9 @@ class Eagle(Body):
         return self._noted(self(entries, embedded, state))
 
     def _noted(self, states: torch.Tensor) -> Found:
-        """States behind the last norm, and what the next entry begins with."""
+        """States that are scored, by default behind the last norm, and what the next entry begins with."""
         normed = self.norm(states)
-        return normed, normed if self.config.norm_output else states
+        return normed if self.config.use_last_layernorm else states, normed if self.config.norm_output else states
 
     def forward(self, entries: Entries, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """[r, q, H] behind the last layer, of embedded tokens and fused states [r, q, H]."""

@@ -45,6 +45,8 @@ class DraftHead(PreTrainedModel):
         self.body: Any = kinds.get(config.kind, Medusa)(config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
         if config.own_head and config.kind != "medusa":
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size != config.vocab_size:
@@ -90,12 +92,11 @@ class DraftHead(PreTrainedModel):
         told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
         embed: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        if config.kind in OF_BLOCKS and hasattr(
-            embed, "embed_norm"
-        ):  # of Muse, whose blocks read the rows as they are
+        if config.kind in ("dflash", "dflash2") and hasattr(embed, "embed_norm"):  # of Muse: they read the rows alone
             embed = nn.Embedding.from_pretrained(embed.weight)
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
-        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self)
+        mask = getattr(self, "mask_embedding", None)
+        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self, mask)
 
     @property
     def ids(self) -> torch.Tensor | None:

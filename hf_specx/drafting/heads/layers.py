@@ -49,7 +49,8 @@ class Entries:
             window, queries = self.config.sliding_window, self.slots[:, -self.block :, None][:, None]
             keys = torch.arange(self.extent, device=queries.device)
             sliding = kind == "sliding_attention" and window is not None
-            whole = self.block and (not sliding or self.config.sliding_window_non_causal)
+            whole = self.block and not self.config.is_causal
+            whole = whole and (not sliding or self.config.sliding_window_non_causal)
             seen = (keys <= queries[:, :, -1:]).expand(-1, -1, queries.shape[2], -1) if whole else keys <= queries
             seen = seen & (keys > queries - (window or 0)) if sliding else seen
             self.masks[kind] = tiled(seen, self.group, dtype)
@@ -77,11 +78,12 @@ class Rotary:
     """Cosines and sines by position, for the leading channels that turn."""
 
     def __init__(self, config: HeadConfig, device: torch.device):
-        alone, given = copy(config), dict[str, Any](config.rope_parameters or {})
-        if given["rope_type"] == "default":  # which transformers leaves to models; it is the linear one, scaled by 1
-            given |= {"rope_type": "linear", "factor": 1.0}
-        alone.rope_parameters = given
-        frequencies, self.scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](alone, device)
+        alone, rope = copy(config), dict[str, Any](config.rope_parameters or {})
+        if rope["rope_type"] == "default":  # which transformers leaves to models; it is the linear one, scaled by 1
+            rope |= {"rope_type": "linear", "factor": 1.0}
+        alone.head_dim = rope.pop("rope_dim", config.head_dim)
+        alone.rope_parameters = rope
+        frequencies, self.scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](alone, device)
         self.frequencies = torch.cat([-frequencies, frequencies])
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,25 +4,35 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_specx.common.checkpoints import HUB, read_config, read_weights
+from hf_specx.common.checkpoints import HUB, find_file, read_config, read_pickle, read_weights
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
 from .config import OF_BLOCKS, OF_DFLASH2, OF_EAGLE, OF_LAYERS, HeadConfig
 from .dflash2 import dflash2_fields, is_dflash2
-from .tensors import Weights, canonical, check_vocabulary, linear_layers
+from .tensors import Weights, canonical, check_vocabulary, linear_layers, pairs_to_halves
 
 
 OF_HEADS = re.compile(
     r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
 )
 OF_CONFIGS = {"speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size"}
-OF_CONFIGS |= {"target_layer_ids"}
+OF_CONFIGS |= {"target_layer_ids", "dspark_config"}
 GIVE = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
-GEMMA = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "layer_scalar", "v_norm")
+PLAIN = "choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers"
+UNREAD = (  # parts of names of tensors that are not read, what has them, and what to do
+    (("pre_feedforward_layernorm", "post_feedforward_layernorm", "layer_scalar", "v_norm"), "blocks of Gemma", PLAIN),
+    (("lilicorr.",), "the correction of LiLiCorr", PLAIN),
+    (("causal_gru.", "correction_w"), "the correction of TorchSpec", PLAIN),
+    (("kv_a_proj_with_mqa",), "the latent attention (MLA) of DeepSeek", PLAIN),
+    (("attention_sink",), "attention sinks", PLAIN),
+    (("mtp.0.main_proj", "mtp_dspark.", "dspark.layers."), "a DSpark head inside of a target's own files", PLAIN),
+    (("mtp_layers.",), "the layers of an mtp speculator", "use MtpDraft() for multi-token layers of the target"),
+    (("weight_scale", "weight_packed", "input_scale"), "quantised weights", "choose the same head in bfloat16"),
+)
 MEANT = """
     speculators_model_type speculators_version speculators_config transformer_layer_config auto_map draft_vocab_size
     truncated_vocab_size target_hidden_size eagle_config dflash_config target_layer_ids num_target_layers
@@ -30,8 +40,16 @@ MEANT = """
     norm_before_fc fc_norm norm_output bias mask_token_id ptd_token_id pard_token block_size sample_from_anchor use_swa
     swa_window_size sliding_window_non_causal markov_rank markov_head_type enable_confidence_head
     confidence_head_with_markov medusa_num_heads medusa_num_layers base_model_name_or_path partial_rotary_factor
-    rope_theta rope_scaling mrope_section layer_types model_type torch_dtype
+    rope_theta rope_scaling mrope_section layer_types model_type torch_dtype query_zero_predicts_next shift_label
+    is_causal causal causal_head dspark_config attention_mode use_confidence_head rope_is_neox_style is_neox_style
+    use_last_layernorm rope_parameters
 """.split()  # noqa: SIM905
+NEUTRAL = """
+    draft_shift attention_sink_bias add_swa_attention_sink_bias add_full_attention_sink_bias has_embed_tokens
+    has_lm_head output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss tie_encoder_decoder
+    is_encoder_decoder is_decoder add_cross_attention do_sample early_stopping output_scores return_dict_in_generate
+    remove_invalid_values output_router_logits
+""".split()  # noqa: SIM905  # options that change nothing where they are false; any other that is not known is refused
 OF_TRAINING = re.compile(
     "num_anchors|max_anchors|ttt_length|embed_requires_grad|draft_num_hidden_layers|target_model_type|modal_type|auf|"
     "enable_sp_ulysses|emb_dim|gru_hidden_dim|pure_draft_prefix_len|loss_.*|lambda_.*|.*_alpha|.*_gamma|_.*"
@@ -39,13 +57,13 @@ OF_TRAINING = re.compile(
 ONLY: dict[str, tuple[Any, ...]] = {  # options that have to have one of these values where they are given
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
-    "use_last_layernorm": (True,),
     "hidden_act": ("silu",),
-    "rope_is_neox_style": (True,),
     "logit_scale": (1,),
-    "projector_type": ("dflash",),
+    "projector_type": ("dflash", "dspark"),
+    "attention_mode": ("gqa", "mha"),
     "markov_head_type": ("vanilla", "gated", "rnn"),
 }
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_IDS = (  # where layer ids stand: in which part, by which name, and what they are less than outputs of layers
     (None, IDS, 0),
@@ -63,10 +81,18 @@ THERE = {  # a field that says whether there is a tensor, and which
     "norm_before_fc": "input_norm.weight",
     "fc_norm": "fc_norm.0.weight",
     "confidence_head": "confidence_head.proj.weight",
+    "mask_embedding": "mask_embedding",
     "own_embeddings": "embed_tokens.weight",
     "own_head": "lm_head.weight",
 }
-STATED = ("norm_before_residual", "norm_output", "sliding_window_non_causal", "markov_head_type")  # not by tensors
+MARKOV = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
+STATED = ("norm_before_residual", "markov_head_type")  # not by tensors
+LAYOUT = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")  # the same by other producers
+CAUSAL = ("is_causal", "causal", "causal_head")
+INTERLEAVED = ("rope_is_neox_style", "is_neox_style")  # false: channels turn in pairs of neighbours
+LAYOUTS = {"anchor": True, "fill-in": False}  # whether the first place of a block proposes a token too
+OVERRIDES = ("layer_ids", "layout", "norm_output", "use_last_layernorm", "is_causal", "partial_rotary_factor")
+SCALINGS = ("default", "linear", "llama3", "yarn")  # of positions; others go by the length of the text
 
 
 def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tuple[HeadConfig, Weights]:
@@ -77,23 +103,43 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
     Args:
         name: a folder, or an id on the Hub.
         target: the model whose states it reads.
-        **loading: `HUB`, and `layer_ids`, in place of those in the files: 0 is the embeddings, l the output of l
-            layers.
+        **loading: `HUB`, and what is to hold in place of what the files say, or leave open:
+            layer_ids: 0 is the embeddings, l the output of l layers.
+            layout: "anchor" if the first place of a block proposes the next token, "fill-in" if each proposes its own.
+            is_causal: whether a place of a block sees none behind itself.
+            norm_output: whether the state that EAGLE-3 feeds back is the normed one.
+            use_last_layernorm: whether its scores are of the normed one.
+            partial_rotary_factor: which part of the channels turns.
 
     Raises:
         ValueError: the files are no head, or none for this target; it says what is wrong.
     """
-    known = (*HUB, "layer_ids")
+    known = (*HUB, *OVERRIDES)
     unknown = min(loading.keys() - set(known), default="")
     told = f"unknown option {unknown!r} for a draft head; {similar(unknown, known)}it takes {', '.join(known)}."
     require(not unknown, told)
-    layer_ids = loading.pop("layer_ids", None)
+    overrides = {option: value for option in OVERRIDES if (value := loading.pop(option, None)) is not None}
+    _check_overrides(overrides)
     raw, found = read_config(name, **loading), read_weights(name, **loading)
+    mask = find_file(name, "mask_embedding.pt", **loading)
     try:
-        reader = Reader(name, raw, canonical(found), target)
-        return reader.config(layer_ids), reader.weights
+        reader = Reader(name, raw, canonical(found), target, overrides)
+        if mask is not None:
+            reader.read_mask_embedding(read_pickle(mask))
+        return reader.config(), reader.weights
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{name} has a value of a wrong type in its config.json ({error}); get it again.") from error
+
+
+def _check_overrides(overrides: dict[str, Any]) -> None:
+    """Raise ValueError if an option of loading has a value that it cannot have."""
+    layout, factor = overrides.get("layout", "anchor"), overrides.get("partial_rotary_factor", 1.0)
+    require(layout in LAYOUTS, f"layout={layout!r}: give one of {', '.join(map(repr, LAYOUTS))}.")
+    for option in ("norm_output", "use_last_layernorm", "is_causal"):
+        value = overrides.get(option, True)
+        require(isinstance(value, bool), f"{option}={value!r}: give True or False.")
+    right = isinstance(factor, int | float) and 0 < factor <= 1
+    require(right, f"partial_rotary_factor={factor!r}: give a number above 0, at most 1.")
 
 
 def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
@@ -109,48 +155,133 @@ def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
 class Reader:
     """The files of a draft head, with its tensors by the names of *speculators*, beside the target that it is for."""
 
-    def __init__(self, name: str | Path, raw: dict[str, Any], weights: Weights, target: PreTrainedModel):
-        self.name, self.raw, self.weights, self.target = name, raw, weights, target
+    def __init__(
+        self,
+        name: str | Path,
+        raw: dict[str, Any],
+        weights: Weights,
+        target: PreTrainedModel,
+        overrides: dict[str, Any],
+    ):
+        self.name, self.raw, self.weights, self.target, self.overrides = name, raw, weights, target, overrides
         self.text, self.tokens = target.config.get_text_config(decoder=True), vocabulary(target)
         self.said = dict(raw)  # with the options of parts of it
-        for part in ("transformer_layer_config", "eagle_config", "dflash_config"):
+        for part in ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config"):
             self.said |= raw.get(part) or {}
 
     def need(self, ok: Any, told: str) -> None:
         """Refuse the head with its name unless `ok`."""
         require(bool(ok), f"{self.name} {told}")
 
-    def config(self, layer_ids: Any) -> HeadConfig:
-        """What the head is; with layer ids that the user gives, or None."""
+    def first(self, options: tuple[str, ...]) -> Any:
+        """The value of the first of these options that the config has; None if it has none."""
+        return next((self.said[option] for option in options if self.said.get(option) is not None), None)
+
+    def read_mask_embedding(self, stored: Any) -> None:
+        """Take up a vector for the mask token that lies beside the weights."""
+        form = stored if isinstance(stored, dict) else {"embedding": stored}
+        vector, token = form.get("embedding"), form.get("mask_token_id")
+        self.need(not form.get("per_position"), "has a mask_embedding.pt with a vector for each position; " + PLAIN)
+        right = isinstance(vector, torch.Tensor) and vector.ndim in (1, 2) and vector.numel() == vector.shape[-1]
+        self.need(right, "has a mask_embedding.pt that is no vector; get it again.")
+        mask = self.first(MASKS)
+        told = f"has mask_token_id={brief(token)} in its mask_embedding.pt and {brief(mask)} in its config.json; "
+        self.need(token in (None, mask), f"{told}get it again.")
+        self.weights["mask_embedding"] = vector.flatten()
+
+    def config(self) -> HeadConfig:
+        """What the head is."""
         self._check_supported()
         medusa, layers = linear_layers(self.weights)
         if medusa:
+            self._check_applies("medusa", ())
             return self._medusa(medusa, layers)
         kind, qk_norm = self._kind(), THERE["qk_norm"] in self.weights
         fields = self._layer(qk_norm)
         fields |= self._shapes(fields) | {field: tensor in self.weights for field, tensor in THERE.items()}
         fields |= {field: self.said[field] for field in STATED if self.said.get(field)}
+        for tensor in MARKOV.keys() & self.weights.keys():
+            fields["markov_head_type"] = MARKOV[tensor]
+        fields |= self._rope(fields) | (self._norms() if kind in OF_EAGLE else self._causality(kind))
         fields |= dflash2_fields(self.raw, self.said, self.weights, self.need) if kind == "dflash2" else {}
         self._check_target(fields["vocab_size"])
         fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
-        config = HeadConfig(**fields, layer_ids=self._layer_ids(kind, layer_ids))
+        config = HeadConfig(**fields, layer_ids=self._layer_ids(kind))
         check_vocabulary(self.name, config, self.weights)
         return config
 
+    def _check_applies(self, kind: str, options: tuple[str, ...]) -> None:
+        """Raise ValueError if something is to be overridden that a head of this kind does not have."""
+        other = next((option for option in self.overrides if option not in options), None)
+        told = f"is of kind {kind}, for which {other}= says nothing; leave it out."
+        self.need(other is None, told)
+
+    def _norms(self) -> dict[str, Any]:
+        """What EAGLE-3 feeds back and scores. SpecForge wrote norm_output=true for a while into heads that were fed
+        the state without a norm; those that really are fed the normed one have norms of each state as well.
+        """
+        self._check_applies("EAGLE", ("layer_ids", "norm_output", "use_last_layernorm", "partial_rotary_factor"))
+        normed, causal = bool(self.said.get("norm_output")), self.first(CAUSAL)
+        self.need(causal in (None, True), f"has is_causal={brief(causal)} in its config.json; EAGLE heads are causal.")
+        if "speculators_model_type" not in self.raw and THERE["fc_norm"] not in self.weights:
+            normed = False
+        last = self.said.get("use_last_layernorm")
+        stated = {"norm_output": normed, "use_last_layernorm": last is None or bool(last)}
+        return stated | {option: value for option, value in self.overrides.items() if option in stated}
+
+    def _causality(self, kind: str) -> dict[str, bool]:
+        """What a place of a block sees: if nothing is said, all of it, in layers with a window what is before it.
+
+        In DFlash2 of speculators it is all of it there too.
+        """
+        self._check_applies("DFlash", ("layer_ids", "layout", "is_causal", "partial_rotary_factor"))
+        signs = {option: self.said[option] for option in CAUSAL if self.said.get(option) is not None}
+        usual = kind == "dflash2" and "speculators_model_type" in self.raw and not signs
+        if self.said.get("sliding_window_non_causal", usual):
+            signs["sliding_window_non_causal"] = False
+        if "is_causal" in self.overrides:
+            signs = {"is_causal": self.overrides["is_causal"]}
+        told = f"has options that contradict in its config.json ({brief(signs)}); give is_causal=True or False."
+        self.need(len(set(signs.values())) < 2, told)
+        causal = next(iter(signs.values()), None)
+        return {"is_causal": causal is True, "sliding_window_non_causal": causal is False}
+
+    def _rope(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """How positions turn channels: a part of these only if rope_dim says so, or the user, since the layers that
+        heads are trained with ignore partial_rotary_factor beside unscaled positions.
+        """
+        rope, size = dict(fields["rope_parameters"]), fields["head_dim"]
+        turning, factor = rope.pop("rope_dim", None), self.overrides.get("partial_rotary_factor")
+        if factor is not None:
+            turning = int(size * factor)
+        if turning is not None or rope["rope_type"] == "default":
+            rope.pop("partial_rotary_factor", None)
+        turning = size if turning is None else turning
+        right = is_int(turning) and 0 < turning <= size and turning % 2 == 0
+        self.need(right, f"turns {brief(turning)} of the {size} channels of a head; it needs an even number of them.")
+        if self.first(INTERLEAVED) is False:
+            pairs_to_halves(self.weights, size, int(turning * rope.get("partial_rotary_factor", 1)))
+        return {"rope_parameters": rope if turning == size else rope | {"rope_dim": turning}}
+
     def _check_supported(self) -> None:
         """Refuse, by its name, what would change the head's forward and is not supported."""
-        plain = "are not supported; choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers."
-        part = next((weight for weight in sorted(self.weights) if any(part in weight for part in GEMMA)), None)
-        self.need(part is None, f"has blocks of Gemma ({part}), which {plain}")
+        for parts, what, remedy in UNREAD:
+            tensor = next((weight for weight in sorted(self.weights) if any(part in weight for part in parts)), None)
+            self.need(tensor is None, f"has {what} ({tensor}), which are not supported; {remedy}.")
         model_type = self.raw.get("model_type", "")
-        self.need(not str(model_type).startswith("gemma"), f"is for {model_type}, whose blocks {plain}")
+        told = f"is for {model_type}, whose blocks are not supported; {PLAIN}."
+        self.need(not str(model_type).startswith("gemma"), told)
+        known = self.weights.keys() & {"hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight"}
+        told = f"has fc and neither hidden_norm nor norm: it is an EAGLE-1 or EAGLE-2 head, not supported; {PLAIN}."
+        self.need(known or "fc.weight" not in self.weights, told)
         told = "has speculators_model_type='mtp', which is not supported; use MtpDraft() for layers of the target."
         self.need(self.raw.get("speculators_model_type") != "mtp", told)
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         defaults |= set(OF_DFLASH2 if is_dflash2(self.raw, self.weights) else ())
         for option, value in sorted(self.said.items()):
             known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
-            right = value is None or value in ONLY.get(option, (False,)) or (option not in ONLY and known)
+            known = known or (option in NEUTRAL and value is False)
+            right = value is None or (value in ONLY[option] if option in ONLY else known)
             told = f"has {option}={brief(value)} in its config.json, which is not supported; choose another head, or "
             self.need(right, f"{told}take it out if it does not change what the head computes.")
 
@@ -177,7 +308,8 @@ class Reader:
         self.need(eagle or "hidden_norm.weight" in self.weights, f"{told}supported form; choose another.")
         stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
         spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
-        found = "dspark" if spark or stated == "dspark" else "dflash"
+        spark = spark or self.said.get("projector_type") == "dspark" or stated == "dspark"
+        found = "dspark" if spark else "dflash"
         found = "dflash2" if is_dflash2(self.raw, self.weights) else found
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
@@ -187,20 +319,40 @@ class Reader:
 
     def _layer(self, qk_norm: bool) -> dict[str, Any]:
         """The fields that the config of a layer has; what is absent there is the default of its architecture."""
-        names = {*OF_LAYERS, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-        given = {name: self.said[name] for name in names - {"layer_types"} if self.said.get(name) is not None}
+        names = {*OF_LAYERS, "rope_theta", "partial_rotary_factor"} - {"layer_types"}
+        given = {name: self.said[name] for name in names if self.said.get(name) is not None}
+        rope_dim, given["rope_parameters"] = self._scaling()
         architecture: Any = Qwen3Config if qk_norm else LlamaConfig
         try:
             known = architecture(**given)
         except Exception as error:  # of a type that only the Hub's library has
             raise ValueError(f"{self.name} has a config of its layers that transformers refuses: {error}") from error
         rope = dict(known.rope_parameters or {})
-        rope.pop("mrope_section", None)  # text has one position, and that of pictures is one of three
-        if rope.get("rope_type") == "mrope":
-            rope["rope_type"] = "default"
-        told = f"has rope_type={brief(rope['rope_type'])} in its config.json, which is not supported; choose another."
-        self.need(rope["rope_type"] in ("default", *ROPE_INIT_FUNCTIONS), told)
+        if rope_dim is not None:
+            rope["rope_dim"] = rope_dim
         return {name: getattr(known, name, None) for name in OF_LAYERS} | {"rope_parameters": rope}
+
+    def _scaling(self) -> tuple[Any, dict[str, Any]]:
+        """How many channels turn, if it is said, and how positions are scaled, from where either may stand."""
+        places = [dict(self.said[name]) for name in ("rope_scaling", "rope_parameters") if self.said.get(name)]
+        turning = [place.pop("rope_dim") for place in places if place.get("rope_dim") is not None]
+        for place in places:
+            old = place.pop("type", None)
+            place["rope_type"] = place.get("rope_type") or old or "default"
+            for option in ("mrope_section", "mrope_interleaved"):
+                place.pop(option, None)
+            if place["rope_type"] == "mrope":  # text has one position, and that of pictures is one of three
+                place["rope_type"] = "default"
+            told = f"has rope_type={brief(place['rope_type'])} in its config.json, which is not supported; choose "
+            told += "another head, or take it out if no text is longer than max_position_embeddings."
+            self.need(place["rope_type"] in SCALINGS, told)
+        without = [{key: value for key, value in place.items() if key != "rope_theta"} for place in places]
+        told = f"has rope_scaling and rope_parameters in its config.json that differ ({brief(without)}); get it again."
+        self.need(all(place == without[0] for place in without), told)
+        merged: dict[str, Any] = {}
+        for place in places:
+            merged |= place
+        return next(iter(turning), None), merged
 
     def _shapes(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields that follow from shapes of tensors; `fields` are those of the config."""
@@ -236,6 +388,9 @@ class Reader:
         kinds, window = (self.said.get("layer_types") or ())[:layers] or None, self.said.get("sliding_window")
         if self.said.get("use_swa") and kinds is None:
             kinds, window = ["sliding_attention"] * layers, self.said.get("swa_window_size")
+        if self.said.get("use_sliding_window") and kinds is None and is_int(window):
+            full = self.said.get("max_window_layers", 28)  # as the config of Qwen3 says which layers see all
+            kinds = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
         sliding = "sliding_attention" in (kinds or ())
         told = f"has layer_types={brief(kinds)} and sliding_window={brief(window)} for its {layers} layers; get it "
         self.need(kinds is None or (len(kinds) == layers and (not sliding or is_int(window))), f"{told}again.")
@@ -247,8 +402,7 @@ class Reader:
         methods, verifier = proposal.get("proposal_methods") or [{}], proposal.get("verifier") or {}
         default = proposal.get("default_proposal_method")
         method = next((method for method in methods if method.get("proposal_type") == default), methods[0])
-        masks = (self.said.get(name) for name in ("mask_token_id", "ptd_token_id", "pard_token"))
-        mask: Any = next((given for given in masks if given is not None), None)
+        mask: Any = self.first(MASKS)
         told = f"has mask_token_id={brief(mask)} in its config.json; it needs that of a token of the target."
         self.need(kind == "eagle3" or (is_int(mask) and 0 <= mask < self.tokens), told)
         found = {
@@ -262,13 +416,28 @@ class Reader:
         block: Any = self.said.get("block_size", 8 if "speculators_model_type" in self.raw else None)
         told = f"has block_size={brief(block)} in its config.json; it needs the positions of a block, 2 or more."
         self.need(is_int(block) and block > 1, told)
-        anchor = bool(self.said.get("sample_from_anchor", kind == "dspark"))
+        anchor = self._anchor(kind, block, method.get("speculative_tokens"))
         if not proposal:
             found["num_draft_tokens"] = block - (not anchor)
         return found | {"block_size": block, "sample_from_anchor": anchor}
 
-    def _layer_ids(self, kind: str, given: Any) -> list[int]:
+    def _anchor(self, kind: str, block: int, proposed: Any) -> bool:
+        """Whether the first place of a block proposes a token too: as it is said, or as its producer means it.
+
+        Files of speculators without the key are older than the layout from the anchor; DSpark of all others has it.
+        """
+        if "layout" in self.overrides:
+            return LAYOUTS[self.overrides["layout"]]
+        stated, of_speculators = self.first(LAYOUT), "speculators_model_type" in self.raw
+        anchor = kind == "dspark" and not of_speculators if stated is None else bool(stated)
+        told = f"proposes {proposed} tokens a block of {block} by speculative_tokens, and its places are those of "
+        told += f"layout={'anchor' if anchor else 'fill-in'!r} ({brief(stated)}); give layout='anchor' or 'fill-in'."
+        self.need(proposed != (block - 1 if anchor else block), told)
+        return anchor
+
+    def _layer_ids(self, kind: str) -> list[int]:
         """Which states the head reads, as they are given, or as they stand in the files."""
+        given = self.overrides.get("layer_ids")
         depth, width, model = self.text.num_hidden_layers, self.text.hidden_size, type(self.target).__name__
         joined = self.weights["fc.weight"].shape[-1]
         told = f"reads {joined} numbers a position, and the states of {model} have {width}; choose a head that was "

@@ -12,7 +12,7 @@ from .config import HeadConfig
 
 Weights = dict[str, torch.Tensor]
 NAMES = (  # how the name of a tensor begins in some form, and how it begins here
-    (r"^(model|medusa_head)\.", ""),
+    (r"^(model|medusa_head|logit_head)\.", ""),
     (r"^midlayer\.", "layers.0."),
     (r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}."),
     (r"^aux_norm_low\.", "fc_norm.0."),
@@ -36,6 +36,17 @@ def canonical(weights: Weights) -> Weights:
     if embeddings is not None and embeddings.is_floating_point() and bool(embeddings.isnan().all()):
         del found["embed_tokens.weight"]  # the trainer left them out
     return found
+
+
+def pairs_to_halves(weights: Weights, size: int, turning: int) -> None:
+    """Reorder the channels of queries and keys: of each head of `size` the first `turning` ones turn in pairs of
+    neighbours, and here one from each half. Attention does not see in which order channels are.
+    """
+    order = torch.arange(size)
+    order[:turning] = torch.arange(turning).view(-1, 2).T.flatten()
+    for name, tensor in weights.items():
+        if re.search(r"self_attn\.[qk]_(proj|norm)\.", name):
+            weights[name] = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
 
 
 def linear_layers(weights: Weights) -> tuple[int, int]:

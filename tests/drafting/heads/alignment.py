@@ -84,7 +84,8 @@ class Aligned:
         return [one[0, self.prefix :] for one in states]
 
     def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
-        embeddings = self.target.get_input_embeddings().weight
+        table = self.target.get_input_embeddings()
+        embeddings = table.weight * getattr(table, "embed_scale", 1.0)  # of Gemma
         output = self.target.get_output_embeddings().weight
         return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
 

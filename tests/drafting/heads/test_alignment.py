@@ -26,7 +26,7 @@ from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTe
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting.heads import dflash2
+from hf_specx.drafting.heads import dflash2, reading
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
@@ -40,6 +40,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 WINDOW = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 6}
 OWN = {"own_embeddings": True, "own_head": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+KIMI = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+SPECFORGE = {"form": "specforge dspark", "layers": 2, "confidence": True}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 24},
     "eagle3 of the target's residual": {"norm_before_residual": True, "biases": True},
@@ -47,12 +53,27 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 with a norm each": {"norms": "each", "rotary_factor": 0.5},
     "eagle3 of three layers": {"layers": 3, "qk_norm": True, "layer_ids": (0, 3, 6, 7)},
     "eagle3 of another width": {"width": 64, "draft_vocab": 24},
+    "eagle3 that turns a part": {"turning": 4, "theta": 100.0},
+    "eagle3 that turns a part of scaled positions": {"rotary_factor": 0.5, "scaling": LINEAR},
+    "eagle3 that turns pairs": {"in_pairs": True, "qk_norm": True, "biases": True, "theta": 100.0},
+    "eagle3 that scores what is not normed": {"last_norm": False},
     "eagle3 with a window": WINDOW,
+    "eagle3 with a window and yarn": WINDOW | {"scaling": YARN, "theta": 100.0},
+    "eagle3 with a window and llama3": WINDOW | {"scaling": LLAMA3, "theta": 100.0},
+    "eagle3 with yarn as of Kimi": {"scaling": KIMI, "theta": 100.0, "extra": {"rope_parameters": KIMI}},
+    "peagle with a window and yarn": WINDOW | {"scaling": YARN, "theta": 100.0},
+    "peagle with a mask of its own": {"mask_vector": True},
     "peagle": {"draft_vocab": 24, "layers": 2, "own_embeddings": True},
     "dflash": {"draft_vocab": 24, "layers": 2},
     "dflash with a window": WINDOW,
     "dflash with a window of blocks": WINDOW | {"window_non_causal": True},
     "dflash with its anchor": {"from_anchor": True},
+    "dflash with a mask of its own": {"mask_vector": True},
+    "dflash that is not causal": WINDOW | {"form": "z-lab", "window_non_causal": True, "extra": {"is_causal": False}},
+    "dflash by ModelOpt": WINDOW | {"form": "z-lab", "window_non_causal": True, "parts": {"causal": False}},
+    "dflash causal": {"form": "z-lab", "layers": 2, "causal": True, "extra": {"is_causal": True}},
+    "dflash causal by NeMo": WINDOW | {"form": "z-lab", "causal": True, "parts": {"causal": True}},
+    "dflash causal by JetSpec": {"form": "z-lab", "layers": 2, "causal": True, "parts": {"causal_head": True}},
     "dspark": {"draft_vocab": 24, "layers": 2, "confidence": True},
     "dspark gated": {"markov": "gated"},
     "dspark rnn": {"markov": "rnn", "width": 64},
@@ -67,7 +88,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 by SpecForge": {"form": "specforge", "draft_vocab": 24, "layer_ids": (1, 4, 6), "norms": "each"},
     "eagle3 by AngelSlim": {"form": "angelslim", "draft_vocab": 24},
     "eagle3 by DeepSpec": {"form": "deepspec", "layer_ids": (2, 3, 4, 5, 6), "qk_norm": True, **OWN},
-    "dflash by DeepSpec": {"form": "deepspec", "layer_ids": (2, 4, 6), **OWN},
+    "dflash by DeepSpec": {"form": "deepspec", "layer_ids": (2, 4, 6), "from_anchor": True, **OWN},
+    "dflash by early speculators": {"form": "old speculators"},
+    "dspark by early speculators": {"form": "old speculators", "from_anchor": False},
+    "dspark by SpecForge": SPECFORGE,
+    "dspark by SpecForge, gated": {"form": "early specforge dspark", "markov": "gated", "layers": 2},
+    "dspark by SpecForge, that turns pairs": SPECFORGE | {"in_pairs": True, "turning": 4, "block": 9, "theta": 100.0},
     "dspark by DeepSpec": {"form": "deepspec", "markov": "rnn", **OWN},
     "dflash by z-lab": {"form": "z-lab", "layers": 2},
     "dflash2 by z-lab": {"form": "z-lab 2", "layers": 2, "multiplier": 0.5, "softcap": 3.0, "embedding_scale": 2.0},
@@ -92,12 +118,16 @@ def test_heads(name: str, tmp_path: Path):
     (config, weights), (again, same) = (read_head(tmp_path / form, target) for form in ("published", "kept"))
     assert vars(again) == vars(config)
     assert weights.keys() == same.keys() == head.weights.keys()
-    assert all(torch.equal(same[tensor], value) for tensor, value in head.weights.items())
+    expected = weights if head.in_pairs else head.weights  # the order of whose channels was changed
+    assert all(torch.equal(same[tensor], value) for tensor, value in expected.items())
     assert config.rms_norm_eps == EPS or head.kind == "medusa"  # which cannot be seen in what is proposed
 
 
+PLAIN = ("eagle3", "peagle", "dflash", "dspark", "medusa")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dspark", "dflash2", "medusa"])
+@pytest.mark.parametrize("name", [*PLAIN, "dflash2", "dflash causal by JetSpec", "dspark by SpecForge"])
 def test_layouts(name: str, layout: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
     draft = loaded(head, tmp_path / "head", target)
@@ -121,12 +151,13 @@ def test_targets_that_norm_their_embeddings(name: str, tmp_path: Path):
 
 
 FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "dflash2": 2}  # of a size, compiled
-FORWARDS |= {"eagle3 of three layers": 2, "peagle": 1}
+MORE_FORWARDS = {"eagle3 of three layers": 2, "peagle": 1, "eagle3 with a window and yarn": 2}
+MORE_FORWARDS |= {"dflash causal by JetSpec": 1, "dspark by SpecForge": 3, "dflash with a mask of its own": 1}
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("names", [list(FORWARDS)[:4], pytest.param(list(FORWARDS), marks=pytest.mark.slow)])
-def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("names", [FORWARDS, pytest.param(MORE_FORWARDS, marks=pytest.mark.slow)])
+def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
     run, target = regions.Regions.run, target_of(num_hidden_layers=4)
 
@@ -136,8 +167,8 @@ def test_compiled_forwards(names: list[str], traced: None, tmp_path: Path, monke
         return run(self, function, size, *given, **named)
 
     monkeypatch.setattr(regions.Regions, "run", checked)
-    for name in names:
-        head, number = head_of(name, layer_ids=(1, 2, 3)), FORWARDS[name]
+    for name, number in names.items():
+        head = head_of(name, layer_ids=(1, 2, 3))
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
         assert 0 < regions.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
@@ -198,6 +229,7 @@ def over_borders(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     return CONVOLVED(states.flatten(0, 1)[None], kernel.flatten(0, 1)[None]).view_as(states)
 
 
+WHOLE = {"rope_type": "default", "rope_theta": 100.0}
 OBSERVE, FORWARD, CONVOLVED = Feed.observe, Eagle.forward, dflash2.convolved
 CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is said
     "ids one off": {"layer_ids": [3, 5, 6]},
@@ -210,6 +242,20 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
     "own states kept": {"patch": (Feed, "observe", own_states_kept)},
     "rejected states kept": {"patch": (Feed, "observe", rejected_states_kept)},
     "places for their own tokens": {"head": "dspark", "patch": ("config", "sample_from_anchor", False)},
+    "places for those behind": {"head": "dspark by early speculators", "layout": "anchor"},
+    "places of SpecForge for their own tokens": {"head": "dspark by SpecForge", "layout": "fill-in"},
+    "causal for bidirectional": {"head": "dflash by z-lab", "is_causal": True},
+    "bidirectional for causal": {"head": "dflash causal by JetSpec", "is_causal": False},
+    "causal windows": {"head": "dflash that is not causal", "patch": ("config", "sliding_window_non_causal", False)},
+    "all channels for a part": {"patch": ("config", "rope_parameters", WHOLE), "head": "eagle3 that turns a part"},
+    "a part for all channels": {"partial_rotary_factor": 0.5, "head": "eagle3 with a norm each"},
+    "pairs as halves": {"patch": (reading, "pairs_to_halves", lambda *given: None), "head": "eagle3 that turns pairs"},
+    "positions that are not scaled": {
+        "patch": ("config", "rope_parameters", WHOLE),
+        "head": "eagle3 with yarn as of Kimi",
+    },
+    "scores of what is normed": {"use_last_layernorm": True, "head": "eagle3 that scores what is not normed"},
+    "the mask token for its vector": {"patch": (Feed, "mask", None), "head": "dflash with a mask of its own"},
     "a block that begins early": {"head": "dspark", "patch": (Feed, "begin", begun_early)},
     "no word of the token before": {
         "head": "dspark gated",
@@ -235,6 +281,8 @@ def test_wrong_variants_are_seen(control: str, tmp_path: Path, monkeypatch: pyte
     wrong = dict(CONTROLS[control])
     change, patch, name = wrong.pop("change", None), wrong.pop("patch", None), wrong.pop("head", "eagle3")
     target, head = target_of(), head_of(name)
+    if patch is not None and patch[0] is reading:
+        monkeypatch.setattr(*patch)
     draft = loaded(head, tmp_path / "head", target, **wrong)
     if change is not None:
         change(draft)

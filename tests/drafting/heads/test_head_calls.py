@@ -13,23 +13,29 @@ from head_files import TinyHead, random_head
 from many import assert_alone, completed, requests
 from plain import assert_plain
 from tiny import prompts
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.models import ragged
 
 
-KINDS = ("eagle3", "peagle", "dspark", "dflash2", "medusa")
-WHOLE = ("dflash2", "medusa")  # heads that score all tokens
-CUT = {"dspark": 0.25}  # below which a head's own confidence ends a row
+FORMS: dict[str, dict[str, Any]] = {  # of kinds by other producers
+    "dspark by SpecForge": {"form": "early specforge dspark", "confidence": True, "layers": 2},
+    "dflash by JetSpec": {"form": "z-lab", "causal": True, "parts": {"causal_head": True}, "layers": 2},
+    "dflash2": {"form": "z-lab 2"},
+    "eagle3 with windows": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4},
+}
+KINDS = ("eagle3", "peagle", "dspark", "medusa", *FORMS)
+WHOLE = ("medusa", "dspark by SpecForge", "dflash by JetSpec", "dflash2")  # heads that score all tokens
+CUT = {"dspark": 0.25, "dspark by SpecForge": 0.25}  # below which a head's own confidence ends a row
 ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
 
 
 def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
     target = target_of()
-    more = ({} if kind in WHOLE else {"draft_vocab": 24}) | {"confidence": kind == "dspark"} | more
-    head = random_head(kind, **more)
+    part = {} if kind in WHOLE else {"draft_vocab": 24}
+    head = random_head(kind.split()[0], **part | {"confidence": kind == "dspark"} | FORMS.get(kind, {}) | more)
     return head, loaded(head, folder / "head", target), target
 
 
@@ -49,14 +55,14 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     watch.check(50 if cut else 200)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", *FORMS])
 def test_a_long_queue(kind: str, tmp_path: Path):
     _, draft, target = made(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
     assert_alone(SpeculativeDecoding(draft, num_draft_tokens=2), target, requests(300), **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", *FORMS])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = made(kind, tmp_path)
     strategy, found = SpeculativeDecoding(draft, num_draft_tokens=3), []
@@ -139,6 +145,23 @@ def test_targets_with_several_states_of_a_token(tmp_path: Path):
         target.generate(**prompts(5), **GREEDY, prefill_chunk_size=4, custom_generate=SpeculativeDecoding(draft))
 
 
+@pytest.mark.parametrize("layer_ids", [(1, 3), (3,), (1, 2)])
+def test_targets_whose_last_layers_share_keys(layer_ids: tuple[int, ...], tmp_path: Path):
+    """Gemma 4 E2B and E4B: layers 2 and 3 run for the asked logits alone, unless their states are read."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "global_head_dim": 8, "vocab_size": 48}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 48, "sliding_window": 6}
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(**sizes, layer_types=2 * ["sliding_attention", "full_attention"])
+    target = Gemma4ForCausalLM(config).eval()
+    head = random_head("eagle3", layer_ids=layer_ids)
+    draft = loaded(head, tmp_path / "head", target)
+    for chunk in (None, 4):
+        watch = assert_aligned(head, draft, target, prompts(3), GREEDY | {"prefill_chunk_size": chunk}, least=30)
+        assert_plain(target, SpeculativeDecoding(draft, num_draft_tokens=3), prompts(3), **GREEDY)
+    assert watch.compared
+
+
 class Strict(Automaton):
     """Is given no token that it does not allow."""
 
@@ -147,7 +170,7 @@ class Strict(Automaton):
         super().accept(row, token)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2", "eagle3 with windows"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary.
 

@@ -109,6 +109,14 @@ def as_ids(kept: torch.Tensor) -> torch.Tensor:
 
 
 SELECTOR = "candidate_selector."
+
+
+def spoken(number: int, **more) -> TinyHead:
+    """A head of blocks of 5 in the form of speculators that is to propose so many tokens."""
+    proposal = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": number}]}
+    return random_head("dflash", extra={"speculators_config": proposal} | more)
+
+
 IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
 CASES = {
     "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
@@ -130,6 +138,14 @@ CASES = {
     "left over": (lambda: plus("layers.0.extra.weight", 3), r"1 tensors that a head of kind eagle3.*extra"),
     "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
     "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
+    "mla": (lambda: plus("layers.0.self_attn.kv_a_proj_with_mqa.weight", 3), r"latent attention \(MLA\)"),
+    "eagle1": (lambda: bare(), r"an EAGLE-1 or EAGLE-2 head, not supported; choose an EAGLE-3"),
+    "lilicorr": (lambda: plus("lilicorr.out_head.weight", 3), r"LiLiCorr \(lilicorr\.out_head\.weight\)"),
+    "torchspec": (lambda: plus("causal_gru.bias", 3), r"TorchSpec"),
+    "bundled": (lambda: plus("mtp.0.main_proj.weight", 3), r"a target's own files"),
+    "mtp layers": (lambda: plus("mtp_layers.0.input_proj.weight", 3), r"mtp speculator.*MtpDraft"),
+    "sinks": (lambda: plus("layers.0.self_attn.attention_sink_bias", 3), r"attention sinks"),
+    "nvfp4": (lambda: plus("layers.0.mlp.up_proj.weight_scale", 3), r"quantised weights.*same head in bfloat16"),
     "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
     "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"1 tensors that a head of kind eagle3"),
     "selector": (
@@ -161,6 +177,32 @@ CASES = {
     "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
     "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
     "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
+    "false option": (lambda: more(no_such_norm=False), r"no_such_norm=False.*not supported"),
+    "own embeddings said": (lambda: more(has_embed_tokens=True), r"has_embed_tokens=True.*not supported"),
+    "eagle not causal": (lambda: more(is_causal=False), r"is_causal=False.*EAGLE heads are causal"),
+    "dynamic": (
+        lambda: more(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        r"rope_type='dynamic'.*no text is longer",
+    ),
+    "longrope": (lambda: more(rope_parameters={"rope_type": "longrope"}), r"rope_type='longrope'"),
+    "scaled twice": (
+        lambda: more(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
+        r"rope_scaling and rope_parameters in its config.json that differ",
+    ),
+    "odd channels": (lambda: more(rope_scaling={"rope_dim": 3}), r"turns 3 of the 8 channels"),
+    "causal and not": (
+        lambda: random_head("dflash", form="z-lab", parts={"causal": True}, extra={"is_causal": False}),
+        r"contradict.*is_causal.*causal.*give is_causal=True or False",
+    ),
+    "causal windows": (
+        lambda: random_head("dflash", extra={"is_causal": True}, window_non_causal=True),
+        r"contradict.*sliding_window_non_causal",
+    ),
+    "fill-in proposes all": (lambda: spoken(5), r"5 tokens a block of 5.*layout='fill-in' \(False\); give layout="),
+    "anchor proposes less": (
+        lambda: spoken(4, sample_from_anchor=True),
+        r"4 tokens a block of 5.*layout='anchor' \(True\)",
+    ),
     "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
     "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
     "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), r"hidden_act='gelu'"),
@@ -172,6 +214,98 @@ CASES = {
     "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
     "own head": (lambda: random_head(width=16, own_head=False), r"no lm_head of its own"),
 }
+
+
+def bare() -> TinyHead:
+    head = changed(lacks="norm.weight")
+    del head.weights["layers.0.hidden_norm.weight"]
+    return head
+
+
+LAYOUTS_IN_FILES: dict[str, tuple[str, str, dict, bool]] = {  # kind, form, what is said, from the anchor
+    "DSpark of DeepSpec": ("dspark", "deepspec", {}, True),
+    "DFlash of DeepSpec": ("dflash", "deepspec", {}, True),
+    "DFlash of DeepSpec, where it is said": ("dflash", "deepspec", {"query_zero_predicts_next": True}, True),
+    "DFlash of z-lab": ("dflash", "z-lab", {}, False),
+    "DSpark of SpecForge": ("dspark", "specforge dspark", {}, True),
+    "a shifted label": ("dflash", "z-lab", {"shift_label": True}, True),
+    "no shifted label": ("dspark", "specforge dspark", {"shift_label": False}, False),
+    "DSpark of Nemotron": ("dspark", "deepspec", {"sample_from_anchor": False}, False),
+    "DSpark of speculators": ("dspark", "speculators", {}, True),
+    "DFlash of speculators": ("dflash", "speculators", {}, False),
+    "DSpark of early speculators": ("dspark", "old speculators", {}, False),
+    "DFlash of early speculators": ("dflash", "old speculators", {}, False),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS_IN_FILES)
+def test_layout_of_a_block(target, tmp_path: Path, case: str):
+    """By what the producer means where nothing is said; the user has the last word."""
+    kind, form, extra, anchor = LAYOUTS_IN_FILES[case]
+    folder = write(random_head(kind, extra=extra), tmp_path, form)
+    config = read_head(folder, target)[0]
+    assert config.sample_from_anchor == anchor
+    if "of early" in case or form != "speculators":
+        assert config.num_draft_tokens == 4 + anchor
+    for layout in ("anchor", "fill-in"):
+        assert read_head(folder, target, layout=layout)[0].sample_from_anchor == (layout == "anchor")
+
+
+def test_norms_that_specforge_meant_otherwise(target, tmp_path: Path):
+    """Its norm_output is believed where there are the norms of EAGLE-3.1; what speculators says holds."""
+    for form, norms, normed in (("specforge", "", False), ("specforge", "each", True), ("speculators", "", True)):
+        folder = write(random_head(norms=norms, norm_output=True, extra={"norm_output": True}), tmp_path / form, form)
+        assert read_head(folder, target)[0].norm_output == normed
+        for given in (True, False):
+            assert read_head(folder, target, norm_output=given)[0].norm_output == given
+    assert not read_head(folder, target, use_last_layernorm=False)[0].use_last_layernorm
+
+
+def test_options_that_are_neutral(target, tmp_path: Path):
+    """Such as change nothing where they are false, and such as are not set."""
+    extra = {"attention_sink_bias": False, "has_lm_head": False, "do_sample": False, "no_such_norm": None}
+    assert read_head(write(more(**extra), tmp_path), target)[0].kind == "eagle3"
+
+
+def test_a_part_of_the_channels_turns_only_if_it_is_meant(target, tmp_path: Path):
+    folder = write(random_head(rotary_factor=0.5), tmp_path / "head")
+    for given, number in ({}, 8), ({"partial_rotary_factor": 0.5}, 4):
+        draft = DraftHead.from_pretrained(folder, target=target, **given)
+        draft.save_pretrained(tmp_path / "again")
+        for config in (draft.config, read_head(tmp_path / "again", target)[0]):
+            assert len(Rotary(config, target.device).frequencies) == number
+
+
+def test_scaled_positions_in_two_places(target, tmp_path: Path):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    extra = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": scaling | {"rope_theta": THETA}}
+    config = read_head(write(more(**extra), tmp_path), target)[0]
+    assert config.rope_parameters == scaling | {"rope_theta": THETA}
+
+
+def test_windows_as_the_config_of_qwen3_says_them(target, tmp_path: Path):
+    says = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    config = read_head(write(random_head(layers=2, extra=says), tmp_path, "safeailab"), target)[0]
+    assert (config.layer_types, config.sliding_window) == (["full_attention", "sliding_attention"], 6)
+
+
+VECTORS = {
+    "other mask": (
+        {"mask_token_id": 3, "embedding": torch.zeros(32)},
+        r"mask_token_id=3 in its mask_embedding.*and 47",
+    ),
+    "each position": ({"embedding": torch.zeros(5, 32), "per_position": True}, r"a vector for each position"),
+    "several": (torch.zeros(5, 32), r"that is no vector"),
+    "width": (torch.zeros(16), r"'mask_embedding' is \[16\].*\[32\]"),
+    "code": (Path("x"), r"cannot be read as tensors and numbers alone"),
+}
+
+
+@pytest.mark.parametrize("case", VECTORS)
+def test_vectors_of_masks_that_are_wrong(target, tmp_path: Path, case: str):
+    stored, message = VECTORS[case]
+    torch.save(stored, write(random_head("dflash"), tmp_path) / "mask_embedding.pt")
+    refused(tmp_path, target, message)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,5 +346,11 @@ def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
     refused(folder, target, r"unknown option 'revison'.*did you mean 'revision'", revison="main")
     refused(folder, target, r"layer_ids='last'", layer_ids="last")
+    refused(folder, target, r"layout='first': give one of 'anchor', 'fill-in'", layout="first")
+    refused(folder, target, r"norm_output='no': give True or False", norm_output="no")
+    refused(folder, target, r"partial_rotary_factor=2: give a number", partial_rotary_factor=2)
+    refused(folder, target, r"of kind EAGLE, for which layout= says nothing", layout="anchor")
+    folder = write(random_head("dflash"), tmp_path / "dflash")
+    refused(folder, target, r"of kind DFlash, for which norm_output= says nothing", norm_output=True)
     for other in ("org/model", None):
         refused(folder, other, r"target is a (str|NoneType); give the target itself")

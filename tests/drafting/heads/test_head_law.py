@@ -22,6 +22,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": SIZES | {"block": 4, "markov": "rnn", "confidence": True},
     "dflash2": {"vocab": 5, "states": 16, "layer_ids": (0, 1), "block": 4, "top_k": 3},
     "medusa": {"vocab": 5, "states": 16},
+    "dflash causal": SIZES | {"block": 4, "extra": {"is_causal": True}},
+    "dspark fill-in": SIZES | {"block": 5, "from_anchor": False, "markov": "gated"},
 }
 NUM_TESTS = 2 * (2 * len(KINDS) + 2)
 
@@ -29,7 +31,7 @@ NUM_TESTS = 2 * (2 * len(KINDS) + 2)
 def head(kind: str, folder: Path) -> DraftHead:
     """A target of one layer has no other states but the embeddings and its last ones before the norm."""
     layers = {} if kind == "medusa" else {"layer_ids": [0, 1]}
-    return loaded(random_head(kind, **KINDS[kind]), folder / "head", models()[0], **layers)
+    return loaded(random_head(kind.split()[0], **KINDS[kind]), folder / "head", models()[0], **layers)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
