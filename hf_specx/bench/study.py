@@ -51,6 +51,7 @@ class DraftTrial:
     name: str  # as it was given
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None  # why it cannot be used
+    misread: str = ""  # why its files look as if they were misread, and what to do
     config: PairConfig | None = None  # facts, measurements and recommendations of one that can be used
     pair: DraftTargetPair | None = None  # ready to generate and to be saved; only of the best draft
 
@@ -68,6 +69,7 @@ class DraftTrial:
         return {
             "draft": self.name,
             "error": self.error,
+            "misread": self.misread or None,
             "findings": [finding._asdict() for finding in self.findings],
             "speedup": self.speedup or None,
             "config": None if self.config is None else asdict(self.config),

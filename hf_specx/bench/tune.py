@@ -147,7 +147,7 @@ def try_draft(
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
         pair.sources = {"target": target.facts, "draft": draft.facts}
         if study.prompts:
-            measure_draft(pair, batches, study, advance)
+            trial.misread = measure_draft(pair, batches, study, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
     else:
@@ -155,10 +155,10 @@ def try_draft(
     return trial
 
 
-def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> None:
+def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study: Study, advance: Advance) -> str:
     """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
 
-    It comes in the place of what was there.
+    It comes in the place of what was there. Returns why the draft's files look as if they were misread, if they do.
     """
     target, config, measurements = pair.target, pair.config, list[Measurement]()
     chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
@@ -199,6 +199,7 @@ def measure_draft(pair: DraftTargetPair, batches: dict[int, list[Inputs]], study
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
     pair.strategy = pair._strategy()
+    return str(report.misread_reason)
 
 
 def _measurement(

@@ -101,6 +101,8 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
             console.print(table)
         if trial.error is not None:
             console.text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"])
+        if trial.misread:
+            console.text(f"{trial.name}: {trial.misread}", VERDICTS["note"])
     measured, best = [trial for trial in trials if trial.measurements], trials[0]
     for trial in measured:
         console.text(f"\n{trial.name}", "bold")

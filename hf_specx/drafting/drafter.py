@@ -130,6 +130,10 @@ class Drafter(Protocol):
         """Learn what was kept of the draft in a round, and which rows go on."""
         return
 
+    def misread_reason(self, batch: Batch) -> str:
+        """At the end of a call: why the draft's files look as if they were misread, and what to do; else nothing."""
+        return ""
+
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """What runs the step, with so many tokens of every row, that finds one more candidate for each: it is timed.
 

@@ -105,6 +105,9 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.observe(done)
 
+    def misread_reason(self, batch: Batch) -> str:
+        return " ".join(filter(None, (part.misread_reason(batch) for part in self.parts)))
+
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
         return next((cost for part in self.timed if (cost := part.cost(batch)) is not None), None)

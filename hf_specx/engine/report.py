@@ -15,8 +15,8 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
-    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations copied
-    num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    verification layout layout_reason limit_reason misread_reason rows rounds rounds_per_row plain_steps compilations
+    copied num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
@@ -31,6 +31,7 @@ class SpeculationReport:
     Attributes:
         verification, layout: "plain" where transformers' own sampler decoded; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for, if anything did.
+        misread_reason: why the files of a head look as if they were misread, and what to do.
         plain_steps: target forwards without candidates, the prompts' own among them.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
@@ -52,6 +53,7 @@ class SpeculationReport:
     layout_reason: str
     rows: int
     limit_reason: str = ""
+    misread_reason: str = ""
     rounds: int = 0
     plain_steps: int = 0
     forced: int = 0
@@ -272,7 +274,7 @@ class SpeculationReport:
             f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
-        lines += [self.limit_reason] if self.limit_reason else []
+        lines += [reason for reason in (self.limit_reason, self.misread_reason) if reason]
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:

@@ -225,6 +225,7 @@ class Run:
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
         report.finish(time.perf_counter() - self.started, cut)
+        report.misread_reason = self.drafter.misread_reason(self.batch)
         report.compilations, report.copied = self.target.compilations, self.target.copied
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)

@@ -75,9 +75,8 @@ def blocks(model: Any, entries: Any, tokens: Tensor, states: Tensor, parts: Sequ
         entries.forget_drafts()
         entries.come((part[..., None] + 1 + inside).flatten(1), part.repeat_interleave(body.size, 1), body.size)
         first = tokens.gather(1, part).view(-1, 1)
-        block = nn.functional.pad(first, (0, body.size - 1), value=body.config.mask_token_id)
-        no_states = states.new_zeros(len(block), 0, states.shape[2])  # those of the text are read
-        yield body.begin(entries, model.drafter.embed(block), no_states, None, model.steps)[0]
+        no_states = states.new_zeros(len(first), 0, states.shape[2])  # those of the text are read
+        yield body.begin(entries, model.drafter.embed(first, body.size - 1), no_states, None, model.steps)[0]
 
 
 def picked(states: Tensor, places: Tensor) -> Tensor:
@@ -131,7 +130,9 @@ class Entries:
         at, began = (each[..., None] for each in self.parts[-1])
         seen = torch.cat([known[:, None] <= began, *(other[:, None] == began for _, other in own)], 2)
         types, window = self.config.layer_types, self.config.sliding_window
+        back = at - torch.cat([positions for positions, _ in self.parts], 1)[:, None]
+        if self.config.is_causal:
+            seen = seen & (back >= 0)
         if types is not None and types[layer] == "sliding_attention" and window is not None:
-            back = at - torch.cat([positions for positions, _ in self.parts], 1)[:, None]
             seen = seen & (back < window) & (self.config.sliding_window_non_causal | (back >= 0))
         return seen[:, None]

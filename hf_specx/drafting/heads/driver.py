@@ -20,6 +20,7 @@ from hf_specx.models.prompts import Place
 
 from .body import Body
 from .layers import Places, read_by
+from .misread import MisreadWatch
 from .running import Layers
 
 
@@ -85,7 +86,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
-        self.every = torch.arange(rows, device=self.device)
+        self.every, self.watch = torch.arange(rows, device=self.device), MisreadWatch()
         self.admit(reading.batch, reading.batch.rows)
 
     def _decoder(self, reading: Reading) -> Any:
@@ -116,6 +117,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Note the states of new prompts but the last, which the next round gives."""
+        self.watch.forget(rows)
         states, placed = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
         assert states is not None
         if placed is not None and (placed.ndim < 3 or len(rows) < len(self.held)):
@@ -139,6 +141,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def observe(self, done: Round) -> None:
         """Note the states of what was kept, one for each emitted token, and let go of rows that have left."""
+        self.watch.observe(done, self.source)
         batch, states = done.batch, done.forward.hidden[:, : max(done.emitted)]
         taken = [self.held[row] - self.prompted[row] for row in done.rows]
         starts = [before - number for before, number in zip(done.before, taken, strict=True)]
@@ -229,16 +232,17 @@ class HeadDrafter(SampledCandidateGenerator):
         if not self.body.has_keys or (block and not extra):
             return None
         tokens, masks = (self.last, extra - 1) if block else (self.tokens(ids, rows, starts, width), extra)
-        if not masks:
-            return self.embed(tokens)
-        embedded = self.embed(nn.functional.pad(tokens, (0, masks), value=self.body.config.mask_token_id))
-        if self.mask is not None:  # which a table that scales its rows scales as well
-            embedded[:, tokens.shape[1] :] = self.mask * getattr(self.embedding, "embed_scale", 1.0)
-        return embedded
+        return self.embed(tokens, masks)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[r, m, H] of tokens [r, m], by the head's own embeddings or the target's."""
-        return moved(self.embedding(read_by(self.embedding, tokens)), self.device, self.dtype)
+    def embed(self, tokens: torch.Tensor, masks: int = 0) -> torch.Tensor:
+        """[r, m + masks, H] of tokens [r, m] and masks behind them, by the head's own embeddings or the target's."""
+        if masks and self.mask is None:
+            tokens = nn.functional.pad(tokens, (0, masks), value=self.body.config.mask_token_id)
+        embedded = moved(self.embedding(read_by(self.embedding, tokens)), self.device, self.dtype)
+        if masks and self.mask is not None:  # a row of the table, which may scale its rows
+            mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
+            embedded = torch.cat([embedded, mask.expand(len(embedded), masks, -1)], 1)
+        return embedded
 
     def _note(self, found: tuple[torch.Tensor, Any]) -> None:
         """Have the scores of states [R, n, H], and keep what the next entry begins with."""
@@ -267,6 +271,9 @@ class HeadDrafter(SampledCandidateGenerator):
         if self.ids is None:
             return scores
         return scores.new_full((len(scores), self.vocab_size or 0), -torch.inf).index_copy_(1, self.ids, scores)
+
+    def misread_reason(self, batch: Batch) -> str:
+        return self.watch.reason(self.body.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return (lambda count: self.rehearse(batch)) if self.body.chained else None

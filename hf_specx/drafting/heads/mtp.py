@@ -244,7 +244,7 @@ class MtpDrafter(HeadDrafter):
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         self._note(self.body.next(self.decoder, tokens, self.state))
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, masks: int = 0) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
         return moved(tokens, self.device)
 

@@ -195,6 +195,10 @@ def swapped(draft: DraftHead) -> None:
         part.weight = torch.nn.Parameter(part.weight.roll(part.in_features // 2, 1), requires_grad=False)
 
 
+def without_vector(draft: DraftHead) -> None:
+    del draft.mask_embedding
+
+
 def own_states_kept(feed: Feed, done: Round) -> None:
     """What was written for accepted candidates while drafting stays, in place of the target's states."""
     OBSERVE(feed, done)
@@ -255,7 +259,7 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
         "head": "eagle3 with yarn as of Kimi",
     },
     "scores of what is normed": {"use_last_layernorm": True, "head": "eagle3 that scores what is not normed"},
-    "the mask token for its vector": {"patch": (Feed, "mask", None), "head": "dflash with a mask of its own"},
+    "the mask token for its vector": {"change": without_vector, "head": "dflash with a mask of its own"},
     "a block that begins early": {"head": "dspark", "patch": (Feed, "begin", begun_early)},
     "no word of the token before": {
         "head": "dspark gated",

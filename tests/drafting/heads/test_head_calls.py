@@ -55,7 +55,7 @@ def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.Monk
     watch.check(50 if cut else 200)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *FORMS])
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
 def test_a_long_queue(kind: str, tmp_path: Path):
     _, draft, target = made(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
