@@ -76,7 +76,7 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name in ("t5", "bart", "m2m_100"):
         target = zoo.build("seq2seq", name)
         return target, near(target, 0.25)
-    if name in ("eagle3", "dspark", "dflash2"):
+    if name in ("eagle3", "dspark", "dflash2", "domino"):
         target = tiny(num_hidden_layers=4)
         head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=None if name == "dflash2" else 24)
         with TemporaryDirectory() as folder:
@@ -174,6 +174,7 @@ KINDS |= {
     "eagle3, queue": Kind("eagle3", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "dspark": Kind("dspark"),
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
+    "domino": Kind("domino"),
     "dflash2": Kind("dflash2"),
     "dflash2, seeds": Kind("dflash2", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "dflash2, queue": Kind("dflash2", many=True, settings=SAMPLED | {"eos_token_id": 7}),

@@ -18,6 +18,7 @@ from hf_specx.models.prompts import Place
 from .block import Block
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
 from .dflash2 import DFlash2
+from .domino import Domino
 from .driver import HeadDrafter
 from .eagle import Eagle
 from .medusa import Medusa
@@ -26,7 +27,7 @@ from .tensors import check_tensors
 
 
 class DraftHead(PreTrainedModel):
-    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash and DFlash2, DSpark or Medusa.
+    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash and its kin, or Medusa.
 
     It is a draft for `SpeculativeDecoding`, of the target that it was made for alone.
 
@@ -41,7 +42,9 @@ class DraftHead(PreTrainedModel):
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
-        kinds = dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2}
+        kinds = (
+            dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2, "domino": Domino}
+        )
         self.body: Any = kinds.get(config.kind, Medusa)(config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

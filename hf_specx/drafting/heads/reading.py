@@ -13,6 +13,7 @@ from hf_specx.common.wrappers import public_name, vocabulary
 
 from .config import OF_BLOCKS, OF_DFLASH2, OF_EAGLE, OF_LAYERS, HeadConfig
 from .dflash2 import dflash2_fields, is_dflash2
+from .domino import domino_fields
 from .tensors import Weights, canonical, check_vocabulary, linear_layers, pairs_to_halves
 
 
@@ -59,7 +60,7 @@ ONLY: dict[str, tuple[Any, ...]] = {  # options that have to have one of these v
     "use_input_layernorm_in_first_layer": (True,),
     "hidden_act": ("silu",),
     "logit_scale": (1,),
-    "projector_type": ("dflash", "dspark"),
+    "projector_type": ("dflash", "dspark", "domino"),
     "attention_mode": ("gqa", "mha"),
     "markov_head_type": ("vanilla", "gated", "rnn"),
 }
@@ -204,6 +205,7 @@ class Reader:
             fields["markov_head_type"] = MARKOV[tensor]
         fields |= self._rope(fields) | (self._norms() if kind in OF_EAGLE else self._causality(kind))
         fields |= dflash2_fields(self.raw, self.said, self.weights, self.need) if kind == "dflash2" else {}
+        fields |= domino_fields(self.said, self.weights, self.need) if kind == "domino" else {}
         self._check_target(fields["vocab_size"])
         fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
         config = HeadConfig(**fields, layer_ids=self._layer_ids(kind))
@@ -311,6 +313,8 @@ class Reader:
         spark = spark or self.said.get("projector_type") == "dspark" or stated == "dspark"
         found = "dspark" if spark else "dflash"
         found = "dflash2" if is_dflash2(self.raw, self.weights) else found
+        domino = self.said.get("projector_type") == "domino" or "prefix_gru." in str([*self.weights])
+        found = "domino" if domino or stated == "domino" else found
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
         told = f"has speculators_model_type={brief(stated)} in its config.json and tensors of {found}; get it again, "

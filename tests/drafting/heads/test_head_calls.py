@@ -24,6 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {  # of kinds by other producers
     "dspark by SpecForge": {"form": "early specforge dspark", "confidence": True, "layers": 2},
     "dflash by JetSpec": {"form": "z-lab", "causal": True, "parts": {"causal_head": True}, "layers": 2},
     "dflash2": {"form": "z-lab 2"},
+    "domino": {"form": "early domino"},
     "eagle3 with windows": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4},
 }
 KINDS = ("eagle3", "peagle", "dspark", "medusa", *FORMS)
@@ -88,7 +89,7 @@ class Int8(torch.nn.Linear):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "dflash2", "domino"])
 def test_quantised_targets(kind: str, tmp_path: Path):
     """Also where the head scores by the target's own output, in another precision, and in autocast."""
     target = target_of()
@@ -170,7 +171,7 @@ class Strict(Automaton):
         super().accept(row, token)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2", "eagle3 with windows"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2", "domino", "eagle3 with windows"])
 def test_grammars(kind: str, tmp_path: Path):
     """Forced tokens take no step; nothing is proposed where the allowed tokens miss the head's vocabulary.
 

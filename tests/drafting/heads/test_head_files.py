@@ -164,6 +164,15 @@ CASES = {
         lambda: of_block("dflash", "z-lab", architectures=["DFlash2DraftModel"]),
         r"which DFlash2 has",
     ),
+    "no GRU": (
+        lambda: changed("domino", "prefix_gru.weight_ih_l0"),
+        r"lacks 1 tensors.*domino: prefix_gru\.weight_ih",
+    ),
+    "Domino by name": (
+        lambda: random_head("dflash", form="z-lab", parts={"projector_type": "domino"}),
+        r"which Domino has",
+    ),
+    "pure prefix": (lambda: random_head("domino", pure=-1), r"pure_draft_prefix_len=-1"),
     "top k": (lambda: of_block("dflash2", "z-lab 2", dflash_config={}), r"selector_top_k=None.*of how many tokens"),
     "wide top k": (lambda: of_block("dflash2", selector_top_k=49), r"selector_top_k=49"),
     "rank": (lambda: of_block("dflash2", selector_rank=7), r"selector_rank=7.* and 6 by its tensors"),
