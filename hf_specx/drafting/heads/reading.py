@@ -181,7 +181,8 @@ class Reader:
     def read_mask_embedding(self, stored: Any) -> None:
         """Take up a vector for the mask token that lies beside the weights."""
         form = stored if isinstance(stored, dict) else {"embedding": stored}
-        vector, token = form.get("embedding"), form.get("mask_token_id")
+        vector: Any = form.get("embedding")
+        token = form.get("mask_token_id")
         self.need(not form.get("per_position"), "has a mask_embedding.pt with a vector for each position; " + PLAIN)
         right = isinstance(vector, torch.Tensor) and vector.ndim in (1, 2) and vector.numel() == vector.shape[-1]
         self.need(right, "has a mask_embedding.pt that is no vector; get it again.")
@@ -273,15 +274,15 @@ class Reader:
         model_type = self.raw.get("model_type", "")
         told = f"is for {model_type}, whose blocks are not supported; {PLAIN}."
         self.need(not str(model_type).startswith("gemma"), told)
-        known = self.weights.keys() & {"hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight"}
+        norms = self.weights.keys() & {"hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight"}
         told = f"has fc and neither hidden_norm nor norm: it is an EAGLE-1 or EAGLE-2 head, not supported; {PLAIN}."
-        self.need(known or "fc.weight" not in self.weights, told)
+        self.need(norms or "fc.weight" not in self.weights, told)
         told = "has speculators_model_type='mtp', which is not supported; use MtpDraft() for layers of the target."
         self.need(self.raw.get("speculators_model_type") != "mtp", told)
         defaults = vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         defaults |= set(OF_DFLASH2 if is_dflash2(self.raw, self.weights) else ())
         for option, value in sorted(self.said.items()):
-            known = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
+            known: Any = option in MEANT or option in defaults or OF_TRAINING.fullmatch(option)
             known = known or (option in NEUTRAL and value is False)
             right = value is None or (value in ONLY[option] if option in ONLY else known)
             told = f"has {option}={brief(value)} in its config.json, which is not supported; choose another head, or "
@@ -309,9 +310,9 @@ class Reader:
         told = "has neither layers.0.hidden_norm nor hidden_norm among its tensors, so it is no draft head of a "
         self.need(eagle or "hidden_norm.weight" in self.weights, f"{told}supported form; choose another.")
         stated, made_for = self.raw.get("speculators_model_type"), str(self.raw.get("architectures")).lower()
-        spark = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
-        spark = spark or self.said.get("projector_type") == "dspark" or stated == "dspark"
-        found = "dspark" if spark else "dflash"
+        of_files = "dspark" in made_for or "markov_rank" in self.raw or "markov_head" in str([*self.weights])
+        in_words = "dspark" in (stated, self.said.get("projector_type"))
+        found = "dspark" if of_files or in_words else "dflash"
         found = "dflash2" if is_dflash2(self.raw, self.weights) else found
         domino = self.said.get("projector_type") == "domino" or "prefix_gru." in str([*self.weights])
         found = "domino" if domino or stated == "domino" else found
