@@ -53,6 +53,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None) if kind is None else None
     told = f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move "
     require(word is None, f"{told}it.")
+    require(kind != "domino", "the draft is a head of Domino, which vLLM does not serve; use transformers.")
     sizes, own = (config.target.vocab_size, config.draft.vocab_size), config.draft_tokenizer is not None
     mapped = kind is None and (own or (None not in sizes and sizes[0] != sizes[1]))
     told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "

@@ -81,7 +81,7 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name == "gemma4":
         target = gemma4_target("E2B", vocab_size=VOCAB_SIZE, vocab_size_per_layer_input=VOCAB_SIZE)
         return target, assistant_of(target)
-    if name in ("eagle3", "dspark", "dflash2"):
+    if name in ("eagle3", "dspark", "dflash2", "domino"):
         target = tiny(num_hidden_layers=4)
         head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=None if name == "dflash2" else 24)
         with TemporaryDirectory() as folder:
@@ -179,6 +179,7 @@ KINDS |= {
     "eagle3, queue": Kind("eagle3", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "dspark": Kind("dspark"),
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
+    "domino": Kind("domino"),
     "dflash2": Kind("dflash2"),
     "dflash2, seeds": Kind("dflash2", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "dflash2, queue": Kind("dflash2", many=True, settings=SAMPLED | {"eos_token_id": 7}),

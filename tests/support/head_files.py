@@ -41,12 +41,13 @@ class TinyHead:
     layer_types: list[str] | None = None
     window: int | None = None
     window_non_causal: bool = False
+    causal: bool = False
+    parts: dict = field(default_factory=dict)  # more entries of the config's dflash_config
     top_k: int = 4  # tokens that DFlash2 selects from
     multiplier: float = 1.0
     softcap: float = 0.0
     embedding_scale: float = 1.0
-    causal: bool = False
-    parts: dict = field(default_factory=dict)  # more entries of the config's dflash_config
+    pure: int = 1  # places that Domino does not correct
     form: str = "speculators"  # of its files, one of the `FORMS`
     extra: dict = field(default_factory=dict)  # more entries of config.json
 
@@ -153,6 +154,14 @@ def random_head(
         if confidence:
             found["confidence_head.proj.weight"] = matrix(1, width + rank)
             found["confidence_head.proj.bias"] = matrix(1)
+    if mask_vector:
+        found["mask_embedding"] = 3 * matrix(width) * width**0.5
+    if kind == "domino":
+        found |= {
+            "prefix_gru.weight_ih_l0": 2 * matrix(3 * rank, width),
+            "prefix_gru.weight_hh_l0": 2 * matrix(3 * rank, rank),
+        }
+        found |= {"embed_proj.0.weight": 2 * matrix(7, width + rank), "embed_proj.2.weight": 2 * matrix(scored, 7)}
     if kind == "dflash2":
         for name in (f"layers.{layer}.{part}_conv." for layer in range(layers) for part in ("attention", "mlp")):
             found[f"{name}base_kernel"] = 0.6 * torch.randn(2, taps, width, generator=generator)
@@ -161,8 +170,6 @@ def random_head(
             found[f"candidate_selector.{part}_codebook"] = matrix(vocab, rank) * rank**0.5
         found["candidate_selector.hidden_projection.weight"] = matrix(rank, width)
         settings = {"window_non_causal": True} | settings
-    if mask_vector:
-        found["mask_embedding"] = 3 * matrix(width) * width**0.5
     if not eagle:
         settings = {"block": 5, "from_anchor": kind == "dspark"} | settings
     if kind != "eagle3":
@@ -231,7 +238,7 @@ def _speculators(head: TinyHead) -> tuple[dict, dict]:
         config["mask_token_id"] = head.mask_token
     if not head.last_norm:
         config["use_last_layernorm"] = False
-    return config | _markov(head) | _selector(head), head.weights
+    return config | _markov(head) | _selector(head) | _recurrent(head), head.weights
 
 
 def _old_speculators(head: TinyHead) -> tuple[dict, dict]:
@@ -337,6 +344,28 @@ def _zlab2(head: TinyHead) -> tuple[dict, dict]:
     return config | {"architectures": ["DFlash2DraftModel"], "auto_map": None} | causal, weights
 
 
+def _recurrent(head: TinyHead) -> dict:
+    """What Domino has beside DFlash."""
+    if head.kind != "domino":
+        return {}
+    size, inner = (head.weights[name].shape[-1] for name in ("prefix_gru.weight_hh_l0", "embed_proj.2.weight"))
+    return {"gru_hidden_dim": size, "emb_dim": inner, "pure_draft_prefix_len": head.pure}
+
+
+def _domino(head: TinyHead) -> tuple[dict, dict]:
+    """By SpecForge; its architecture is that of DFlash."""
+    config, weights = _zlab(head)
+    more = {"projector_type": "domino", "shift_label": head.from_anchor}
+    config["dflash_config"] |= more | _recurrent(head)
+    return config, weights
+
+
+def _early_domino(head: TinyHead) -> tuple[dict, dict]:
+    config, weights = _domino(head)
+    inside = ("prefix_gru.", "embed_proj.")
+    return config, {f"{'logit_head.' * name.startswith(inside)}{name}": tensor for name, tensor in weights.items()}
+
+
 def _medusa(head: TinyHead) -> tuple[dict, dict]:
     """Counts in configs can be wrong: the weights have the last word."""
     return {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}, head.weights
@@ -350,6 +379,8 @@ FORMS = {
     "deepspec": _deepspec,
     "z-lab": _zlab,
     "z-lab 2": _zlab2,
+    "domino": _domino,
+    "early domino": _early_domino,
     "old speculators": _old_speculators,
     "specforge dspark": _specforge_dspark,
     "early specforge dspark": _early_specforge_dspark,

@@ -183,9 +183,10 @@ def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int],
     """[block, H] the normed states of a block: the newest token, and masks behind it."""
     context = _rms(_project(weights, "fc", torch.cat(states, -1)), weights["hidden_norm.weight"])
     n = len(context)
-    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])] * head.embedding_scale
+    x = embeddings[torch.tensor([tokens[-1], *[head.mask_token] * (head.block - 1)])]
     if "mask_embedding" in weights:
         x = torch.stack([x[0], *[weights["mask_embedding"]] * (head.block - 1)])
+    x = x * head.embedding_scale
     before, here = torch.arange(n), torch.arange(n, n + head.block)
     keys = torch.cat([before, here])
     for number in range(head.layers):
@@ -269,6 +270,20 @@ def _dflash2(head, weights, embeddings, output, tokens, states, drafted) -> Tens
     return scores
 
 
+def _domino(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+    """What torch's own recurrent unit makes of the tokens before a slot, beside its state."""
+    z = _block(head, weights, embeddings, tokens, states)[len(drafted) + (not head.from_anchor)]
+    size = weights["prefix_gru.weight_hh_l0"].shape[1]
+    gru = nn.GRU(embeddings.shape[1], size, bias=False, dtype=torch.float64)
+    gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+    with torch.no_grad():
+        prefix = gru(embeddings[torch.tensor([tokens[-1], *drafted])])[1][0]
+    if len(drafted) < head.pure:
+        return z @ output.T
+    inner = nn.functional.silu(weights["embed_proj.0.weight"] @ torch.cat([z, prefix]))
+    return z @ output.T + weights["embed_proj.2.weight"] @ inner
+
+
 def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
     """Each head reads the newest state alone, and proposes for its own distance."""
     number, z = len(drafted), states[0][-1]
@@ -278,7 +293,7 @@ def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
 
 
 PROPOSALS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark, "dflash2": _dflash2}
-PROPOSALS["medusa"] = _medusa
+PROPOSALS |= {"domino": _domino, "medusa": _medusa}
 
 
 def target_states(model: nn.Module, layer_ids: Sequence[int], input_ids: Tensor, **inputs) -> list[Tensor]:

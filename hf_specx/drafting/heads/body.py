@@ -23,6 +23,7 @@ class Body(nn.Module):
     chained = False  # whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H]
     sees_ahead = False  # whether all entries behind the last true one see each other
     corrects = False  # whether `scored` changes scores
+    embeds_tokens = False  # whether `scored` is given the token before embedded, [R, 1, H]
     has_keys = True  # whether it attends to earlier entries
     config: HeadConfig
 

@@ -12,15 +12,17 @@ ARCHITECTURES = {
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
     "dflash2": "DFlash2DraftModel",
+    "domino": "DominoDraftModel",
     "medusa": "MedusaModel",
 }
-OF_EAGLE, OF_BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark", "dflash2")
+OF_EAGLE, OF_BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark", "dflash2", "domino")
 OF_ALL = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 OF_BLOCK = ("block_size", "sample_from_anchor", "sliding_window_non_causal")
 OF_OTHERS = {"is_causal": False, "use_last_layernorm": True}  # what speculators does not write; only if it is not this
 OF_MARKOV = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
 OF_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OF_DFLASH2 = (*OF_SELECTOR, "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+OF_DOMINO = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 OF_LAYERS = """
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     rms_norm_eps max_position_embeddings attention_bias layer_types sliding_window
@@ -34,7 +36,7 @@ class HeadConfig(PreTrainedConfig):
     the last one before the final norm, for Medusa behind it.
     """
 
-    kind: str = "eagle3"  # or "peagle", "dflash", "dspark", "dflash2", "medusa"
+    kind: str = "eagle3"  # or "peagle", "dflash", "dspark", "dflash2", "domino", "medusa"
     layer_ids: list[int] | None = None  # which states of the target it reads
     hidden_size: int = 0
     target_hidden_size: int = 0
@@ -78,6 +80,9 @@ class HeadConfig(PreTrainedConfig):
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0  # 0 is none
     input_embedding_scale: float = 1.0
+    gru_hidden_dim: int = 0  # of Domino: of the state of the tokens before a place
+    emb_dim: int = 0  # of what it and the block's state are joined in
+    pure_draft_prefix_len: int = 0  # places that are not corrected
     medusa_num_heads: int | None = None
     medusa_num_layers: int | None = None
     num_draft_tokens: int = 5  # how many candidates its makers recommend
@@ -101,6 +106,8 @@ class HeadConfig(PreTrainedConfig):
             found["enable_confidence_head"] = self.confidence_head
         if self.kind == "dflash2":
             found |= {name: getattr(self, name) for name in OF_DFLASH2}
+        if self.kind == "domino":
+            found |= {name: getattr(self, name) for name in OF_DOMINO}
         found |= {name: getattr(self, name) for name, usual in OF_OTHERS.items() if getattr(self, name) != usual}
         return found | {
             f"{'eagle_' * is_eagle}aux_hidden_state_layer_ids": self.layer_ids,

@@ -124,8 +124,6 @@ def dflash2_fields(
     """
     of_speculators = "speculators_model_type" in raw
     fields = _shapes(weights, need)
-    if said.get("sliding_window_non_causal", of_speculators) or said.get("is_causal") is False:
-        fields["sliding_window_non_causal"] = True
     for field in ("conv_kernel_size", "conv_group_size", "selector_rank"):
         stated, number = said.get(field), fields[field]
         message = f"has {field}={brief(stated)} in its config.json, and {number} by its tensors; get it again."

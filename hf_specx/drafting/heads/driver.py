@@ -278,7 +278,8 @@ class HeadDrafter(SampledCandidateGenerator):
 
     def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
-        given = self.scores[place], self.states[place], moved(tokens, self.device), self.state, self.least > 0
+        before = self.embed(tokens) if self.body.embeds_tokens else moved(tokens, self.device)
+        given = self.scores[place], self.states[place], before, self.state, self.least > 0
         score = partial(self.decoder, "scored", None) if self.body.corrects else self.body.scored
         scores, self.state, sure = score(*given)
         self.sure += [] if sure is None else [sure]

@@ -18,6 +18,7 @@ from hf_specx.models.prompts import Place
 from .block import Block
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
 from .dflash2 import DFlash2
+from .domino import Domino
 from .driver import HeadDrafter
 from .eagle import Eagle
 from .medusa import Medusa
@@ -26,7 +27,7 @@ from .tensors import check_tensors
 
 
 class DraftHead(PreTrainedModel):
-    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash and DFlash2, DSpark or Medusa.
+    """A few layers that draft from the target's hidden states: EAGLE-3, P-EAGLE, DFlash and its kin, or Medusa.
 
     It is a draft for `SpeculativeDecoding`, of the target that it was made for alone.
 
@@ -41,7 +42,9 @@ class DraftHead(PreTrainedModel):
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
-        kinds = dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2}
+        kinds = (
+            dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2, "domino": Domino}
+        )
         self.body: Any = kinds.get(config.kind, Medusa)(config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -92,9 +95,7 @@ class DraftHead(PreTrainedModel):
         told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
         require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
         embed: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        if config.kind in OF_BLOCKS and hasattr(
-            embed, "embed_norm"
-        ):  # of Muse, whose blocks read the rows as they are
+        if config.kind in ("dflash", "dflash2") and hasattr(embed, "embed_norm"):  # of Muse: they read the rows alone
             embed = nn.Embedding.from_pretrained(embed.weight)
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
         mask = getattr(self, "mask_embedding", None)

@@ -13,6 +13,7 @@ from hf_specx.common.wrappers import public_name, vocabulary
 
 from .config import OF_BLOCKS, OF_DFLASH2, OF_EAGLE, OF_LAYERS, HeadConfig
 from .dflash2 import dflash2_fields, is_dflash2
+from .domino import domino_fields
 from .tensors import Weights, canonical, check_vocabulary, linear_layers, pairs_to_halves
 
 
@@ -59,7 +60,7 @@ ONLY: dict[str, tuple[Any, ...]] = {  # options that have to have one of these v
     "use_input_layernorm_in_first_layer": (True,),
     "hidden_act": ("silu",),
     "logit_scale": (1,),
-    "projector_type": ("dflash", "dspark"),
+    "projector_type": ("dflash", "dspark", "domino"),
     "attention_mode": ("gqa", "mha"),
     "markov_head_type": ("vanilla", "gated", "rnn"),
 }
@@ -203,12 +204,9 @@ class Reader:
         fields |= {field: self.said[field] for field in STATED if self.said.get(field)}
         for tensor in MARKOV.keys() & self.weights.keys():
             fields["markov_head_type"] = MARKOV[tensor]
-        fields |= self._rope(fields) | (self._norms() if kind in OF_EAGLE else self._causality())
-        if kind == "dflash2":
-            of_dflash2 = dflash2_fields(self.raw, self.said, self.weights, self.need)
-            if "is_causal" in self.overrides:
-                of_dflash2.pop("sliding_window_non_causal", None)
-            fields |= of_dflash2
+        fields |= self._rope(fields) | (self._norms() if kind in OF_EAGLE else self._causality(kind))
+        fields |= dflash2_fields(self.raw, self.said, self.weights, self.need) if kind == "dflash2" else {}
+        fields |= domino_fields(self.said, self.weights, self.need) if kind == "domino" else {}
         self._check_target(fields["vocab_size"])
         fields |= {"kind": kind, "target_hidden_size": self.text.hidden_size} | self._proposal(kind)
         config = HeadConfig(**fields, layer_ids=self._layer_ids(kind))
@@ -234,11 +232,15 @@ class Reader:
         stated = {"norm_output": normed, "use_last_layernorm": last is None or bool(last)}
         return stated | {option: value for option, value in self.overrides.items() if option in stated}
 
-    def _causality(self) -> dict[str, bool]:
-        """What a place of a block sees: if nothing is said, all of it, in layers with a window what is before it."""
+    def _causality(self, kind: str) -> dict[str, bool]:
+        """What a place of a block sees: if nothing is said, all of it, in layers with a window what is before it.
+
+        In DFlash2 of speculators it is all of it there too.
+        """
         self._check_applies("DFlash", ("layer_ids", "layout", "is_causal", "partial_rotary_factor"))
         signs = {option: self.said[option] for option in CAUSAL if self.said.get(option) is not None}
-        if self.said.get("sliding_window_non_causal"):
+        usual = kind == "dflash2" and "speculators_model_type" in self.raw and not signs
+        if self.said.get("sliding_window_non_causal", usual):
             signs["sliding_window_non_causal"] = False
         if "is_causal" in self.overrides:
             signs = {"is_causal": self.overrides["is_causal"]}
@@ -312,6 +314,8 @@ class Reader:
         in_words = "dspark" in (stated, self.said.get("projector_type"))
         found = "dspark" if of_files or in_words else "dflash"
         found = "dflash2" if is_dflash2(self.raw, self.weights) else found
+        domino = self.said.get("projector_type") == "domino" or "prefix_gru." in str([*self.weights])
+        found = "domino" if domino or stated == "domino" else found
         if eagle:
             found = "peagle" if "mask_hidden" in self.weights or stated == "peagle" else "eagle3"
         told = f"has speculators_model_type={brief(stated)} in its config.json and tensors of {found}; get it again, "

@@ -29,6 +29,7 @@ from hf_specx.common.round import Round
 from hf_specx.drafting.heads import dflash2, reading
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.dflash2 import DFlash2
+from hf_specx.drafting.heads.domino import PrefixGru
 from hf_specx.drafting.heads.driver import HeadDrafter as Feed
 from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.reading import read_head
@@ -77,6 +78,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": {"draft_vocab": 24, "layers": 2, "confidence": True},
     "dspark gated": {"markov": "gated"},
     "dspark rnn": {"markov": "rnn", "width": 64},
+    "domino": {"layers": 2},
+    "domino of another width": {"pure": 0, "width": 64, "draft_vocab": 24, **OWN},
+    "domino by SpecForge": {"form": "domino", "layers": 2},
+    "domino by SpecForge with its anchor": {"form": "domino", "from_anchor": True, "pure": 2},
+    "domino by early SpecForge": {"form": "early domino"},
     "dflash2": {"layers": 2, "embedding_scale": 0.5},
     "dflash2 of three taps": {"taps": 3, "group": 4, "multiplier": 1.5, "softcap": 2.0, "top_k": 7, **OWN},
     "dflash2 with its anchor": {"from_anchor": True, "width": 64},
@@ -127,7 +133,7 @@ PLAIN = ("eagle3", "peagle", "dflash", "dspark", "medusa")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*PLAIN, "dflash2", "dflash causal by JetSpec", "dspark by SpecForge"])
+@pytest.mark.parametrize("name", [*PLAIN, "dflash2", "domino", "dflash causal by JetSpec", "dspark by SpecForge"])
 def test_layouts(name: str, layout: str, tmp_path: Path):
     target, head = target_of(), head_of(name)
     draft = loaded(head, tmp_path / "head", target)
@@ -150,7 +156,7 @@ def test_targets_that_norm_their_embeddings(name: str, tmp_path: Path):
     assert_aligned(head, draft, target, prompts(3), SAMPLED, least=40)
 
 
-FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "dflash2": 2}  # of a size, compiled
+FORWARDS = {"eagle3": 2, "dspark rnn": 3, "medusa": 1, "dflash2": 2, "domino": 3}  # of a size, compiled
 MORE_FORWARDS = {"eagle3 of three layers": 2, "peagle": 1, "eagle3 with a window and yarn": 2}
 MORE_FORWARDS |= {"dflash causal by JetSpec": 1, "dspark by SpecForge": 3, "dflash with a mask of its own": 1}
 
@@ -213,6 +219,12 @@ def rejected_states_kept(feed: Feed, done: Round) -> None:
     OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
+def gates_swapped(draft: DraftHead) -> None:
+    gru, size = draft.body.prefix_gru, draft.config.gru_hidden_dim
+    for weight in (gru.weight_ih_l0, gru.weight_hh_l0):
+        weight.copy_(torch.cat([weight[size : 2 * size], weight[:size], weight[2 * size :]]))
+
+
 def codebooks_swapped(draft: DraftHead) -> None:
     selector = draft.body.candidate_selector
     books = selector.predecessor_codebook, selector.successor_codebook
@@ -265,6 +277,13 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
         "head": "dspark gated",
         "patch": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
     },
+    "a state without its tokens": {
+        "head": "domino",
+        "patch": (PrefixGru, "forward", lambda gru, embedded, state: state),
+    },
+    "a place fewer corrected": {"head": "domino", "patch": ("config", "pure_draft_prefix_len", 2)},
+    "gates in another order": {"head": "domino", "change": gates_swapped},
+    "places of Domino one off": {"head": "domino", "patch": ("config", "sample_from_anchor", True)},
     "a convolution over the border of blocks": {"head": "dflash2", "patch": (dflash2, "convolved", over_borders)},
     "convolutions before for those behind": {"head": "dflash2", "change": sides_swapped},
     "codebooks swapped": {"head": "dflash2", "change": codebooks_swapped},

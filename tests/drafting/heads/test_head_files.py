@@ -122,13 +122,15 @@ def as_ids(kept: torch.Tensor) -> torch.Tensor:
     return kept.nonzero().flatten()
 
 
+SELECTOR = "candidate_selector."
+
+
 def spoken(number: int, **more) -> TinyHead:
     """A head of blocks of 5 in the form of speculators that is to propose so many tokens."""
     proposal = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": number}]}
     return random_head("dflash", extra={"speculators_config": proposal} | more)
 
 
-SELECTOR = "candidate_selector."
 IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
 CASES = {
     "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
@@ -176,6 +178,15 @@ CASES = {
         lambda: of_block("dflash", "z-lab", architectures=["DFlash2DraftModel"]),
         r"which DFlash2 has",
     ),
+    "no GRU": (
+        lambda: changed("domino", "prefix_gru.weight_ih_l0"),
+        r"lacks 1 tensors.*domino: prefix_gru\.weight_ih",
+    ),
+    "Domino by name": (
+        lambda: random_head("dflash", form="z-lab", parts={"projector_type": "domino"}),
+        r"which Domino has",
+    ),
+    "pure prefix": (lambda: random_head("domino", pure=-1), r"pure_draft_prefix_len=-1"),
     "top k": (lambda: of_block("dflash2", "z-lab 2", dflash_config={}), r"selector_top_k=None.*of how many tokens"),
     "wide top k": (lambda: of_block("dflash2", selector_top_k=49), r"selector_top_k=49"),
     "rank": (lambda: of_block("dflash2", selector_rank=7), r"selector_rank=7.* and 6 by its tensors"),

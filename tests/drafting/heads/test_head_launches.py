@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {  # and the most launches of a
     "peagle": ({"draft_vocab": 24, "layer_ids": (2, 16, 29), "layers": 4}, 1.35),
     "dflash": ({"layer_ids": (2, 9, 16, 23, 30), "layers": 5, "block": 7}, 1.3),
     "dspark": ({"layer_ids": (2, 9, 16, 23, 30), "layers": 5, "block": 7}, 1.3),
+    "domino": ({"layer_ids": (2, 9, 16, 23, 30), "layers": 5, "block": 7}, 1.4),
     "dflash2": ({"layer_ids": (2, 9, 16, 23, 30), "layers": 5, "block": 8}, 1.4),
 }
 SAMPLED = {"do_sample": True, "top_k": 20, "pad_token_id": 0}

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "peagle": SIZES,
     "dflash": SIZES | {"block": 4},
     "dspark": SIZES | {"block": 4, "markov": "rnn", "confidence": True},
+    "domino": SIZES | {"block": 4},
     "dflash2": {"vocab": 5, "states": 16, "layer_ids": (0, 1), "block": 4, "top_k": 3},
     "medusa": {"vocab": 5, "states": 16},
     "dflash causal": SIZES | {"block": 4, "extra": {"is_causal": True}},
