@@ -109,7 +109,7 @@ CASES = [
     ("tokenizer.json is a link out of", after(link("tokenizer.json", "t"))),
     ("x.jinja is a link", after(write(TEMPLATE, ""), link(TEMPLATE, "j"))),
     ("own defaults; get", after(cut("generation_config.json", -9))),
-    ("generation_config.json has num_beams=3, which .*; take", after(edit("generation_config.json", num_beams=3))),
+    ("generation_config.json has num_beams=3, for which .*; take", after(edit("generation_config.json", num_beams=3))),
     ("brings code of its own, which is not run; read it, and", after(*own_code("config.json", **OWN))),
     ("brings code of its own", after(*own_code("config.json", text_config=INSIDE_ANOTHER))),
     ("draft brings code of its own, which is not", after(*own_code("draft/config.json", **OWN), use=load_draft)),
