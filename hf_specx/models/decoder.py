@@ -96,6 +96,9 @@ def _without_logits_to_keep(module: nn.Module, args: Any, kwargs: dict[str, Any]
     return args, kwargs | {"logits_to_keep": None}
 
 
+_without_logits_to_keep.reads_only = True  # type: ignore[attr-defined]  # what a position gets stays as it is
+
+
 class Decoder:
     """A model with its cache, fed the last tokens of each row of a `Batch`.
 

@@ -73,7 +73,7 @@ def test_states_are_those_that_logits_come_from(layout: str, rows: int):
 def test_states_of_compiled_forwards(traced: None):
     """Those of a later call have been compiled, also while hooks of another thread's forward are there."""
     target = tiny(num_hidden_layers=3, seed=1)
-    other = HiddenStates([(target.model.layers[0], False)], target.device)
+    other = HiddenStates([(target.model.layers[0], False)], target.device, target)
     expected, compilations = target.generate(**prompts(4), **ENDS), []
     for context in (contextlib.nullcontext(), other):
         strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
@@ -90,7 +90,7 @@ def test_states_of_a_layer():
     """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
     target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
     layer = target.model.layers[2]
-    hidden = HiddenStates([(layer, False), (layer, True)], torch.device("cpu"))
+    hidden = HiddenStates([(layer, False), (layer, True)], torch.device("cpu"), target)
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
         before = dict(layer._forward_hooks)  # transformers leaves some of its own
