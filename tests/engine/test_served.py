@@ -392,6 +392,10 @@ def test_requests_are_decoded_alone(kind: str):
 
 def test_requests_have_one_row():
     strategy = SpeculativeDecoding(SuffixDraft())
-    for options in ({"num_beams": 2}, {"generation_config": GenerationConfig(do_sample=True, num_return_sequences=2)}):
-        with pytest.raises(ValueError, match="make several rows of a request, which has one; leave them out"):
+    several = GenerationConfig(do_sample=True, num_return_sequences=2)
+    for options, message in (
+        ({"num_beams": 2}, "num_beams=2.*leave"),
+        ({"generation_config": several}, "_sequences=2"),
+    ):
+        with pytest.raises(ValueError, match=message):
             list(strategy.generate_many(tiny(), [[1, 2]], **options))

@@ -274,7 +274,8 @@ def _domino(head, weights, embeddings, output, tokens, states, drafted) -> Tenso
     """What torch's own recurrent unit makes of the tokens before a slot, beside its state."""
     z = _block(head, weights, embeddings, tokens, states)[len(drafted) + (not head.from_anchor)]
     size = weights["prefix_gru.weight_hh_l0"].shape[1]
-    gru = nn.GRU(embeddings.shape[1], size, bias=False, dtype=torch.float64)
+    with torch.random.fork_rng():  # its first weights are drawn, and this may run within a call
+        gru = nn.GRU(embeddings.shape[1], size, bias=False, dtype=torch.float64)
     gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
     with torch.no_grad():
         prefix = gru(embeddings[torch.tensor([tokens[-1], *drafted])])[1][0]
