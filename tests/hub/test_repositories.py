@@ -126,7 +126,10 @@ def test_generation_settings_select_nothing_else(folder: Path):
     loaded = load(folder)
     text = loaded.generate(**prompts(2), do_sample=False, max_new_tokens=4)
     assert torch.equal(text, pair().target.generate(**prompts(2), do_sample=False, max_new_tokens=4))
-    for name, value in {"num_beams": 3, "cache_implementation": "static", "dola_layers": "low"}.items():
+    edit("generation_config.json", cache_implementation="static")(folder)  # which plain generate has, and so has ours
+    assert torch.equal(load(folder).generate(**prompts(2), do_sample=False, max_new_tokens=4), text)
+    edit("generation_config.json", cache_implementation=...)(folder)
+    for name, value in {"num_beams": 3, "dola_layers": "low"}.items():
         edit("generation_config.json", **{name: value})(folder)
         with pytest.raises(ValueError, match=name):
             load(folder).generate(**prompts(2), do_sample=False, max_new_tokens=4)

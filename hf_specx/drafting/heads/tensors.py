@@ -42,8 +42,8 @@ def pairs_to_halves(weights: Weights, size: int, turning: int) -> None:
     """Reorder the channels of queries and keys: of each head of `size` the first `turning` ones turn in pairs of
     neighbours, and here one from each half. Attention does not see in which order channels are.
     """
-    order = torch.arange(size)
-    order[:turning] = torch.arange(turning).view(-1, 2).T.flatten()
+    order = torch.arange(size, device="cpu")
+    order[:turning] = torch.arange(turning, device="cpu").view(-1, 2).T.flatten()
     for name, tensor in weights.items():
         if re.search(r"self_attn\.[qk]_(proj|norm)\.", name):
             weights[name] = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
