@@ -43,7 +43,7 @@ def random_prompts(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wrong_targets_are_seen(dtype: torch.dtype):
-    """None is taken for a right one, but for small faults in half precision; what rows do to each other needs several."""
+    """None is let through, but for small faults in half precision; what rows do to each other needs several."""
     seen: Counter[str] = Counter()
     checks: Counter[str] = Counter()
     for name, build in WRONG.items():
