@@ -33,7 +33,7 @@ def test_round_trip(tmp_path: Path):
     assert PairConfig.from_file(tmp_path / "c.json") == config
     defaults = vars(PairConfig(ModelSource(), ModelSource(subfolder="draft")))
     same = {name for name, value in vars(config).items() if value == defaults[name]}
-    assert same == {"schema", "suffix", "early_exit", "processor"}  # with a model of text there is none of the last three
+    assert same == {"schema", "suffix", "early_exit", "processor"}  # not with a model of text
 
 
 def test_whole_numbers_may_stand_for_times():
