@@ -12,7 +12,7 @@ fi
 # without tests of types that are refused on it (LATER in architectures.py), and of a Hub's cache that is laid out by hand, which
 # its older huggingface_hub does not read offline; nor the law by the loop of plain `generate`, of which the greedy text is enough
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
-    -k "not single_steps and not a_draft_elsewhere and not in_the_cache_of_the_call and not loop_law and not sampled_law" "$@" \
+    -k "not single_steps and not a_draft_elsewhere and not in_the_cache_of_the_call and not come_from_elsewhere and not loop_law and not sampled_law" "$@" \
     tests/house/test_host_contract*.py \
     tests/generate/test_equality.py tests/generate/test_behaviours*.py tests/sampling/test_processors.py \
     tests/sampling/test_stopping.py tests/drafting/test_candidates.py tests/models/test_encoder_decoder.py \

@@ -99,7 +99,7 @@ def test_a_prefix_function_is_asked_for_prompts(do_sample: bool):
         "max_new_tokens": 20,
         "num_return_sequences": 2 if do_sample else 1,
     }
-    settings["prefix_allowed_tokens_fn"] = lambda prompt, ids: range(5 * prompt, 5 * prompt + 20)
+    settings["prefix_allowed_tokens_fn"] = lambda prompt, ids: range(4 * prompt, 4 * prompt + 20)
     strategy = coupled(tiny(), 0.05)
     compared = assert_plain(tiny(), strategy, **settings)
     assert strategy.report.layout == "ragged"
