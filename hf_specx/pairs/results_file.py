@@ -27,6 +27,7 @@ from hf_specx.hub.locks import LOCK, check_free, locked
 
 
 LOOK_EVERY = 0.2  # seconds, while the first process is waited for
+LOOKS, SURE = 10, 3  # looks for each try of the first process's lock, and how often it has to be free
 
 
 @dataclass(frozen=True)
@@ -247,15 +248,20 @@ class Results:
 
     def wait_for_first(self) -> None:
         """Wait until the first process has taken up the file of this one, which has closed it."""
-        part = self.filled.path
+        part, looks, free = self.filled.path, 0, 0
         while part.exists():
+            time.sleep(LOOK_EVERY)
+            looks += 1
+            if looks % LOOKS:  # the lock is seldom tried, since whoever tries it has it for a moment
+                continue
             try:
                 check_free(self.path)
+                free += 1
             except ValueError:  # the first process has it
-                time.sleep(LOOK_EVERY)
-                continue
+                free = 0
             message = f"the first process ended before {self.path} was complete; make the same call again."
-            require(not part.exists(), message)
+            # more than once: a lock that is just made or given back may look free
+            require(free < SURE or not part.exists(), message)
 
     def _take_up(self, part: Path) -> None:
         """Append the lines of another process, but those of prompts that have a result."""
