@@ -80,7 +80,9 @@ def open_results(
 
         def begin() -> Iterable[Any]:
             stack.enter_context(locked(filled))
-            if rank == 0:
+            if rank > 0:
+                filled.touch()  # before the first process may end, which waits for what is there
+            else:
                 for part in parts_of(path, world_size):  # of an earlier call, with more processes
                     check_free(part)
                 if not _is_begun(path):
