@@ -18,7 +18,7 @@ import transformers
 
 from hf_specx.drafting import costs
 from hf_specx.engine import run
-from hf_specx.models import compiled, regions
+from hf_specx.models import compiled, compiled_forwards
 
 
 torch.set_num_threads(1)
@@ -48,8 +48,8 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(costs, "timed", paying)
     monkeypatch.setattr(run, "assumed_times", paying)
-    monkeypatch.setattr(costs.Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
-    monkeypatch.setattr(costs.Pace, "has_seen_plain", lambda pace, rows: True)
+    monkeypatch.setattr(costs.RoundTimer, "_ratios", lambda round_timer, rows: (1.0, 1.0))
+    monkeypatch.setattr(costs.RoundTimer, "has_seen_plain", lambda round_timer, rows: True)
 
 
 @pytest.fixture
@@ -65,8 +65,10 @@ def pytest_unconfigure(config):
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
     """`compile=True` without a compiler: what torch has traced runs as it is."""
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
-    monkeypatch.setattr(regions, "in_one_file", contextlib.nullcontext)
-    monkeypatch.setattr(regions, "IDLE_FORWARDS", 4)  # so that both idle rows and fewer ones are seen in a call
+    monkeypatch.setattr(compiled_forwards, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
+    monkeypatch.setattr(compiled_forwards, "in_one_file", contextlib.nullcontext)
+    monkeypatch.setattr(
+        compiled_forwards, "IDLE_FORWARDS", 4
+    )  # so that both idle rows and fewer ones are seen in a call
     monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
-    monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(compiled_forwards, "REGIONS", weakref.WeakKeyDictionary())

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.round import Round
 from hf_specx.engine.strategy import SpeculativeDecoding
-from hf_specx.sampling.rules import distribution
+from hf_specx.sampling.verifiers import distribution
 
 
 class Recorder:

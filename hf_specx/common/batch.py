@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .devices import sent
-from .round import Draft, Judgement, Round
+from .round import Draft, Round, Verdict
 
 
 class Batch:
@@ -126,7 +126,7 @@ class Batch:
     def append(
         self,
         draft: Draft,
-        judgement: Judgement,
+        verdict: Verdict,
         stopping: Any,
         forward: Any = None,
         scores: torch.Tensor | None = None,
@@ -137,12 +137,12 @@ class Batch:
         models are fed by the ends of the rows. `stopping` is a `Stopping`.
         """
         rows, lengths, before = self.rows, draft.lengths, [self.counts[row] for row in self.rows]
-        accepted, next_token, *figures = judgement
+        accepted, next_token, *figures = verdict
         tokens = next_token[:, None]
         if draft.tokens.shape[1]:
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
         stops = stopping.ahead(self, tokens, accepted)
-        new, kept, survival, overlap, undefined, over = _as_lists(tokens, accepted[:, None], *figures, stops)
+        new, kept, acceptance, overlap, undefined, over = _as_lists(tokens, accepted[:, None], *figures, stops)
         accepts = [number for (number,) in kept]
         gained = [number + 1 for number in accepts]
         if self.lockstep:
@@ -160,7 +160,7 @@ class Batch:
             accepted=accepts,
             judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
             gained=gained,
-            survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
+            acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
             ended=ended,

@@ -67,13 +67,13 @@ class Draft(NamedTuple):
         return torch.arange(most, device=device) < sent(self.lengths, device)[:, None]
 
 
-class Judgement(NamedTuple):
+class Verdict(NamedTuple):
     """What a verification rule says of a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
         next_token: [R] int64, the recovered token, or the bonus token where all candidates are kept.
-        survival: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
+        acceptance: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given them all.
             It is known at all K positions, also after a rejection, so its mean over rounds estimates
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
@@ -82,7 +82,7 @@ class Judgement(NamedTuple):
 
     accepted: torch.Tensor
     next_token: torch.Tensor
-    survival: torch.Tensor
+    acceptance: torch.Tensor
     overlap: Any = None
     undefined: Any = None
 
@@ -110,7 +110,7 @@ class Round:
         emitted: how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
         accepted: candidates that the rule kept, before a cut; `judged`: those whose predecessors were all kept.
         gained: tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
-        survival, overlap: of `Judgement`, for the candidates of each row.
+        acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
         ended: rows that have ended.
         forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
@@ -127,7 +127,7 @@ class Round:
     accepted: list[int]
     judged: list[int]
     gained: list[int]
-    survival: list[list[float]]
+    acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
     ended: list[int] = field(default_factory=list)
@@ -138,9 +138,9 @@ class Round:
 
     @property
     def chances(self) -> list[list[float]]:
-        """`survival` of a draft model's candidates, without forced ones, which are kept if those before them are."""
+        """`acceptance` of a draft model's candidates, without forced ones, which are kept if those before them are."""
         drafted, forced = self.draft.drafted, self.draft.forced
-        found = [chances[:number] for chances, number in zip(self.survival, drafted, strict=True)]
+        found = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
         if forced is not None:
             pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
             found = [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]

@@ -12,14 +12,14 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.models.choose import layouts_of, make_decoder
+from hf_specx.models.choose import layouts_of, make_runner
 from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import GreedyRule, Rule
+from hf_specx.sampling.verifiers import GreedyVerifier, Verifier
 
-from .costs import Pace
-from .drafter import Drafter, Reading, alike, no_candidates
-from .forced import Growth
+from .costs import RoundTimer
+from .drafter import DraftContext, Drafter, alike, no_candidates
+from .forced import ForcedRun
 from .several import SeveralDrafts
 
 
@@ -32,7 +32,7 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
         parts = [make_drafter(part, target) for part in draft]
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
     if hasattr(draft, "propose"):  # which a head is, and a model as well
-        return cast(Drafter, draft).of(target)
+        return cast(Drafter, draft).bind(target)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
     return GeneratorDrafter(cast(CandidateGenerator, draft))
@@ -47,7 +47,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     Args:
         draft_model: the draft; its token ids mean what the target's mean.
         processors: the target's processors, applied to the draft's scores once, as to the target's.
-        rule: draws a candidate from scores.
+        verifier: draws a candidate from scores.
         vocab_size: of the target; the draft's logits are cut to this size, or filled up with -inf. None leaves them.
         num_draft_tokens: K in `get_candidates`; in a call of hf_specx `propose` is told.
     """
@@ -55,49 +55,49 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     has_probs = True
     source = "model"  # of its drafts
     known: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
-    pace: Pace | None = None
+    round_timer: RoundTimer | None = None
     threshold, forces, apart, has_read = 0.0, False, False, False
 
     def __init__(
         self,
         draft_model: PreTrainedModel,
         processors: Processors | None = None,
-        rule: Rule | None = None,
+        verifier: Verifier | None = None,
         vocab_size: int | None = None,
         num_draft_tokens: int = 5,
     ):
         self.model: PreTrainedModel = draft_model
-        self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
+        self.processors, self.verifier = processors or Processors([]), verifier or GreedyVerifier()
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
         self.batch: Batch | None = None  # of `get_candidates`
         self.waiting = set[int]()  # rows whose prompts came later, and were not read yet
 
-    def read(self, reading: Reading) -> None:
+    def start(self, context: DraftContext) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
-        self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
-        self.threshold, self.forces, self.apart = reading.threshold, reading.forces, reading.apart
-        self.pace = None if self.apart else reading.pace
-        self.decoder = self._decoder(reading)
+        self.processors, self.verifier, self.vocab_size = context.processors, context.verifier, context.vocab_size
+        self.threshold, self.forces, self.apart = context.threshold, context.forces, context.apart
+        self.round_timer = None if self.apart else context.round_timer
+        self.runner = self._make_runner(context)
 
-    def _decoder(self, reading: Reading) -> Any:
-        assert reading.prompt is not None
-        return make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
+    def _make_runner(self, context: DraftContext) -> Any:
+        assert context.prompt is not None
+        return make_runner(context.layout, context.prompt, vocabulary(self.model), context.compiled)
 
     def _ready(self, batch: Batch) -> Any:
-        """The decoder, once it has read the prompts of all decoding rows."""
-        decoder = self.decoder
+        """The runner, once it has read the prompts of all decoding rows."""
+        runner = self.runner
         if not self.has_read:
-            decoder.read()
+            runner.prefill()
             if len(batch.rows) < len(batch.counts):
-                decoder.leave(batch.index)
+                runner.drop_rows(batch.index)
             self.has_read = True
         if self.waiting:
             coming = [row for row in batch.rows if row in self.waiting]
             if coming:
-                decoder.admit(batch.until([0] * len(batch.counts)), coming)
-                decoder.opening = False  # these rows may have emitted tokens by now
+                runner.admit(batch.until([0] * len(batch.counts)), coming)
+                runner.opening = False  # these rows may have emitted tokens by now
             self.waiting.clear()
-        return decoder
+        return runner
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row, writing the candidates after the rows' ends.
@@ -107,7 +107,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         limits, kept, steps = list(lengths), [0] * len(lengths), 0
         masked = self.forces and self.processors.mask_size
-        growth = Growth(self.processors, batch, self.pace, self.known) if masked else None
+        growth = ForcedRun(self.processors, batch, self.round_timer, self.known) if masked else None
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round
@@ -117,7 +117,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             draws = [(ahead if self.apart else steps) < limit for limit in limits]
             draws = draws if growth is None else growth.next(ahead, draws)
             if any(draws):
-                logits = self._ready(batch).step(batch, ahead, ahead - fed - 1)
+                logits = self._ready(batch).decode_step(batch, ahead, ahead - fed - 1)
                 surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
                 if surplus:
                     logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
@@ -129,7 +129,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if growth is not None:
                 scores = growth.only(scores)
-            token, drawn_from = self.rule.choose(batch, scores, ahead, [ahead + draw for draw in draws])
+            token, drawn_from = self.verifier.choose(batch, scores, ahead, [ahead + draw for draw in draws])
             batch.put(token[:, None], ahead)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from[:, None]]
@@ -151,7 +151,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""
         self.waiting.update(rows)
-        if self.has_read and batch.width > self.decoder.width:
+        if self.has_read and batch.width > self.runner.width:
             self._ready(batch)
 
     def observe(self, done: Round) -> None:
@@ -159,13 +159,13 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
         A row whose candidates came from elsewhere was fed others than were judged.
         """
-        if self.decoder is None or not self.has_read:
+        if self.runner is None or not self.has_read:
             return
         others = done.draft.free or [False] * len(done.rows)
         for row, before, other in zip(done.rows, done.before, others, strict=True):
-            self.decoder.keep(row, before if other else done.batch.counts[row] - 1)
+            self.runner.crop(row, before if other else done.batch.counts[row] - 1)
         if done.stay is not None:
-            self.decoder.leave(done.stay)
+            self.runner.drop_rows(done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).rehearse(batch, count)
@@ -180,10 +180,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.batch is None:
             self.batch = Batch(input_ids, None, pad_token_id=0)
-            self.rule.begin()
+            self.verifier.begin()
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
-            self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
+            self.runner = make_runner(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
         new = input_ids[:, self.batch.width + self.batch.counts[0] :]  # what was kept of the last ones, and one more
         self.batch.emit(new, [new.shape[1]])
         draft = self.propose(self.batch, [self.num_draft_tokens])
@@ -203,8 +203,8 @@ class GeneratorDrafter(Drafter):
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
 
-    def read(self, reading: Reading) -> None:
-        self.vocab_size = reading.vocab_size
+    def start(self, context: DraftContext) -> None:
+        self.vocab_size = context.vocab_size
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """What the generator proposes for each row, cut to its length; raises ValueError for ids that are none."""

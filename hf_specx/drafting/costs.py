@@ -180,7 +180,7 @@ class Costs:
 NOT_TIMED = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED}, "draft": ASSUMED}})
 
 
-class Pace:
+class RoundTimer:
     """Seconds of the rounds of one call: what forwards cost, times what rounds were seen to take beside these.
 
     Args:

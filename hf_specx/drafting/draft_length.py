@@ -39,7 +39,7 @@ def best_number(
     return best, rates[best] / rates[0]
 
 
-class Survival:
+class AcceptanceEstimate:
     """The chance S_i that the first i candidates of a row are all kept, from the rounds so far; rows are pooled.
 
     It is the product of estimated ratios S_i / S_{i-1}. They come from the probabilities at all candidates, also after
@@ -52,15 +52,15 @@ class Survival:
         self.all = [alpha * EARLIER, EARLIER]  # kept and tried at all depths
         self.depths: list[list[float]] = []  # the same at each depth
 
-    def take(self, survival: Sequence[list[float]]) -> None:
-        """Count a round: `Judgement.survival` of each row that took part, at its own candidates; one at least."""
-        deepest = max(map(len, survival))
+    def update(self, acceptance: Sequence[list[float]]) -> None:
+        """Count a round: `Verdict.acceptance` of each row that took part, at its own candidates; one at least."""
+        deepest = max(map(len, acceptance))
         self.depths += [[0.0, 0.0] for _ in range(deepest - len(self.depths))]
         for counts in (self.all, *self.depths):
             counts[:] = [count * FORGET for count in counts]
         if self.together:
-            survival = [[math.prod(column) for column in zip(*survival, strict=False)]]
-        for row in survival:
+            acceptance = [[math.prod(column) for column in zip(*acceptance, strict=False)]]
+        for row in acceptance:
             for counts, before, chance in zip(self.depths, [1.0, *row], row, strict=False):
                 for kept_and_tried in (self.all, counts):
                     kept_and_tried[0] += chance

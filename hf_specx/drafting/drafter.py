@@ -9,12 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import Place, Prompt
+from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import RejectionRule, Rule
+from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
-from .costs import Pace
+from .costs import RoundTimer
 from .forward_times import ForwardSize, size_of
 
 
@@ -31,42 +31,42 @@ class TokenizerMatch(NamedTuple):
 
 
 @dataclass
-class Reading:
+class DraftContext:
     """What a drafter is told of a call, once the target has read the prompts.
 
     Attributes:
         batch: the target's prompts.
         target: has read them, with its cache.
         vocab_size: of the target; candidates are ids below it.
-        rule: draws candidates from scores.
+        verifier: draws candidates from scores.
         processors: of the call, for the draft's logits; those that keep state are left out.
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
         prompt: prepared for the drafter's own model; None if it has none. `layout` is that of this model, and
             `compiled` whether its forwards after the prompt are compiled.
         forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
-        pace: how long rounds take; it is known before anything is proposed.
+        round_timer: how long rounds take; it is known before anything is proposed.
         number: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
     """
 
     batch: Batch
-    target: Decoder
+    target: ModelRunner
     vocab_size: int
-    rule: Rule
+    verifier: Verifier
     processors: Processors
     threshold: float = 0.0
     prompt: Prompt | None = None
     layout: str = "ragged"
     compiled: bool = False
     forces: bool = False
-    pace: Pace = field(default_factory=lambda: Pace(None))
+    round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
     number: int | None = None
     alpha: float | None = None
 
     @property
     def apart(self) -> bool:
         """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
-        return isinstance(self.rule, RejectionRule) and self.rule.seeds is not None
+        return isinstance(self.verifier, RejectionVerifier) and self.verifier.seeds is not None
 
 
 class Drafter(Protocol):
@@ -78,7 +78,7 @@ class Drafter(Protocol):
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
-        decoder: a `Decoder` of that model once a call has begun, or what acts as one.
+        runner: a `ModelRunner` of that model once a call has begun, or what acts as one.
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`, and where: at `places` in the target, by default behind
@@ -89,7 +89,7 @@ class Drafter(Protocol):
     """
 
     model: PreTrainedModel | None = None
-    decoder: Any = None
+    runner: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
     hidden_of_all: bool = True
@@ -99,18 +99,18 @@ class Drafter(Protocol):
     matching: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 
-    def of(self, target: PreTrainedModel) -> "Drafter":
+    def bind(self, target: PreTrainedModel) -> "Drafter":
         """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
         return self
 
-    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """A call with a target of V tokens is about to begin; raises ValueError if this cannot serve it.
 
         The tokenizer is the target's; None where it is not known.
         """
         return
 
-    def read(self, reading: Reading) -> None:
+    def start(self, context: DraftContext) -> None:
         """Begin a call; prompts need not be read before candidates are wanted."""
         return
 

@@ -10,11 +10,11 @@ from hf_specx.common.altered import altered
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import OfModels, text_decoder
-from hf_specx.models.decoder import Decoder
-from hf_specx.models.ragged import RaggedDecoder
+from hf_specx.models.ragged import RaggedRunner
+from hf_specx.models.runner import ModelRunner
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Reading, check_number
+from .drafter import DraftContext, Drafter, check_number
 from .forward_times import ForwardSize
 
 
@@ -61,7 +61,7 @@ class EarlyExitDraft(Drafter):
         head = "" if self.head is None else f", head={type(self.head).__name__}"
         return f"EarlyExitDraft({self.exit_layer}{head})"
 
-    def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
+    def bind(self, target: PreTrainedModel) -> "EarlyExitDrafter":
         return EarlyExitDrafter(self.first_layers(target), self.exit_layer)
 
     def first_layers(self, target: PreTrainedModel) -> PreTrainedModel:
@@ -113,11 +113,11 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         size = super().size()
         return size and size._replace(layers=self.layers)  # the config tells all layers
 
-    def _decoder(self, reading: Reading) -> Decoder | None:
-        self.target = reading.target if type(reading.target) is RaggedDecoder else None
-        return super()._decoder(reading) if self.target is None else None
+    def _make_runner(self, context: DraftContext) -> ModelRunner | None:
+        self.target = context.target if type(context.target) is RaggedRunner else None
+        return super()._make_runner(context) if self.target is None else None
 
-    def _ready(self, batch: Batch) -> Decoder:
+    def _ready(self, batch: Batch) -> ModelRunner:
         if self.target is None:
             return super()._ready(batch)
         lent = copy.copy(self.target)  # as it is now, around the first layers

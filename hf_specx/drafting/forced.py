@@ -11,13 +11,13 @@ from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
 
-from .costs import Pace
+from .costs import RoundTimer
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
 
 
-class Growth:
+class ForcedRun:
     """The candidates of a round under processors with masks, while they are found position by position.
 
     A row goes on while a draft has a candidate for it, or the next one is forced: `tokens` [R] has these, None
@@ -25,9 +25,13 @@ class Growth:
     has the tokens `known` [V] bool alone has none where a mask excludes all of these.
     """
 
-    def __init__(self, processors: Processors, batch: Batch, pace: Pace | None, known: torch.Tensor | None = None):
+    def __init__(
+        self, processors: Processors, batch: Batch, round_timer: RoundTimer | None, known: torch.Tensor | None = None
+    ):
         self.processors, self.batch, self.known = processors, batch, known
-        self.price = 0.0 if pace is None else pace.position(len(batch.rows))  # of a position, in tokens of plain steps
+        self.price = (
+            0.0 if round_timer is None else round_timer.position(len(batch.rows))
+        )  # of a position, in tokens of plain steps
         self.lengths, self.flags = [0] * len(batch.rows), [list[bool]() for _ in batch.rows]
         self.tokens: list[int | None] = []
         self.room = [min(batch.room(row) - 1, processors.max_rollback) for row in batch.rows]
@@ -82,7 +86,9 @@ class Growth:
         return self.flags if any(map(any, self.flags)) else None
 
 
-def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace | None, joins: bool) -> Draft:
+def within_masks(
+    draft: Draft, processors: Processors, batch: Batch, round_timer: RoundTimer | None, joins: bool
+) -> Draft:
     """Given candidates before the first that a mask excludes; if this `joins` them, with those that are forced.
 
     They are written after the rows' ends.
@@ -91,7 +97,7 @@ def within_masks(draft: Draft, processors: Processors, batch: Batch, pace: Pace 
         return draft
     batch.take(draft)
     given, limits = batch.candidates(draft.tokens.shape[1]), list(draft.lengths)
-    growth, columns = Growth(processors, batch, pace if joins else None), list[list[int]]()
+    growth, columns = ForcedRun(processors, batch, round_timer if joins else None), list[list[int]]()
     while joins or max(limits) > len(columns):
         at = len(columns)
         wanted = [at < limit for limit in limits]

@@ -14,12 +14,12 @@ from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.models.choose import make_decoder
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import UNLIMITED, prepare
+from hf_specx.models.runner import ModelRunner
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Reading, TokenizerMatch, alike
+from .drafter import DraftContext, TokenizerMatch, alike
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -67,12 +67,12 @@ class Translation:
 
 
 class OwnText:
-    """A draft, as a `Decoder`, that reads a text of its own, which follows that of the target token by token.
+    """A draft, as a `ModelRunner`, that reads a text of its own, which follows that of the target token by token.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
     """
 
-    def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap):
+    def __init__(self, inner: ModelRunner, own: Batch, vocabularies: VocabularyMap):
         self.inner, self.own, self.vocabularies = inner, own, vocabularies
         self.translations = [Translation(vocabularies) for _ in own.counts]  # of all B rows
 
@@ -80,10 +80,10 @@ class OwnText:
     def width(self) -> int:
         return self.inner.width
 
-    def read(self) -> None:
-        self.inner.read()
+    def prefill(self) -> None:
+        self.inner.prefill()
 
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target.
 
         What the draft has not read of the text with these is written in its own tokens.
@@ -94,21 +94,21 @@ class OwnText:
             text = batch.emitted[row][: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
-            self.inner.keep(row, counts[row])
+            self.inner.crop(row, counts[row])
         if counts != self.own.counts:
             self.own.rewind(counts)
         numbers = [len(tokens) for tokens in new]
         if longest := max(numbers):
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
             self.own.emit(sent(padded, self.own.ids.device), numbers, new)
-        return self.vocabularies.logits(self.inner.step(self.own, 0))
+        return self.vocabularies.logits(self.inner.decode_step(self.own, 0))
 
-    def keep(self, row: int, count: int) -> None:
+    def crop(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
         self.translations[row].keep(count)
 
-    def leave(self, stay: torch.Tensor) -> None:
-        self.inner.leave(stay)
+    def drop_rows(self, stay: torch.Tensor) -> None:
+        self.inner.drop_rows(stay)
         staying = set(stay.tolist())
         self.own.retire([row for index, row in enumerate(self.own.rows) if index not in staying])
 
@@ -135,13 +135,13 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _decoder(self, reading: Reading) -> OwnText:
-        batch, model = reading.batch, self.model
+    def _make_runner(self, context: DraftContext) -> OwnText:
+        batch, model = context.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
         given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
         own = Batch(given["input_ids"], given["attention_mask"], 0)
         # one token of the target may be several of the draft's, so there is no limit on these
-        inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
+        inner = make_runner(context.layout, prepare(model, UNLIMITED, given), vocabulary(model))
         return OwnText(inner, own, self.vocabularies)
 
 

@@ -13,8 +13,8 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
 
-from .costs import PROBE_SHARE, Pace
-from .draft_length import COMPILED, FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, Survival, best_number
+from .costs import PROBE_SHARE, RoundTimer
+from .draft_length import COMPILED, FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, PRIOR_ALPHA, AcceptanceEstimate, best_number
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
@@ -75,7 +75,7 @@ class Schedule:
 
     Args:
         wanted: that number.
-        pace: is told how long rounds take; None where no times are kept.
+        round_timer: is told how long rounds take; None where no times are kept.
         alike: whether all rows and ranks must draft alike. Else a row that is nearly done drafts no more than it can
             emit together with the token that follows.
         processors: take back so many candidates of a row at most.
@@ -85,13 +85,13 @@ class Schedule:
     def __init__(
         self,
         wanted: int,
-        pace: Pace | None = None,
+        round_timer: RoundTimer | None = None,
         alike: bool = False,
         processors: Processors | None = None,
         agree: Callable[[int], int] | None = None,
     ):
         self.wanted, self.alike, self.processors, self.agree = wanted, alike, processors, agree
-        self.pace = pace or Pace(None)
+        self.round_timer = round_timer or RoundTimer(None)
         self.seeded: dict[int, bool] = {}  # of rows whose prompt came in the place of another
 
     def __call__(self, batch: Batch) -> list[int]:
@@ -111,23 +111,23 @@ class Schedule:
 
     def observe(self, done: Round) -> None:
         """Count a round: one in which every candidate took a step of the draft, or none did."""
-        if self.pace.costs is None or not any(done.before):
+        if self.round_timer.costs is None or not any(done.before):
             return  # the prompts' own step has taken another time
         draft = done.draft
         if draft.free is None and draft.steps == max(draft.lengths):
-            self.pace.observe(len(done.rows), draft.steps)
+            self.round_timer.observe(len(done.rows), draft.steps)
         else:
-            self.pace.skip()
+            self.round_timer.skip()
 
     def admit(self, row: int, seeded: bool) -> None:
         """A new prompt has the place of a row; if `seeded`, the row's numbers are those of a batch of one."""
         self.seeded[row] = seeded
-        self.pace.skip()
+        self.round_timer.skip()
 
     def end(self) -> None:
         """The call is over; later ones go by what its rounds took."""
-        if self.pace.costs is not None:
-            self.pace.costs.remember_rounds(self.pace.seen)
+        if self.round_timer.costs is not None:
+            self.round_timer.costs.remember_rounds(self.round_timer.seen)
 
 
 class Auto(Schedule):
@@ -145,14 +145,14 @@ class Auto(Schedule):
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
-    def __init__(self, pace: Pace, verification: str, batch: Batch, compiled: bool = False, **given: Any):
-        super().__init__(0, pace, **given)
-        assert pace.costs is not None
+    def __init__(self, round_timer: RoundTimer, verification: str, batch: Batch, compiled: bool = False, **given: Any):
+        super().__init__(0, round_timer, **given)
+        assert round_timer.costs is not None
         self.numbers = COMPILED if compiled else range(1, MAX_DRAFT_TOKENS + 1)
-        self.costs, self.rows, self.room = pace.costs, len(batch.rows), max(batch.limits)
+        self.costs, self.rows, self.room = round_timer.costs, len(batch.rows), max(batch.limits)
         alpha = self.costs.alpha.get(verification)
         assumed = PRIOR_ALPHA if alpha is None else alpha
-        self.survival = Survival(assumed ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
+        self.acceptance = AcceptanceEstimate(assumed ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
         self.unread = self.prompt = max(batch.prompt_lengths)
         self.trial, self.saved = TRIAL if alpha is None else 0, self.costs.saved
         self.seconds: list[float] = []
@@ -161,9 +161,9 @@ class Auto(Schedule):
 
     def is_idle(self) -> bool:
         """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
-        if self.wanted or self.trial or not self.pace.has_seen_plain(self.rows):
+        if self.wanted or self.trial or not self.round_timer.has_seen_plain(self.rows):
             return False
-        reading = self.pace.reading(self.rows, self.unread) / self.seconds[0]
+        reading = self.round_timer.reading(self.rows, self.unread) / self.seconds[0]
         return self.saved + PROBE_SHARE * self.room < self.price + reading
 
     def number(self, row: int) -> int:
@@ -178,29 +178,29 @@ class Auto(Schedule):
         self.trial -= self.trial > 0
         self.unread = 0 if drafted else self.unread + max(done.gained)
         self.saved += 0 if drafted else PROBE_SHARE
-        survival = []
+        acceptance = []
         if any(done.draft.lengths):
             # others were finished before, had nothing to draft after, or have candidates from elsewhere
             free = done.draft.free or [False] * len(done.rows)
             live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
-            survival = [chances for chances in map(done.chances.__getitem__, live) if chances]
-        if survival:
-            self.survival.take(survival)
-        self.wanted = self._next(learned=bool(survival))
+            acceptance = [chances for chances in map(done.chances.__getitem__, live) if chances]
+        if acceptance:
+            self.acceptance.update(acceptance)
+        self.wanted = self._next(learned=bool(acceptance))
 
     def _next(self, learned: bool) -> int:
         """The number for the next round."""
-        seconds, self.seconds = self.seconds, self.pace.times(self.rows, MAX_DRAFT_TOKENS)
+        seconds, self.seconds = self.seconds, self.round_timer.times(self.rows, MAX_DRAFT_TOKENS)
         if learned or seconds is not self.seconds:
-            self.best, self.gain = best_number(self.survival.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
+            self.best, self.gain = best_number(self.acceptance.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
         plain, reading = self.seconds[0], 0.0
         self.price = TRIAL * max(0.0, 1 - self.gain) * self.seconds[self.best] / plain
         if self.unread and (self.trial or self.gain > 1 or self.price <= self.saved):
-            reading = self.pace.reading(self.rows, self.unread) / plain
+            reading = self.round_timer.reading(self.rows, self.unread) / plain
         if self.trial and reading <= self.room / 2:  # else even a good draft would hardly save what it reads
             return self.best
         if self.room * (1 - 1 / self.gain) > reading:  # what it saves, and what it costs to begin
-            return self.best if self.pace.has_seen_plain(self.rows) else 0
+            return self.best if self.round_timer.has_seen_plain(self.rows) else 0
         if self.price + reading > self.saved:
             return 0
         self.saved -= self.price + reading

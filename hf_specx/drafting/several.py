@@ -13,9 +13,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
 
-from .costs import Pace
-from .draft_length import PRIOR_ALPHA, Survival
-from .drafter import Drafter, Reading
+from .costs import RoundTimer
+from .draft_length import PRIOR_ALPHA, AcceptanceEstimate
+from .drafter import DraftContext, Drafter
 from .forced import within_masks
 from .forward_times import ForwardSize
 
@@ -48,22 +48,22 @@ class SeveralDrafts(Drafter):
         if self.costly is not None:
             self.model, self.own_text, self.matching = self.costly.model, self.costly.own_text, self.costly.matching
 
-    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
-            part.meet(vocab_size, tokenizer)
+            part.check(vocab_size, tokenizer)
 
-    def read(self, reading: Reading) -> None:
+    def start(self, context: DraftContext) -> None:
         for part in self.parts:
-            part.read(reading)
-        self.decoder = None if self.costly is None else self.costly.decoder
-        self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
-        self.joins = reading.forces and self.costly is None  # else rows with forced tokens would not ask the model
-        self.pace = Pace(None) if self.apart else reading.pace
-        alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
-        rows = len(reading.batch.rows)
+            part.start(context)
+        self.runner = None if self.costly is None else self.costly.runner
+        self.number, self.processors, self.apart = context.number, context.processors, context.apart
+        self.joins = context.forces and self.costly is None  # else rows with forced tokens would not ask the model
+        self.round_timer = RoundTimer(None) if self.apart else context.round_timer
+        alpha = None if self.apart else context.alpha  # a row with a seed is the same after any other calls
+        rows = len(context.batch.rows)
         self.prior = prior = PRIOR_ALPHA if alpha is None else alpha
-        own = [[Survival(prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
-        self.survival = [found if self.apart else found * rows for found in own]  # of each part and row
+        own = [[AcceptanceEstimate(prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
+        self.acceptance = [found if self.apart else found * rows for found in own]  # of each part and row
         self.taken: list[int] = []  # [R], the number of the part that each row took in the last round
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -72,8 +72,8 @@ class SeveralDrafts(Drafter):
         if self.costly is not None and self.number is None and any(batch.counts):
             limits = [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
         drafts = [part.propose(batch, limits) for part in self.others]
-        pace = None if self.apart else self.pace
-        drafts = [within_masks(draft, self.processors, batch, pace, self.joins) for draft in drafts]
+        round_timer = None if self.apart else self.round_timer
+        drafts = [within_masks(draft, self.processors, batch, round_timer, self.joins) for draft in drafts]
         if len(self.parts) == 1:
             return drafts[0]
         found = [draft.estimate or self._expected(batch, part, draft.lengths) for part, draft in enumerate(drafts)]
@@ -93,16 +93,16 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.admit(batch, rows)
         if self.apart:
-            for survival in self.survival:
+            for acceptance in self.acceptance:
                 for row in rows:
-                    survival[row] = Survival(self.prior)
+                    acceptance[row] = AcceptanceEstimate(self.prior)
 
     def observe(self, done: Round) -> None:
         """Learn from the candidates that were taken from each part."""
         for number in set(self.taken):
-            seen = [row for row, taken in enumerate(self.taken) if taken == number and done.survival[row]]
+            seen = [row for row, taken in enumerate(self.taken) if taken == number and done.acceptance[row]]
             for rows in self._groups(seen):
-                self.survival[number][done.rows[rows[0]]].take([done.survival[row] for row in rows])
+                self.acceptance[number][done.rows[rows[0]]].update([done.acceptance[row] for row in rows])
         for part in self.parts:
             part.observe(done)
 
@@ -118,7 +118,7 @@ class SeveralDrafts(Drafter):
 
     def _expected(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""
-        return [self.survival[part][row].chances(most) for row, most in zip(batch.rows, lengths, strict=True)]
+        return [self.acceptance[part][row].chances(most) for row, most in zip(batch.rows, lengths, strict=True)]
 
     def _groups(self, rows: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together."""
@@ -141,9 +141,9 @@ class SeveralDrafts(Drafter):
     def _rate(self, batch: Batch, chances: list[list[float]], steps: int) -> float:
         """Tokens a second of a round with so many steps of the model, by the chances of each row's candidates."""
         width = max(map(len, chances))
-        seconds = self.pace.times(len(chances), width, steps=False)[width]
+        seconds = self.round_timer.times(len(chances), width, steps=False)[width]
         if steps:
-            with_steps, without = (self.pace.times(len(chances), steps, kind)[steps] for kind in (True, False))
+            with_steps, without = (self.round_timer.times(len(chances), steps, kind)[steps] for kind in (True, False))
             seconds += with_steps - without
         if batch.lockstep:
             together = map(math.prod, zip(*chances, strict=False))  # as far as the row with the fewest goes

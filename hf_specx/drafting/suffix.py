@@ -14,9 +14,9 @@ from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
-from .costs import Pace
+from .costs import RoundTimer
 from .draft_length import best_number
-from .drafter import Drafter, Reading, alike, check_number, no_candidates
+from .drafter import DraftContext, Drafter, alike, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
 
@@ -109,23 +109,23 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
-    def of(self, target: PreTrainedModel) -> "SuffixDraft":
+    def bind(self, target: PreTrainedModel) -> "SuffixDraft":
         """The drafter of one call: a copy, which learns together with this."""
         return copy.copy(self)
 
-    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if self.pool is not None:
-            self.pool.meet(vocab_size, tokenizer)
+            self.pool.check(vocab_size, tokenizer)
 
-    def read(self, reading: Reading) -> None:
-        self.vocab_size, self.apart = reading.vocab_size, reading.apart
-        self.pace = Pace(None) if self.apart else reading.pace
-        rows, shared = reading.batch.rows, NGrams(self.min_match)
+    def start(self, context: DraftContext) -> None:
+        self.vocab_size, self.apart = context.vocab_size, context.apart
+        self.round_timer = RoundTimer(None) if self.apart else context.round_timer
+        rows, shared = context.batch.rows, NGrams(self.min_match)
         # where each row is looked for, and which of these texts is its own
         self.texts, self.numbers = [NGrams(self.min_match) if self.apart else shared for _ in rows], list(rows)
         self.own = [Acceptance() if self.apart else self.acceptance for _ in rows]
         self.found: dict[int, Match] = {}  # for this round by row, also where less of it is judged
-        self._read(reading.batch, rows)
+        self._read(context.batch, rows)
 
     def _read(self, batch: Batch, rows: Iterable[int]) -> None:
         """Index the texts of rows; ids outside of the vocabulary are -1, which is never proposed."""
@@ -158,7 +158,7 @@ class SuffixDraft(Drafter):
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
         rows, most = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(most)]
-        return best_number(means, self.pace.times(rows, most, steps=False))[0]
+        return best_number(means, self.round_timer.times(rows, most, steps=False))[0]
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""

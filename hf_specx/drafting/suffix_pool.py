@@ -199,7 +199,7 @@ class SuffixPool:
                     self._indices[least].extend(number, known)
             return self._indices[least].find(text, most, count)
 
-    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Serve a target of so many tokens, and from then on none of another number, or with another tokenizer.
 
         Raises:

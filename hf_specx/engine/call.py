@@ -192,7 +192,7 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_length(prompt, prompt.max_new_tokens)
     for processor in _guiding(prompt):
         check_guidance(processor, model, len(prompt.input_ids))
-    drafter.meet(vocabulary(model), options.tokenizer)
+    drafter.check(vocabulary(model), options.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
     if drafter.model is not None and drafter.own_text:

@@ -25,8 +25,8 @@ def decode(run: Run) -> Iterator[Round]:
             forward = run.target(run.batch, draft)
             run.lap("target")
             scores = run.processors(run.batch, draft, forward.logits)
-            judgement = run.rule.judge(run.batch, draft, scores)
-            done = run.batch.append(draft, judgement, run.stopping, forward, scores)
+            verdict = run.verifier.verify(run.batch, draft, scores)
+            done = run.batch.append(draft, verdict, run.stopping, forward, scores)
             run.publish(done)
             run.admit(done)  # rows that ended leave, or new prompts have their places
             yield done

@@ -9,8 +9,8 @@ from transformers.cache_utils import Cache
 
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.models.choose import layouts_of, make_decoder
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.choose import layouts_of, make_runner
+from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import NO_DIFFERENCE, RESULTS, STEPS, Difference, compare, describe, unproven
 from hf_specx.models.slots import cache_name
 
@@ -23,7 +23,7 @@ from .run import make_batch
 SILENCE = "num_draft_tokens=0 decodes plainly without this warning"
 
 
-def proven(call: Call) -> tuple[Call, Decoder | None]:
+def proven(call: Call) -> tuple[Call, ModelRunner | None]:
     """A call whose target is right with several tokens at once: in this layout, in another, or decoded plainly.
 
     A target is measured once for its traits, a layout, and one row or several; what was found stays known as long as
@@ -59,7 +59,7 @@ def proven(call: Call) -> tuple[Call, Decoder | None]:
     return replace(call, plain=plain, layout=replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=plain)), None
 
 
-def _measure(call: Call, steps: int) -> tuple[Decoder | None, Difference]:
+def _measure(call: Call, steps: int) -> tuple[ModelRunner | None, Difference]:
     """What has read the prompts of a call, and how far single steps are from a forward over several tokens."""
     prompt, layout = call.prompt, call.layout
     kwargs = dict(prompt.kwargs)
@@ -68,9 +68,9 @@ def _measure(call: Call, steps: int) -> tuple[Decoder | None, Difference]:
         kwargs[name] = copy.deepcopy(kwargs[name])
     runner: Any = None
     try:
-        runner = make_decoder(layout.target, replace(prompt, kwargs=kwargs))
+        runner = make_runner(layout.target, replace(prompt, kwargs=kwargs))
         batch = make_batch(prompt, layout.lockstep, call.queue)
-        output = runner.read()
+        output = runner.prefill()
         number = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
         difference = compare(runner, batch, output, max(steps, number), steps)
     except torch.OutOfMemoryError:

@@ -9,21 +9,21 @@ from typing import Any
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.costs import Costs, Pace
+from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
-from hf_specx.drafting.drafter import Reading
+from hf_specx.drafting.drafter import DraftContext
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Auto, Schedule
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.models.choose import make_decoder
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.choose import make_runner
 from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
+from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor, can_look_ahead
-from hf_specx.sampling.rules import make_rule
+from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
 from .outputs import Outputs, Stream
@@ -40,25 +40,25 @@ class Run:
 
     Attributes:
         batch: the text; `finished` says whether all of its rows have ended.
-        target, rule, drafter, schedule: what the loop asks in each round.
+        target, verifier, drafter, schedule: what the loop asks in each round.
         processors: the target's; `draft_processors`, the draft's, are without those that keep state.
         report, outputs, stream: what the caller gets; the latter two are None where they are not asked for.
     """
 
     schedule: Schedule
 
-    def __init__(self, call: Call, costs: Costs, target: Decoder | None = None):
+    def __init__(self, call: Call, costs: Costs, target: ModelRunner | None = None):
         """A `target` that is given has read the prompts."""
         prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
         self.call, self.costs, self.stopping = call, costs, call.stopping
         self.batch, self.finished = make_batch(prompt, call.layout.lockstep, call.queue), False
         self.has_read = target is not None
-        self.target = target or make_decoder(call.layout.target, prompt, compiled=options.compile)
+        self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
+        self.verifier = make_verifier(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
         # a draft that goes by times would differ from rank to rank
-        self.pace = Pace(None if call.shared else costs, call.verification in ("greedy", "coupled"))
+        self.round_timer = RoundTimer(None if call.shared else costs, call.verification in ("greedy", "coupled"))
         model = None if call.drafter.own_text else call.drafter.model
         self.draft_prompt = None if model is None else draft_prompt(model, prompt)
         # all ranks need the same numbers, and so do compiled forwards
@@ -99,30 +99,30 @@ class Run:
         if self.stream is not None:
             self.stream.prompt(self.batch)
         if not self.has_read:
-            self.target.read()
-        self.rule.begin()  # `generate` draws its first random number after this forward
-        reading = Reading(
+            self.target.prefill()
+        self.verifier.begin()  # `generate` draws its first random number after this forward
+        context = DraftContext(
             batch=self.batch,
             target=self.target,
             vocab_size=self.target.after_prompt.shape[-1],
-            rule=self.rule,
+            verifier=self.verifier,
             processors=self.draft_processors,
             threshold=call.drafting.threshold,
             prompt=self.draft_prompt,
             layout=call.layout.draft,
             compiled=call.options.compile,
             forces=self.forces,
-            pace=self.pace,
+            round_timer=self.round_timer,
             number=call.drafting.number,
             alpha=None if call.shared else self.costs.alpha.get(call.verification),
         )
-        self.drafter.read(reading)
+        self.drafter.start(context)
         self.schedule = self._make_schedule()
         self.lapped = time.perf_counter()
 
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
-        call, batch, drafter, pace = self.call, self.batch, self.drafter, None
+        call, batch, drafter, round_timer = self.call, self.batch, self.drafter, None
         alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in call.queue.entries)
         fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
         # other ranks, and requests that come later, may have longer texts
@@ -130,14 +130,14 @@ class Run:
             step = drafter.cost(batch)
             if step is not None:
                 self._measure(step)
-                pace = Pace(self.costs, self.pace.online) if call.shared else self.pace
+                round_timer = RoundTimer(self.costs, self.round_timer.online) if call.shared else self.round_timer
         given: dict[str, Any] = {"alike": call.synced, "processors": self.processors}
-        if pace is not None and (call.synced or call.shared):
+        if round_timer is not None and (call.synced or call.shared):
             given["agree"] = partial(of_first_rank, device=batch.ids.device)
         number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
-        if number is not None or pace is None:
-            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, pace, **given)
-        return Auto(pace, call.verification, batch, call.options.compile, **given)
+        if number is not None or round_timer is None:
+            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, round_timer, **given)
+        return Auto(round_timer, call.verification, batch, call.options.compile, **given)
 
     def _measure(self, step: Callable[[int], object]) -> None:
         """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
@@ -194,8 +194,8 @@ class Run:
         stay = None if self.finished else self.batch.retire(leaving)
         done = replace(done, stay=stay, finished=self.finished)
         if self.target.idles:  # what a round takes is not what one of so many rows would
-            self.pace.skip()
-        guides = [processor.decoder for processor in self.processors.applied if isinstance(processor, Guidance)]
+            self.round_timer.skip()
+        guides = [processor.runner for processor in self.processors.applied if isinstance(processor, Guidance)]
         told: list[Listener] = [self.schedule, self.drafter, *guides, self.target]
         for listener in told:
             listener.observe(done)
@@ -203,7 +203,7 @@ class Run:
         if queue is not None:
             queue.admit(self.batch, coming)  # only now: they were told of the text before
         for row, entry in coming.items():
-            self.rule.admit(row, entry.seed)
+            self.verifier.admit(row, entry.seed)
             assert isinstance(self.processors, RequestProcessors)
             self.processors.admit(row, entry.processors, entry.alike)
             self.schedule.admit(row, entry.seeded and self.call.verification in ("token", "block"))
@@ -220,8 +220,8 @@ class Run:
 
     def finish(self) -> None:
         """End the call, and remember what it has shown."""
-        columns, report, draft = self.stopping.columns, self.report, self.drafter.decoder
-        self.rule.finish(columns)
+        columns, report, draft = self.stopping.columns, self.report, self.drafter.runner
+        self.verifier.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
         report.finish(time.perf_counter() - self.started, cut)
@@ -255,7 +255,7 @@ def would_rest(call: Call, costs: Costs) -> bool:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):
         return False
-    return Auto(Pace(costs), call.verification, make_batch(call.prompt, call.layout.lockstep)).is_idle()
+    return Auto(RoundTimer(costs), call.verification, make_batch(call.prompt, call.layout.lockstep)).is_idle()
 
 
 def make_batch(prompt: Prompt, lockstep: bool = False, queue: RequestQueue | None = None) -> Batch:

@@ -1,4 +1,4 @@
-"""`specx_config.json`: what is known of a draft-target pair. Reading it opens no other file and runs no code."""
+"""`specx_config.json`: what is known of a draft-target pair. DraftContext it opens no other file and runs no code."""
 
 import json
 import re

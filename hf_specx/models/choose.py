@@ -6,20 +6,20 @@ from transformers import PreTrainedModel
 from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN
 from hf_specx.common.errors import require
 
-from .compiled import CompiledDecoder
-from .decoder import Decoder
-from .hosted import PaddedDecoder
-from .lockstep import LockstepDecoder
-from .packed import PackedDecoder
+from .compiled import CompiledRunner
+from .host_cache import PaddedRunner
+from .lockstep import LockstepRunner
+from .packed import PackedRunner
 from .prompts import Prompt
-from .ragged import RaggedDecoder
+from .ragged import RaggedRunner
+from .runner import ModelRunner
 
 
-DECODERS: dict[str, type[Decoder]] = {
-    "ragged": RaggedDecoder,
-    "padded": PaddedDecoder,
-    "packed": PackedDecoder,
-    "lockstep": LockstepDecoder,
+DECODERS: dict[str, type[ModelRunner]] = {
+    "ragged": RaggedRunner,
+    "padded": PaddedRunner,
+    "packed": PackedRunner,
+    "lockstep": LockstepRunner,
 }
 LAYOUTS = ("auto", *DECODERS)
 REASONS = {
@@ -82,6 +82,6 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
     return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"
 
 
-def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
+def make_runner(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> ModelRunner:
     """The decoder of a layout for one model, which has not read its prompts yet; `compiled` ones are ragged."""
-    return (CompiledDecoder if compiled else DECODERS[layout])(prompt, known_ids)
+    return (CompiledRunner if compiled else DECODERS[layout])(prompt, known_ids)

@@ -12,11 +12,11 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
 from .attention import grouped_queries
+from .compiled_forwards import capacity_bucket, forward, length_bucket, regions_of, row_bucket
 from .layers import RingLayer
-from .prepacked import PackedLinear
+from .packed_weights import PackedLinear
 from .prompts import Prompt
-from .ragged import RaggedDecoder
-from .regions import capacity_bucket, forward, length_bucket, regions_of, row_bucket
+from .ragged import RaggedRunner
 from .slots import MARGIN, columns_of, move
 
 
@@ -75,8 +75,8 @@ def has_compiler(device_type: str) -> bool:
     return True
 
 
-class CompiledDecoder(RaggedDecoder):
-    """A `RaggedDecoder` whose forwards after the prompts are compiled.
+class CompiledRunner(RaggedRunner):
+    """A `RaggedRunner` whose forwards after the prompts are compiled.
 
     The buffers have a power of two of rows. The R decoding rows are the first; the others are idle: token 0 is fed
     into their first slots, and what comes of it is not used.
@@ -91,7 +91,7 @@ class CompiledDecoder(RaggedDecoder):
 
     @property
     def idles(self) -> bool:  # type: ignore[override]
-        """As in `Decoder`."""
+        """As in `ModelRunner`."""
         return len(self.buffers[0][0]) >= 2 * self.rows
 
     @property
@@ -99,9 +99,9 @@ class CompiledDecoder(RaggedDecoder):
         """Forwards of this model that were compiled since this decoder was made."""
         return self.regions.compilations - self.compiled_before
 
-    def read(self) -> Any:
-        with PackedLinear(self.regions.prepacked):
-            output = super().read()
+    def prefill(self) -> Any:
+        with PackedLinear(self.regions.packed_weights):
+            output = super().prefill()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
         return output
@@ -196,11 +196,11 @@ class CompiledDecoder(RaggedDecoder):
             buffer.copy_(buffer.roll(count, 2))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        with PackedLinear(self.regions.prepacked):
+        with PackedLinear(self.regions.packed_weights):
             super().admit(batch, rows)
         self.given = {}
 
-    def leave(self, stay: torch.Tensor) -> None:
+    def drop_rows(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         move(self.buffers, self.buffers, stay.to(self.device))
         self.given = {}
@@ -212,4 +212,4 @@ class CompiledDecoder(RaggedDecoder):
     def _feed_last(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
         count = min(self.usual, self._at_once(batch), *(batch.counts[row] for row in batch.rows))
-        self.feed(batch, count, 0, keep=count)
+        self.decode_tokens(batch, count, 0, keep=count)

@@ -1,7 +1,7 @@
 """Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806) over all positions of a round at once.
 
-The unconditional text is a second batch in a `Decoder` of its own, which reads the negative prompts and is then fed
-what the rows emit. The draft is not guided: with the embedded pair that doubled its cost and did not raise acceptance.
+The unconditional text is a second batch with a `ModelRunner` of its own, which reads the negative prompts and is then
+fed what the rows emit. The draft is not guided: with the embedded pair that doubled its cost and did not raise acceptance.
 """
 
 from dataclasses import replace
@@ -15,9 +15,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processor, RoundProcessor
 
-from .choose import make_decoder
-from .decoder import Decoder
+from .choose import make_runner
 from .prompts import Prompt
+from .runner import ModelRunner
 from .slots import CACHE
 
 
@@ -33,20 +33,20 @@ NOT_BY_COLUMN = """
 class Guidance(RoundProcessor):
     """`UnbatchedClassifierFreeGuidanceLogitsProcessor` for any number of positions.
 
-    Its decoder is that of the unconditional text, and reads the negative prompts when the first scores are there.
+    Its runner is that of the unconditional text, and reads the negative prompts when the first scores are there.
     """
 
-    def __init__(self, scale: float, decoder: Decoder):
-        self.scale, self.decoder = scale, decoder
+    def __init__(self, scale: float, runner: ModelRunner):
+        self.scale, self.runner = scale, runner
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        if not self.decoder.width:
-            self.decoder.read()
+        if not self.runner.width:
+            self.runner.prefill()
         positions = scores.shape[1]
         if positions == 1:
-            logits = self.decoder.step(batch, ahead)
+            logits = self.runner.decode_step(batch, ahead)
         else:
-            logits = self.decoder.feed(batch, positions, ahead + positions - 1, keep=positions)
+            logits = self.runner.decode_tokens(batch, positions, ahead + positions - 1, keep=positions)
         conditional, unconditional = scores.log_softmax(-1), logits.log_softmax(-1)
         return self.scale * (conditional - unconditional) + unconditional
 
@@ -75,4 +75,4 @@ def guide(processor: Any, prompt: Prompt, layout: str) -> Guidance:
     if prompt.kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)  # pads count too
     alone = replace(prompt, input_ids=ids, kwargs=kwargs, keeps_past=False, gives_hidden=False)
-    return Guidance(processor.guidance_scale, make_decoder("ragged" if layout == "packed" else layout, alone))
+    return Guidance(processor.guidance_scale, make_runner("ragged" if layout == "packed" else layout, alone))

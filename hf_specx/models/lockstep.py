@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 
-from .hosted import HostedDecoder
+from .host_cache import HostCacheRunner
 from .prompts import Prompt
 from .slots import KeysValues, has_columns, own_copy, self_attention
 
@@ -28,7 +28,7 @@ from .slots import KeysValues, has_columns, own_copy, self_attention
 KEPT = ("conv_states", "recurrent_states")
 
 
-class LockstepDecoder(HostedDecoder):
+class LockstepRunner(HostCacheRunner):
     """All rows have emitted equally many tokens, so a rollback crops the cache, and puts back states from before."""
 
     even = True
@@ -37,8 +37,8 @@ class LockstepDecoder(HostedDecoder):
         super().__init__(prompt, known_ids)
         self.cache = own_copy(self.cache)
 
-    def read(self) -> Any:
-        output = super().read()
+    def prefill(self) -> Any:
+        output = super().prefill()
         config = self.model.config.get_text_config(decoder=True)
         of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
         self.states = States(self_attention(self.cache), of_images)
@@ -59,8 +59,8 @@ class LockstepDecoder(HostedDecoder):
         self.states.save(held[0])
         return super()._fed(batch, tokens, held, ahead, keep)
 
-    def leave(self, stay: torch.Tensor) -> None:
-        super().leave(stay)
+    def drop_rows(self, stay: torch.Tensor) -> None:
+        super().drop_rows(stay)
         self.states.select(stay)
 
     def _keep_columns(self, done: Round) -> None:

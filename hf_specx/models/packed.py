@@ -17,15 +17,15 @@ from hf_specx.common.errors import require
 from hf_specx.common.wrappers import keeping_cache
 
 from .attention import Masks, grouped_queries
-from .decoder import Decoder, SharedKeys
 from .prompts import Prompt
+from .runner import ModelRunner, SharedKeys
 from .slots import CACHE, MARGIN, KeysValues, SlotCache
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", CACHE}
 
 
-class PackedDecoder(Decoder):
+class PackedRunner(ModelRunner):
     """A batch of one that holds all rows; the model must take positions and masks as given."""
 
     lengths: list[int]  # tokens in the prompts of the R rows that are held
@@ -59,7 +59,7 @@ class PackedDecoder(Decoder):
         _take(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
         return inputs
 
-    def read(self) -> Any:
+    def prefill(self) -> Any:
         """Read the prompts of all rows in one forward of their tokens alone; returns nothing but an empty output."""
         home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
         ids = self.inputs["input_ids"].to(self.device)
@@ -136,7 +136,7 @@ class PackedDecoder(Decoder):
         before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
-    def leave(self, stay: torch.Tensor) -> None:
+    def drop_rows(self, stay: torch.Tensor) -> None:
         # [R], the index that a row gets
         index = torch.full((len(self.lengths),), -1, dtype=torch.int64, device=self.device)
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)

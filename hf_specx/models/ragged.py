@@ -14,9 +14,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
 from .attention import SLIDING, Mask, Masks, grouped_queries
-from .decoder import Decoder, SharedKeys
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
+from .runner import ModelRunner, SharedKeys
 from .slots import MARGIN, KeysValues, SlotCache, is_window, self_attention, with_slots
 
 
@@ -26,7 +26,7 @@ OF_TOKENS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}  #
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
 
 
-class RaggedDecoder(Decoder):
+class RaggedRunner(ModelRunner):
     """Rows of unequal length side by side; the model must take positions and 4D masks as given.
 
     Where a prompt begins like one whose keys are there, these are copied, and only the rest is read. Where all prompts
@@ -67,10 +67,10 @@ class RaggedDecoder(Decoder):
         columns = torch.arange(ids.shape[1], device=ids.device) + mask.bool().int().argmax(-1, keepdim=True)
         return ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).masked_fill(columns >= ids.shape[1], -1)
 
-    def read(self) -> Any:
+    def prefill(self) -> Any:
         if self.texts is not None and not (self.cache.get_seq_length() or self.prompt.in_step):
             self._read_beginning(self.texts)
-        output = super().read()
+        output = super().prefill()
         if self.begun is not None and self.prompt_hidden is not None:
             self.prompt_hidden = torch.cat([self.begun, self.prompt_hidden], 1)
         comes_later = self.prompt.max_new_tokens == UNLIMITED and self.prompt.hidden_of_all
@@ -88,7 +88,7 @@ class RaggedDecoder(Decoder):
         if (rows - 1) * count >= PAYS:
             first = self._reader(texts[:1, :count], torch.ones_like(texts[:1, :count]))
             first.cache = SlotCache(count)  # windows would lose what is to be copied
-            first.read()
+            first.prefill()
             self.begin_like(first, [0])
 
     def _counted(self) -> torch.Tensor:
@@ -98,17 +98,17 @@ class RaggedDecoder(Decoder):
         whole = known.cummax(-1).values.eq(known).all()
         return whole if positions is None else whole & (positions.eq(known.cumsum(-1) - 1) | ~known).all()
 
-    def _reader(self, ids: torch.Tensor, mask: torch.Tensor) -> "RaggedDecoder":
+    def _reader(self, ids: torch.Tensor, mask: torch.Tensor) -> "RaggedRunner":
         """What reads other prompts, ids [R, L], with the same model."""
         prompt = prepare(self.model, UNLIMITED, {"input_ids": ids, "attention_mask": mask})
         prompt.gives_hidden, prompt.places, prompt.longest = self.prompt.gives_hidden, self.prompt.places, 0
         prompt.hidden_of_all = self.prompt.hidden_of_all
         prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
-        reader = RaggedDecoder(prompt, self.known_ids)
+        reader = RaggedRunner(prompt, self.known_ids)
         reader.cache = self._slot_cache(ids.shape[1], self.cache.slots.ring)
         return reader
 
-    def begin_like(self, other: "RaggedDecoder", rows: list[int]) -> None:
+    def begin_like(self, other: "RaggedRunner", rows: list[int]) -> None:
         """Copy what the prompts begin with, but for their last tokens, from those of `rows` [D] in another's cache."""
         if self.texts is None or other.texts is None or other.cache.slots.has_lost:
             return
@@ -194,7 +194,7 @@ class RaggedDecoder(Decoder):
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
         fresh = self._reader(ids, mask.long())
         fresh.begin_like(self, batch.rows)
-        fresh.read()
+        fresh.prefill()
         self._note_texts(fresh, rows, index)
         self.prompt_hidden = fresh.prompt_hidden
         self.opening, self.after_prompt = rows == list(range(len(batch.counts))), fresh.after_prompt
@@ -208,7 +208,7 @@ class RaggedDecoder(Decoder):
         if self.first_position is not None and fresh.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
 
-    def _note_texts(self, fresh: "RaggedDecoder", rows: list[int], index: torch.Tensor) -> None:
+    def _note_texts(self, fresh: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
         """Note the prompts that the slots of rows hold from now on."""
         self.copied += fresh.copied
         self.text_states |= {row: fresh.text_states[number] for number, row in enumerate(rows) if fresh.text_states}

@@ -23,9 +23,9 @@ from hf_specx.common.architectures import LAYOUTS_OF, MASKED
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
-from .decoder import Decoder, HiddenStates
-from .packed import PackedDecoder
+from .packed import PackedRunner
 from .prompts import has_rows, select
+from .runner import HiddenStates, ModelRunner
 from .slots import columns_of, select_rows, self_attention, with_cross_attention
 
 
@@ -196,7 +196,7 @@ def _is_trusted(module: str) -> bool:
 
 
 @torch.no_grad()
-def compare(runner: Decoder, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
+def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
     """How far apart both ways are for the prompts that `runner` has just read, and its batch.
 
     First transformers' own steps: a few tokens one by one, on a copy of the cache, as plain `generate` feeds them.
@@ -246,7 +246,7 @@ def compare(runner: Decoder, batch: Batch, output: Any, most: int, steps: int = 
     return Difference(figure, limit)
 
 
-def _preview(runner: Decoder, batch: Batch, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, list[int]]:
+def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, list[int]]:
     """Logits [R, most + 1, V] of one forward, and how many tokens each row had emitted before its first one.
 
     Args:
@@ -264,7 +264,7 @@ def _preview(runner: Decoder, batch: Batch, tokens: torch.Tensor, most: int) -> 
     return runner.preview(batch.until(before), count), before
 
 
-def _can_feed_anew(runner: Decoder, count: int) -> bool:
+def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     """Whether the last `count` tokens of all prompts may be fed once more, as tokens that rows have emitted are."""
     config, kwargs = runner.model.config, runner.prompt.kwargs
     several = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
@@ -277,7 +277,7 @@ def _can_feed_anew(runner: Decoder, count: int) -> bool:
 class PlainSteps:
     """Single steps of transformers' own `generate` behind prompts that a runner has read, on a copy of its cache."""
 
-    def __init__(self, runner: Decoder, output: Any):
+    def __init__(self, runner: ModelRunner, output: Any):
         self.model: Any = runner.model
         self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.held)
         self.kwargs = dict(runner.prompt.kwargs)
@@ -316,14 +316,14 @@ class PlainSteps:
         return index
 
 
-def host_cache(runner: Decoder) -> Cache:
+def host_cache(runner: ModelRunner) -> Cache:
     """A copy of what a runner's cache holds of the prompts, as a cache of transformers' own."""
     if runner.even:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
     crossed = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
     fresh = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
-    if isinstance(runner, PackedDecoder):
+    if isinstance(runner, PackedRunner):
         by_row = (runner.columns(row, row) for row in range(len(runner.held)))
         for number, of_rows in enumerate(zip(*by_row, strict=True)):
             keys, values = map(torch.stack, zip(*of_rows, strict=True))

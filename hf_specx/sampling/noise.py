@@ -18,7 +18,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-class StockNoise:
+class ReplayedNoise:
     """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in `generate`, [B, V] for each emitted column.
 
     They are drawn from a copy that is made of the default generator here, or under a seed, in the order of columns.

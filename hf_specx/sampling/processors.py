@@ -1,8 +1,8 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
 A warper reads only the scores, so one call serves all positions. Those of transformers that read the text are computed
-for all positions at once by `one_pass` and `watermarks`. Any other stateless one is called as `generate` would, on the
-whole batch with the exact prefix, once for each prefix length. One whose state can be taken back follows the
+for all positions at once by `vectorized` and `watermarks`. Any other stateless one is called as `generate` would, on
+the whole batch with the exact prefix, once for each prefix length. One whose state can be taken back follows the
 candidates: see `rewindable`. A call with any other is decoded by transformers' own sampler: see `engine/plain.py`.
 """
 
@@ -20,7 +20,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 
-from .one_pass import ONE_PASS, Prefixes
+from .vectorized import ONE_PASS, Prefixes
 from .watermarks import WATERMARKS
 
 

@@ -1,7 +1,7 @@
 """Processors whose state follows the candidates of a round and is then taken back to what was kept.
 
 Such a processor says which tokens may come next, as a grammar does. So it also acts on the draft, whose candidates are
-then drawn from the masked distribution; each mask is computed once, and serves the judgement as well.
+then drawn from the masked distribution; each mask is computed once, and serves the verdict as well.
 """
 
 import threading

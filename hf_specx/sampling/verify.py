@@ -37,7 +37,7 @@ import itertools
 
 import torch
 
-from hf_specx.common.round import Judgement
+from hf_specx.common.round import Verdict
 
 
 def verify_token(
@@ -47,7 +47,7 @@ def verify_token(
     uniforms: torch.Tensor,
     choice: torch.Tensor,
     proposed: torch.Tensor | None = None,
-) -> Judgement:
+) -> Verdict:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
     Candidate x is accepted with probability min(1, p(x) / q(x)); no candidate after the first rejection is.
@@ -70,8 +70,8 @@ def verify_token(
         all_kept = accepted == (most if proposed is None else proposed.sum(-1))
         draft = _row(draft_probs, accepted.clamp(max=most - 1))
         residual = (target - draft.masked_fill_(all_kept[:, None], 0)).clamp_(min=0)
-    survival = (p.double() / q).clamp(max=1).cumprod(-1)
-    return Judgement(accepted, _draw(residual, target, choice), survival)
+    acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
+    return Verdict(accepted, _draw(residual, target, choice), acceptance)
 
 
 def verify_block(
@@ -81,7 +81,7 @@ def verify_block(
     uniforms: torch.Tensor,
     choice: torch.Tensor,
     proposed: torch.Tensor | None = None,
-) -> Judgement:
+) -> Verdict:
     """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444).
 
     On average it accepts at least as many candidates as token verification. With p_0 = 1, at least i candidates are
@@ -104,10 +104,10 @@ def verify_block(
         passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    return Judgement(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
+    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
 
 
-def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Judgement:
+def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
     """Accept candidates while they equal the target's own choices; exact however they were drafted.
 
     For greedy and coupled verification: `choices` [R, K + 1] int64 is the target's argmax of p, or of p / E.
@@ -115,7 +115,7 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
     alike = candidates == choices[:, :-1]
     alike = _leading(alike if proposed is None else alike & proposed)
     accepted = alike.sum(-1)
-    return Judgement(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

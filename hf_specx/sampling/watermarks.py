@@ -1,4 +1,4 @@
-"""transformers' watermarks, for all rows and positions at once, as in `one_pass`."""
+"""transformers' watermarks, for all rows and positions at once, as in `vectorized`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
-from .one_pass import Prefixes
+from .vectorized import Prefixes
 
 
 MOST_GREENLISTS = 256  # kept for one call, [V] bool each

@@ -122,7 +122,7 @@ class HeadOnTexts(nn.Module):
 
     def __init__(self, draft_head: DraftHead, target: PreTrainedModel, steps: int):
         super().__init__()
-        self.draft_head, self.drafter, most = draft_head, draft_head.of(target), draft_head.body.most
+        self.draft_head, self.drafter, most = draft_head, draft_head.bind(target), draft_head.body.most
         self.steps = steps if most is None else min(steps, most)
 
     def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
-from hf_specx.models.decoder import HiddenStates
 from hf_specx.models.prompts import Place
+from hf_specx.models.runner import HiddenStates
 
 
 REMEMBERED_BYTES = 4 << 30  # bytes of host memory

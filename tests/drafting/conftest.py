@@ -8,7 +8,7 @@ import torch
 from hf_specx.common.round import Round
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.runner import ModelRunner
 
 
 class Forced(Schedule):
@@ -34,7 +34,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the logits of each step of a draft are those of a forward of the whole text, without a cache."""
-    found, step = [], Decoder.step
+    found, step = [], ModelRunner.decode_step
 
     def noted(decoder, batch, ahead, skipped=0):
         logits = step(decoder, batch, ahead, skipped)
@@ -44,5 +44,5 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
                 found.append(torch.allclose(fresh, logits[index, -1], atol=1e-3))
         return logits
 
-    monkeypatch.setattr(Decoder, "step", noted)
+    monkeypatch.setattr(ModelRunner, "decode_step", noted)
     return found

@@ -13,17 +13,17 @@ from wrong_rules import GreedyDraft
 from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import GreedyRule, RejectionRule
+from hf_specx.sampling.verifiers import GreedyVerifier, RejectionVerifier
 
 
 class Assisted(LlamaForCausalLM):
     """A model whose assisted decoding drafts with our generator."""
 
-    rule = RejectionRule
+    verifier = RejectionVerifier
 
     def _get_candidate_generator(self, generation_config, input_ids, logits_processor, assistant_model, **kwargs):
-        rule = self.rule(False, input_ids.device) if generation_config.do_sample else GreedyRule()
-        return SampledCandidateGenerator(assistant_model, Processors(logits_processor), rule, self.vocab_size, 3)
+        verifier = self.verifier(False, input_ids.device) if generation_config.do_sample else GreedyVerifier()
+        return SampledCandidateGenerator(assistant_model, Processors(logits_processor), verifier, self.vocab_size, 3)
 
 
 def assisted(model: LlamaForCausalLM) -> Assisted:
@@ -43,12 +43,12 @@ def test_stock_loop_greedy_equals_plain(monkeypatch: pytest.MonkeyPatch):
     assert max(read) <= 4
 
 
-def stock_loop_p_value(rule: type[RejectionRule]) -> float:
+def stock_loop_p_value(verifier: type[RejectionVerifier]) -> float:
     """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
     sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
     target, draft, prompt = tiny("llama", **sizes), tiny("llama", seed=5, **sizes), torch.tensor([[1, 2, 3]])
     model = assisted(target)
-    model.rule = rule
+    model.verifier = verifier
     torch.manual_seed(0)
     counts = torch.zeros(4, 4)
     for _ in range(900):
@@ -68,7 +68,7 @@ def stock_loop_p_value(rule: type[RejectionRule]) -> float:
 @pytest.mark.slow
 def test_stock_loop_sampled_law_is_exact():
     """False alarm 1e-4; several rounds each, after partial and after full acceptance. A wrong one is seen."""
-    assert stock_loop_p_value(RejectionRule) > 1e-4
+    assert stock_loop_p_value(RejectionVerifier) > 1e-4
     assert stock_loop_p_value(GreedyDraft) < 1e-8
 
 
@@ -138,7 +138,7 @@ def test_generators_that_cannot_serve_are_refused():
     draft = tiny(seed=1)
     config = draft.generation_config
     assistant = AssistedCandidateGenerator(prompts(1)["input_ids"], draft, config, {})
-    ours = SampledCandidateGenerator(draft, Processors(LogitsProcessorList()), GreedyRule(), 48)
+    ours = SampledCandidateGenerator(draft, Processors(LogitsProcessorList()), GreedyVerifier(), 48)
     for generator in (assistant, ours):
         with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
             SpeculativeDecoding(generator)

@@ -113,7 +113,7 @@ class ByThePast(Schedule):
         super().__init__(2)
 
     def observe(self, done: Round) -> None:
-        kept = sum(map(sum, done.survival)) / len(done.survival)
+        kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
         self.wanted = 3 if kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
@@ -128,7 +128,7 @@ class EachByItsPast(ByThePast):
         return self.own.get(row, self.wanted)
 
     def observe(self, done: Round) -> None:
-        for row, chances in zip(done.rows, done.survival, strict=True):
+        for row, chances in zip(done.rows, done.acceptance, strict=True):
             self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 

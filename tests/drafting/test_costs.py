@@ -16,7 +16,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.costs import ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, Pace
+from hf_specx.drafting.costs import ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, RoundTimer
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
 from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
 
@@ -155,13 +155,13 @@ def test_rounds_are_remembered():
         assert costs.rounds == {4: pytest.approx(kept, rel=0.03)}
 
 
-def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> Pace:
+def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> RoundTimer:
     """A call of four rows after rounds of so many candidates that took so long."""
-    now, pace = [0.0], Pace(Costs(costs.table, costs.alpha, costs.rounds, clock=lambda: now[0]), online)
+    now, round_timer = [0.0], RoundTimer(Costs(costs.table, costs.alpha, costs.rounds, clock=lambda: now[0]), online)
     for drafted, took in seconds:
         now[0] += took
-        pace.observe(4, drafted)
-    return pace
+        round_timer.observe(4, drafted)
+    return round_timer
 
 
 def test_rounds_take_what_they_were_seen_to_take():
@@ -178,20 +178,20 @@ def test_rounds_take_what_they_were_seen_to_take():
     short = lasting(costs, seen[:ENOUGH], online=True)  # of which the first one does not count
     assert short.times(4, 5) == bare
     assert not short.has_seen_plain(4)
-    assert Pace(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]
+    assert RoundTimer(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]
     costs.rounds = {4: {2: 2 * costs.forwards(4, 2)}}  # of plain steps nothing is known
-    assert Pace(costs).times(4, 3)[0] == pytest.approx(2 * costs.forwards(4, 0))
+    assert RoundTimer(costs).times(4, 3)[0] == pytest.approx(2 * costs.forwards(4, 0))
     costs.rounds = {4: {0: 1.0}}
-    assert [Pace(costs).has_seen_plain(rows) for rows in (1, 2, 4, 8, 9)] == [False, True, True, True, False]
+    assert [RoundTimer(costs).has_seen_plain(rows) for rows in (1, 2, 4, 8, 9)] == [False, True, True, True, False]
 
 
 def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs = Costs({4: ROW})
-    pace = Pace(costs)
-    before = pace.times(4, 3), pace.reading(2, 5)
+    round_timer = RoundTimer(costs)
+    before = round_timer.times(4, 3), round_timer.reading(2, 5)
     costs.table[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
-    assert (pace.times(4, 3), pace.reading(2, 5)) == before
-    assert pace.reading(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
+    assert (round_timer.times(4, 3), round_timer.reading(2, 5)) == before
+    assert round_timer.reading(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
@@ -275,7 +275,7 @@ def test_sizes_of_models():
         assert size_of(model) == ForwardSize(2, 4 * (weights + model.lm_head.weight.numel()))
     assert size_of(model.to("meta")) is None
     assert size_of(zoo.build("seq2seq", "t5")).layers == 2
-    assert EarlyExitDraft(2).of(tiny(num_hidden_layers=5)).size() == size_of(tiny(num_hidden_layers=2))
+    assert EarlyExitDraft(2).bind(tiny(num_hidden_layers=5)).size() == size_of(tiny(num_hidden_layers=2))
     size = size_of(zoo.build("causal", "mixtral"))
     assert size.experts > size.dense
     assert size.share == 0.5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_specx.drafting.draft_length import PRIOR_ALPHA, Survival, best_number, expected_tokens
+from hf_specx.drafting.draft_length import PRIOR_ALPHA, AcceptanceEstimate, best_number, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
@@ -19,18 +19,18 @@ def test_table_of_leviathan_and_extreme_acceptance():
 
 def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
     """S_i after many turns of these rounds."""
-    survival = Survival(PRIOR_ALPHA, together)
+    acceptance = AcceptanceEstimate(PRIOR_ALPHA, together)
     for _ in range(400):
         for made in rounds:
-            survival.take(made)
-    return survival.chances(5)
+            acceptance.update(made)
+    return acceptance.chances(5)
 
 
 def test_a_first_round_is_weighed_against_what_is_assumed():
     """(5 + 1) / (10 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
-    survival = Survival(0.5)
-    survival.take([[1.0]])
-    assert survival.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
+    acceptance = AcceptanceEstimate(0.5)
+    acceptance.update([[1.0]])
+    assert acceptance.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
 
 
 def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():

@@ -11,7 +11,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.models.decoder import HiddenStates
+from hf_specx.models.runner import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -42,7 +42,7 @@ class Heads(Drafter):
         self.heads = [torch.nn.Linear(32, 48, bias=False) for _ in range(number)]
         self.target, self.alike = target, 0
 
-    def read(self, reading):
+    def start(self, context):
         self.states = None
 
     def propose(self, batch, lengths):

@@ -18,8 +18,8 @@ from vision import seeing
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.early_exit import EarlyExitDrafter, find_layers
-from hf_specx.models.decoder import Decoder
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.models.runner import ModelRunner
+from hf_specx.sampling.verifiers import RejectionVerifier
 
 
 MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
@@ -61,7 +61,7 @@ def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Wrong: it writes over the token before, which the target's forward does not write again."""
     ready = EarlyExitDrafter._ready
 
-    def shifted(drafter: EarlyExitDrafter, batch: Batch) -> Decoder:
+    def shifted(drafter: EarlyExitDrafter, batch: Batch) -> ModelRunner:
         decoder = ready(drafter, batch)
         decoder.width -= 1
         return decoder
@@ -90,16 +90,16 @@ def test_the_distribution_is_that_of_the_target(monkeypatch: pytest.MonkeyPatch,
 
     One is seen that judges candidates as if they were drawn from a flat distribution.
     """
-    exact, judge = exact_distribution([], target=enumerable()), RejectionRule.judge
+    exact, judge = exact_distribution([], target=enumerable()), RejectionVerifier.verify
     assert min(p_values(draw(verification), exact)) > 1e-4 / NUM_TESTS
     warpers = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]
     warped = exact_distribution(warpers, target=enumerable())
     assert min(p_values(draw(verification, temperature=0.6, top_k=3), warped)) > 1e-4 / NUM_TESTS
 
-    def as_flat(rule, batch, draft, scores):
-        return judge(rule, batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
+    def as_flat(verifier, batch, draft, scores):
+        return judge(verifier, batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
 
-    monkeypatch.setattr(RejectionRule, "judge", as_flat)
+    monkeypatch.setattr(RejectionVerifier, "verify", as_flat)
     assert min(p_values(draw(verification), exact)) < 1e-8
 
 

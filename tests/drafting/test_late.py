@@ -11,7 +11,7 @@ from repeating import LAYOUTS
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.runner import ModelRunner
 
 
 COUPLED = {"do_sample": True, "top_k": 0}
@@ -37,7 +37,7 @@ def test_after_rows_have_left(in_turns: Callable, layout: str, between: int, com
 def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, in_turns: Callable, compared: list[bool]):
     """A control: what was rejected is taken for text."""
     in_turns([0] * 12 + [4] * 5)
-    monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
+    monkeypatch.setattr(ModelRunner, "crop", lambda self, row, count: None)
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1))
     target.generate(**prompts(4), do_sample=False, max_new_tokens=40, custom_generate=strategy)

@@ -10,7 +10,7 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs, Pace
+from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks
@@ -40,15 +40,15 @@ def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, fou
 
 def test_rounds_that_are_not_typical_do_not_count():
     """Those with forced candidates, whose forwards are longer than the steps tell, and those that catch up."""
-    pace = Pace(Costs(clock=iter(range(99)).__next__))
-    schedule = Schedule(5, pace=pace)
+    round_timer = RoundTimer(Costs(clock=iter(range(99)).__next__))
+    schedule = Schedule(5, round_timer=round_timer)
     kinds = {"plain": ([0], None), "forced": ([4], [[True] * 4]), "some": ([4], [[True, True, False, True]])}
     kinds["drafted"] = ([4], [[False] * 4])
     for kind in ("plain", "plain", "drafted", "drafted", "forced", "some", "drafted", "drafted"):
         lengths, forced = kinds[kind]
         done = made_round(lengths, lengths)
         schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
-    assert {kind: list(seconds) for kind, seconds in pace.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
+    assert {kind: list(seconds) for kind, seconds in round_timer.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
 
 
 def test_no_row_drafts_more_than_can_be_taken_back():

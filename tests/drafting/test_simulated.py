@@ -8,12 +8,12 @@ from all_pairs import once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs, Pace
+from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.drafting.draft_length import COMPILED, PRIOR_ALPHA, expected_tokens
 from hf_specx.drafting.schedule import Auto
 
 
-class Line(Pace):
+class Line(RoundTimer):
     """Plain steps take 1 second, and rounds with candidates so much, and more for each candidate."""
 
     def __init__(self, first: float, each: float, costs: Costs, read: float = 0.0):
@@ -42,18 +42,20 @@ def prompted(rows: int, room: int) -> Batch:
 class Call:
     """A call in which each candidate of a row is kept with probability α."""
 
-    def __init__(self, pace: Line, alphas: list[float], seed: int = 0, compiled: bool = False):
-        self.pace, self.alphas, self.random, self.compiled = pace, alphas, random.Random(seed), compiled
+    def __init__(self, round_timer: Line, alphas: list[float], seed: int = 0, compiled: bool = False):
+        self.round_timer, self.alphas, self.random, self.compiled = round_timer, alphas, random.Random(seed), compiled
 
     def run(self, tokens: int, fixed: int | None = None) -> float:
         """Seconds until each row has so many tokens; `drafted` has the number of each round."""
-        auto = Auto(self.pace, "greedy", prompted(len(self.alphas), tokens + 1), self.compiled)
+        auto = Auto(self.round_timer, "greedy", prompted(len(self.alphas), tokens + 1), self.compiled)
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
             number = auto.wanted if fixed is None else fixed
             accepted = [self.kept(self.alphas[row], number) for row in rows]
-            seconds += self.pace.times(len(rows), number)[number] + (self.pace.reading(1, unread) if number else 0)
+            seconds += self.round_timer.times(len(rows), number)[number] + (
+                self.round_timer.reading(1, unread) if number else 0
+            )
             unread = 0 if number else unread + 1
             for row, kept in zip(rows, accepted, strict=True):
                 left[row] -= kept + 1
@@ -87,7 +89,7 @@ def test_choices_come_close_to_the_best_number(case: str, rows: int):
     calls = [Call(Line(first, each, Costs()), [alpha] * rows, seed) for seed in range(10)]
     fixed = [sum(call.run(600, number) for call in calls) for number in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20)]
     for call in calls:
-        call.pace.costs.saved = 0.0
+        call.round_timer.costs.saved = 0.0
     assert sum(call.run(600) for call in calls) < 1.05 * min(fixed)
 
 
@@ -155,20 +157,20 @@ def test_a_short_call_does_not_read_a_long_prompt_for_little(known: dict[str, fl
 
 
 def test_few_numbers_are_drafted_where_each_is_compiled():
-    pace, drafted = Line(1.0, 0.2, Costs()), set()
+    round_timer, drafted = Line(1.0, 0.2, Costs()), set()
     for alpha in (0.5, 0.7, 0.9):
-        call = Call(pace, [alpha], compiled=True)
+        call = Call(round_timer, [alpha], compiled=True)
         call.run(200)
         drafted |= set(call.drafted)
     assert drafted <= {0, *COMPILED}
 
 
 def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
-    pace = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
-    pace.timed = False
-    auto = Auto(pace, "greedy", prompted(1, 100))
+    round_timer = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
+    round_timer.timed = False
+    auto = Auto(round_timer, "greedy", prompted(1, 100))
     assert auto.wanted == 0
-    pace.timed = True
+    round_timer.timed = True
     auto.observe(made_round([0], [0]))
     assert auto.wanted > 0
 
@@ -179,7 +181,7 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
     costs = Costs({1: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}}, {"greedy": 0.9}, {1: {0: 1.0, 5: 9.0}})
     costs.clock, costs.saved = lambda: now[0], 100.0
     for _ in range(8):
-        auto = Auto(Pace(costs, online=True), "greedy", prompted(1, 60))
+        auto = Auto(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
             now[0] += costs.forwards(1, auto.wanted)
             auto.observe(made_round([auto.wanted], [auto.wanted]))

@@ -86,11 +86,11 @@ def test_texts_of_another_vocabulary_are_refused():
     pool = SuffixPool()
     pool.add([1, 2, 60])
     with pytest.raises(ValueError, match="of 61 tokens, and the target has 50; use a SuffixPool of its own"):
-        pool.meet(50)
-    pool.meet(64)
-    pool.meet(64)
+        pool.check(50)
+    pool.check(64)
+    pool.check(64)
     with pytest.raises(ValueError, match="vocabulary of 64 tokens, and the target has 65"):
-        pool.meet(65)
+        pool.check(65)
     for wrong in ([3, 64], [-1, 3]):
         with pytest.raises(ValueError, match="outside of the pool's vocabulary, 0 to 63"):
             pool.add([1], wrong)
@@ -103,14 +103,14 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
     vocab_size = max(len(one), len(other))
     learned, told = SuffixPool(), SuffixPool(tokenizer=one)
     learned.add([1, 2, 3])
-    learned.meet(vocab_size)
-    learned.meet(vocab_size, one)
-    learned.meet(vocab_size)
+    learned.check(vocab_size)
+    learned.check(vocab_size, one)
+    learned.check(vocab_size)
     learned.save(tmp_path / "pool")
     for pool in (learned, told, SuffixPool.load(tmp_path / "pool")):
-        pool.meet(vocab_size, tiny_tokenizer())
+        pool.check(vocab_size, tiny_tokenizer())
         with pytest.raises(ValueError, match="of another tokenizer than the target's; use a SuffixPool of its own"):
-            pool.meet(vocab_size, other)
+            pool.check(vocab_size, other)
 
 
 def test_what_is_no_number_or_no_text_is_refused():

@@ -26,7 +26,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.engine import call as calls
-from hf_specx.models import compiled, regions
+from hf_specx.models import compiled, compiled_forwards
 from hf_specx.models.slots import CACHE
 from hf_specx.pairs.complete import complete
 from hf_specx.pairs.results_file import check_results_path
@@ -152,7 +152,7 @@ def spread(**settings):
 def to_compile(options: dict | None = None, found: bool = True, **settings):
     """With compile=True, where what gets as far as the compiler fails."""
     with (
-        patch.object(regions, "lookup_backend", side_effect=NotImplementedError),
+        patch.object(compiled_forwards, "lookup_backend", side_effect=NotImplementedError),
         patch.object(compiled, "has_compiler", return_value=found),
     ):
         return call({"compile": True} | (options or {}), **settings)

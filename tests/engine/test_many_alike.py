@@ -129,6 +129,6 @@ def test_ranks_that_keep_step_run_no_forward_more():
         prompt = prepare(target, 8, inputs)
         prompt.in_step = in_step
         with Forwards(target) as forwards:
-            ragged.RaggedDecoder(prompt).read()
+            ragged.RaggedRunner(prompt).prefill()
         alone.append(forwards.lengths)
     assert alone == [[20, 1], [20]]

@@ -26,7 +26,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
-from hf_specx.drafting.costs import Costs, Pace
+from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.engine import run as engine_run
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.run import Run
@@ -159,8 +159,8 @@ def compare_auto(name: str, rank: int, synced_gpus: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Costs, "measure", timed)
-        patch.setattr(Pace, "_ratios", lambda pace, rows: (1.0, 1.0))  # rounds really take otherwise
-        patch.setattr(Pace, "has_seen_plain", lambda pace, rows: True)
+        patch.setattr(RoundTimer, "_ratios", lambda round_timer, rows: (1.0, 1.0))  # rounds really take otherwise
+        patch.setattr(RoundTimer, "has_seen_plain", lambda round_timer, rows: True)
         compare(name, rank, synced_gpus)
 
 

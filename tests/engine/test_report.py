@@ -96,7 +96,7 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
 
 
 def test_survival_rate_goes_by_all_drafted_positions():
-    made = report(made_round([2, 2], [2, 0], survival=[[1.0, 0.5], [0.4, 0.1]]))
+    made = report(made_round([2, 2], [2, 0], acceptance=[[1.0, 0.5], [0.4, 0.1]]))
     assert made.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
     made.observe(made_round([0], [0], rows=[1]))
     assert made.survival_rate == pytest.approx(2 / 3.4)

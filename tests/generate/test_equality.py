@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.models.attention import Masks
-from hf_specx.models.ragged import RaggedDecoder
+from hf_specx.models.ragged import RaggedRunner
 from hf_specx.sampling import noise
-from hf_specx.sampling.rules import CoupledRule
 from hf_specx.sampling.stopping import Stopping
+from hf_specx.sampling.verifiers import CoupledVerifier
 
 
 MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
@@ -98,7 +98,7 @@ def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
     return MASK(self, slots - 1, *others)
 
 
-def positions_off_by_one(self: RaggedDecoder, batch: Batch, emitted: torch.Tensor, *others):
+def positions_off_by_one(self: RaggedRunner, batch: Batch, emitted: torch.Tensor, *others):
     return POSITIONS(self, batch, emitted + 1, *others)
 
 
@@ -108,16 +108,16 @@ def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], gained: 
     return [min(number + 1, most) for number, most in zip(kept, gained, strict=True)]
 
 
-def noise_of_another_row(self: CoupledRule, batch: Batch, probs: torch.Tensor, ahead: int):
+def noise_of_another_row(self: CoupledVerifier, batch: Batch, probs: torch.Tensor, ahead: int):
     return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
-MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedDecoder._positions, Stopping.cut, CoupledRule.noise
+MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedRunner._positions, Stopping.cut, CoupledVerifier.noise
 FAULTS = {
     "mask": (Masks, "__call__", mask_off_by_one),
-    "position": (RaggedDecoder, "_positions", positions_off_by_one),
+    "position": (RaggedRunner, "_positions", positions_off_by_one),
     "stop": (Stopping, "cut", cut_one_late),
-    "noise": (CoupledRule, "noise", noise_of_another_row),
+    "noise": (CoupledVerifier, "noise", noise_of_another_row),
 }
 
 

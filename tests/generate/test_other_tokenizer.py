@@ -55,7 +55,7 @@ PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES)
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the draft's logits in each step are from those of a forward of all that it has read, without a cache."""
     found = []
-    step = OwnText.step
+    step = OwnText.decode_step
 
     def checked(text, batch, ahead, skipped=0):
         logits = step(text, batch, ahead, skipped)
@@ -65,7 +65,7 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             found.append((logits[index] - expected).nan_to_num(0).abs().max().item())
         return logits
 
-    monkeypatch.setattr(OwnText, "step", checked)
+    monkeypatch.setattr(OwnText, "decode_step", checked)
     return found
 
 

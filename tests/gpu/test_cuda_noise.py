@@ -6,8 +6,8 @@ from device import DEVICE, on_device
 from plain import generator_state
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import CoupledRule, RejectionRule
+from hf_specx.sampling.noise import ReplayedNoise
+from hf_specx.sampling.verifiers import CoupledVerifier, RejectionVerifier
 from hf_specx.sampling.verify import race
 
 
@@ -42,7 +42,7 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
     like = torch.empty(rows, 1, vocab_size, device=DEVICE, dtype=dtype)
     for window in (0, 2, 100):
         torch.manual_seed(0)
-        noise = StockNoise(rows, DEVICE, window)
+        noise = ReplayedNoise(rows, DEVICE, window)
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position])
         noise.finish(4)
@@ -54,18 +54,18 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
     for seed in seeds:
         torch.manual_seed(seed)
         expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
-    rule = CoupledRule(3, DEVICE, 4, seeds)
-    rule.begin()
-    drawn = rule.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
+    verifier = CoupledVerifier(3, DEVICE, 4, seeds)
+    verifier.begin()
+    drawn = verifier.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
     assert torch.equal(drawn, torch.stack(expected))
 
 
 def test_numbers_for_rejection_are_those_of_a_cpu():
     drawn = []
     for batch in (text(2), Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)):
-        rule = RejectionRule(True, batch.ids.device, [7, 8])
-        rule.begin()
-        drawn.append(rule.uniforms("accepting", batch, 5, [5, 2]))
+        verifier = RejectionVerifier(True, batch.ids.device, [7, 8])
+        verifier.begin()
+        drawn.append(verifier.uniforms("accepting", batch, 5, [5, 2]))
     found, expected = drawn
     assert found.device.type == DEVICE.type
     assert torch.equal(found.cpu(), expected)

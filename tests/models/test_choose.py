@@ -27,9 +27,9 @@ def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.
     """Rows that are cut emit the token that was drawn after all that they accepted."""
     append = Batch.append
 
-    def wrong(self, draft, judgement, *rest):
-        least = judgement.accepted.amin().expand_as(judgement.accepted)
-        return append(self, draft, judgement._replace(accepted=least), *rest)
+    def wrong(self, draft, verdict, *rest):
+        least = verdict.accepted.amin().expand_as(verdict.accepted)
+        return append(self, draft, verdict._replace(accepted=least), *rest)
 
     monkeypatch.setattr(Batch, "append", wrong)
     assert min(p_values(in_lockstep("token", batches=100), exact_distribution([]))) < 1e-8

@@ -20,9 +20,9 @@ from hf_specx import EarlyExitDraft, SpeculativeDecoding, generate
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.run import make_batch
-from hf_specx.models import compiled, regions
+from hf_specx.models import compiled, compiled_forwards
 from hf_specx.models.attention import SWITCH
-from hf_specx.models.choose import layouts_of, make_decoder
+from hf_specx.models.choose import layouts_of, make_runner
 from hf_specx.models.compiled import check_compile, has_compiler
 from hf_specx.models.prompts import prepare
 from hf_specx.models.slots import Pool
@@ -75,7 +75,7 @@ def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(config_patches["triton.cudagraphs"])
         return graph
 
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    monkeypatch.setattr(compiled_forwards, "lookup_backend", lambda name: look)
     return found
 
 
@@ -103,7 +103,7 @@ def test_two_buckets_of_rows(
 
     The kernels of each are compiled in one file.
     """
-    monkeypatch.setattr(regions, "IDLE_FORWARDS", 0)
+    monkeypatch.setattr(compiled_forwards, "IDLE_FORWARDS", 0)
     files = request.getfixturevalue("traced" if compiler == "traced" else "files")
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
@@ -132,7 +132,7 @@ def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monke
 
     What was compiled for texts of another length does not count.
     """
-    monkeypatch.setattr(regions, "IDLE_FORWARDS", 30)
+    monkeypatch.setattr(compiled_forwards, "IDLE_FORWARDS", 30)
     target = tiny(num_hidden_layers=1)
     draft = near(target, 0.05)
     same(target, draft, rows=2, **SAMPLED, max_new_tokens=80)
@@ -146,7 +146,7 @@ def test_fewer_rows_are_compiled_once_that_pays(traced: None, taken: list, monke
 
 def test_rounds_with_idle_rows_are_not_timed(traced: None, monkeypatch: pytest.MonkeyPatch):
     """They take longer than those of as many rows will."""
-    monkeypatch.setattr(regions, "IDLE_FORWARDS", 10**6)
+    monkeypatch.setattr(compiled_forwards, "IDLE_FORWARDS", 10**6)
     target = tiny(num_hidden_layers=1)
     strategy = SpeculativeDecoding(near(target, 0.5), verification="coupled", compile=True)
     torch.manual_seed(3)
@@ -196,13 +196,13 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
     mask = torch.ones(2, 11, dtype=torch.int64)
     mask[1, :9] = 0
     prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
-    decoder, batch = make_decoder("ragged", prompt, compiled=True), make_batch(prompt)
-    decoder.read()
-    decoder.opening = False
+    runner, batch = make_runner("ragged", prompt, compiled=True), make_batch(prompt)
+    runner.prefill()
+    runner.opening = False
     batch.emit(torch.arange(1, 39).view(2, 19), [19, 1])  # filled up to 20
     for token in (3, 4):
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
-        assert torch.allclose(decoder.step(batch, 0), expected, atol=1e-4)
+        assert torch.allclose(runner.decode_step(batch, 0), expected, atol=1e-4)
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
@@ -282,7 +282,9 @@ def test_layers_that_are_alike_are_compiled_once(captured: list):
 def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch: pytest.MonkeyPatch):
     """In another one, torch would not find what it has captured."""
     target, draft = pair(num_hidden_layers=1, seed=5)
-    monkeypatch.setattr(compiled, "regions_of", lambda model, _: regions.regions_of(model, torch.device("cuda")))
+    monkeypatch.setattr(
+        compiled, "regions_of", lambda model, _: compiled_forwards.regions_of(model, torch.device("cuda"))
+    )
     same(target, draft, **SHORT)
     assert all(captured)
     before = len(captured)
@@ -294,12 +296,12 @@ def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch:
 def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
     same(target, draft, **SHORT)
-    assert len(regions.REGIONS) == 2
-    gone = [weakref.ref(thing) for thing in (target, draft, *regions.REGIONS.values())]
+    assert len(compiled_forwards.REGIONS) == 2
+    gone = [weakref.ref(thing) for thing in (target, draft, *compiled_forwards.REGIONS.values())]
     del target, draft
     gc.collect()
     assert [thing() for thing in gone] == 4 * [None]
-    assert not len(regions.REGIONS)
+    assert not len(compiled_forwards.REGIONS)
 
 
 def test_a_model_that_was_changed_is_compiled_anew(traced: None):
@@ -335,7 +337,7 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
 def test_other_threads_may_add_sizes_and_hooks_meanwhile():
     """What is looked through adds some itself."""
     target = tiny(num_hidden_layers=1)
-    found = regions.Regions(target, False, 0)
+    found = compiled_forwards.CompiledForwards(target, False, 0)
 
     class Capacity(int):
         __hash__ = int.__hash__
@@ -348,7 +350,7 @@ def test_other_threads_may_add_sizes_and_hooks_meanwhile():
         func = property(lambda _: target.register_forward_hook(print))
 
     assert [target.register_forward_hook(Hook()) for _ in range(2)]
-    assert regions.traits(target) != regions.traits(target)
+    assert compiled_forwards.traits(target) != compiled_forwards.traits(target)
     assert [found.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
 
 
@@ -381,7 +383,7 @@ def test_a_table_of_positions_that_ends(traced: None, positions: int):
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
     target, draft = pair()
     with monkeypatch.context() as patch:
-        patch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: 1 / 0)
+        patch.setattr(compiled_forwards, "lookup_backend", lambda name: lambda graph, inputs, config_patches: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             same(target, draft, **SHORT)
     assert SWITCH.active.get() is None

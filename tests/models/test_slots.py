@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models import layers
 from hf_specx.models.choose import DECODERS
-from hf_specx.models.decoder import Decoder
 from hf_specx.models.layers import RingLayer, SlotLayer
+from hf_specx.models.runner import ModelRunner
 from hf_specx.models.slots import SlotCache, assemble
 
 
@@ -76,7 +76,7 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     """What a plain forward over the row's text before its last token writes; float64. An early exit shares it."""
     target = tiny("llama").double()
     inputs, found = prompts(3), []
-    feed = Decoder.feed
+    feed = ModelRunner.decode_tokens
 
     def noted(self, batch, count, ahead, keep):
         logits = feed(self, batch, count, ahead, keep)
@@ -87,7 +87,7 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
                 found.append((row, batch.counts[row], text, held))
         return logits
 
-    monkeypatch.setattr(Decoder, "feed", noted)
+    monkeypatch.setattr(ModelRunner, "decode_tokens", noted)
     drafter = EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05)
     strategy = SpeculativeDecoding(drafter, num_draft_tokens=3, verification="coupled", layout=layout)
     torch.manual_seed(0)

@@ -18,10 +18,10 @@ from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.common.batch import Batch
 from hf_specx.engine.run import make_batch
-from hf_specx.models import compiled, hosted, ragged
-from hf_specx.models.choose import make_decoder
-from hf_specx.models.decoder import Decoder
+from hf_specx.models import compiled, host_cache, ragged
+from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import prepare
+from hf_specx.models.runner import ModelRunner
 from hf_specx.models.slots import CACHE, MARGIN, columns_of
 
 
@@ -50,7 +50,7 @@ def some(cases: Iterable[Any], kept: str = "") -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _short_rings(traced: None, monkeypatch: pytest.MonkeyPatch):
-    for module in (ragged, hosted, compiled):
+    for module in (ragged, host_cache, compiled):
         monkeypatch.setattr(module, "MARGIN", SPARE)
     monkeypatch.setattr(compiled, "AGAIN", SPARE // 2)
 
@@ -143,10 +143,10 @@ def test_kernels_that_take_no_mask_by_position(model_type: str, monkeypatch: pyt
     assert strategy.report.layout == "padded"
 
 
-def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[Decoder, Batch]:
+def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[ModelRunner, Batch]:
     """Two rows with room for so many tokens behind prompts, which are not read yet."""
     prompt = prepare(target, room, prompts(2, width))
-    return make_decoder(CUT[way]["layout"], prompt, compiled=way == "compiled"), make_batch(prompt)
+    return make_runner(CUT[way]["layout"], prompt, compiled=way == "compiled"), make_batch(prompt)
 
 
 @pytest.mark.parametrize("way", CUT)
@@ -154,33 +154,33 @@ def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[
 def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
     """A draft is fed what it has missed in parts, since windows keep what few tokens before the last ones saw."""
     target, generator = tiny("mistral", num_hidden_layers=3).double(), torch.Generator().manual_seed(0)
-    decoder, batch = decoding(way, target, 3 * WINDOW, 200)
-    decoder.read()
-    decoder.opening = False
+    runner, batch = decoding(way, target, 3 * WINDOW, 200)
+    runner.prefill()
+    runner.opening = False
     for gained in ([3, 12], [1, 1], [38, 39]):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
-        torch.testing.assert_close(decoder.step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
+        torch.testing.assert_close(runner.decode_step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
         batch.put(torch.ones(2, 7, dtype=torch.int64))  # candidates, all of which are rejected
         for ahead in range(1, 8):
-            decoder.step(batch, ahead)
+            runner.decode_step(batch, ahead)
         for row in range(2):
-            decoder.keep(row, batch.counts[row])
+            runner.crop(row, batch.counts[row])
 
 
 @pytest.mark.parametrize(("way", "short"), all_pairs(RAGGED, [0, 1]))
 @torch.no_grad()
 def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.MonkeyPatch):
     """The first token of a forward sees its window in rings that end with the last one; not if one slot is lacking."""
-    monkeypatch.setattr(ragged.RaggedDecoder, "_enlarge", lambda *_: False)
+    monkeypatch.setattr(ragged.RaggedRunner, "_enlarge", lambda *_: False)
     target, generator = tiny("smollm3").double(), torch.Generator().manual_seed(0)
-    decoder, batch = decoding(way, target, 3 * WINDOW, 200)
-    decoder.cache = decoder._slot_cache(300, WINDOW + 5 - 1 - short)
-    decoder.read()
+    runner, batch = decoding(way, target, 3 * WINDOW, 200)
+    runner.cache = runner._slot_cache(300, WINDOW + 5 - 1 - short)
+    runner.prefill()
     for _ in range(4):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 5), generator=generator), [5, 5])
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -5:] for row in range(2)])
-        found = decoder.feed(batch, 5, 0, keep=5)
+        found = runner.decode_tokens(batch, 5, 0, keep=5)
         assert torch.allclose(found, expected, rtol=0, atol=1e-9) == (not short)
 
 
@@ -226,7 +226,7 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
 @torch.no_grad()
 def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
-    for module in (ragged, hosted, compiled):
+    for module in (ragged, host_cache, compiled):
         monkeypatch.setattr(module, "MARGIN", MARGIN)
     kinds = [*["sliding_attention"] * 5, "full_attention"]
     target = tiny(
@@ -234,12 +234,12 @@ def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.M
     )
     plain = DynamicCache(config=target.config)
     target(**prompts(2, 1990), **{CACHE: plain})
-    decoder, batch = decoding(way, target, 1990, 10)
-    decoder.read()
+    runner, batch = decoding(way, target, 1990, 10)
+    runner.prefill()
     for _ in range(2):
         batch.emit(torch.ones(2, 5, dtype=torch.int64), [5, 5])
-        decoder.feed(batch, 5, 0, keep=5)
-    held = sum(x.untyped_storage().nbytes() for layer in columns_of(decoder.cache) for x in layer)
+        runner.decode_tokens(batch, 5, 0, keep=5)
+    held = sum(x.untyped_storage().nbytes() for layer in columns_of(runner.cache) for x in layer)
     assert held <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 import hf_specx.models.ragged
 from hf_specx import SpeculativeDecoding
 from hf_specx.models import layers
-from hf_specx.models.decoder import Decoder
+from hf_specx.models.runner import ModelRunner
 
 
 GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -22,17 +22,17 @@ GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 def test_ragged_rows_move_the_new_tokens_alone(heads: dict, remedy: bool, monkeypatch: pytest.MonkeyPatch):
     """No cache is made anew in a round, but where it grows; keys are repeated for a group without our attention."""
     target: LlamaForCausalLM = tiny("llama", **heads)
-    feed, held = Decoder.feed, dict[int, torch.Tensor]()  # alive, so that no address is given to another
+    feed, held = ModelRunner.decode_tokens, dict[int, torch.Tensor]()  # alive, so that no address is given to another
     repeats = mock.Mock(side_effect=sdpa_attention.repeat_kv)
 
-    def counted(self: Decoder, *args, **options) -> torch.Tensor:
+    def counted(self: ModelRunner, *args, **options) -> torch.Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(sdpa_attention, "repeat_kv", repeats)
             logits = feed(self, *args, **options)
         held.update((x.data_ptr(), x) for layer in self.cache.layers for x in (layer.keys, layer.values))
         return logits
 
-    monkeypatch.setattr(Decoder, "feed", counted)
+    monkeypatch.setattr(ModelRunner, "decode_tokens", counted)
     monkeypatch.setattr(layers, "COPIED_BYTES", 0)  # short texts of even rows are copied on a CPU
     if not remedy:
         monkeypatch.setattr(hf_specx.models.ragged, "grouped_queries", contextlib.nullcontext)

@@ -33,8 +33,8 @@ from hf_specx.common.round import Draft
 from hf_specx.drafting import several
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.sampling import rules, verify
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling import verifiers, verify
+from hf_specx.sampling.verifiers import RejectionVerifier
 
 
 BOTH = ["token", "block"]
@@ -120,11 +120,11 @@ def test_law_of_given_candidates_with_warpers(drawn, drafts: str, verification: 
     assert min(p_values(drawn(drafts, verification, temperature=0.6, top_k=3), law)) > 1e-4 / NUM_TESTS
 
 
-class TakenAsDrawn(RejectionRule):
+class TakenAsDrawn(RejectionVerifier):
     """Wrong: candidates are judged as if drawn from a flat distribution."""
 
-    def judge(self, batch, draft, scores):
-        return super().judge(batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
+    def verify(self, batch, draft, scores):
+        return super().verify(batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
 
 
 def as_if_drawn(*args) -> Draft:
@@ -147,7 +147,7 @@ def looking(drafts: SeveralDrafts, batch, lengths: list[int]) -> Draft:
 
 joined, propose = several._joined, SeveralDrafts.propose
 WRONG = {
-    "taken as drawn": ("given", rules, "RejectionRule", TakenAsDrawn),
+    "taken as drawn": ("given", verifiers, "RejectionVerifier", TakenAsDrawn),
     "residual replaced by the target": ("given", verify, "_draw", CONTROLS["residual replaced by the target"][-1]),
     "as if drawn": ("several", several, "_joined", as_if_drawn),
     "looking": ("several", SeveralDrafts, "propose", looking),

@@ -18,8 +18,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.vocabulary_map import VocabularyMap
-from hf_specx.sampling import rules, verify
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling import verifiers, verify
+from hf_specx.sampling.verifiers import RejectionVerifier
 
 
 NUM_TESTS = 2 * (3 + 2)
@@ -56,7 +56,7 @@ def test_the_distribution_is_that_of_the_target(verification: str, settings: tup
     assert min(p_values(draw(verification, **options), exact_distribution(processors))) > 1e-4 / NUM_TESTS
 
 
-class Misjudging(RejectionRule):
+class Misjudging(RejectionVerifier):
     """Candidates are drawn as ever, and judged by another distribution, which is made of the draft's raw logits."""
 
     raw: torch.Tensor  # [R, V of the draft], of the last step
@@ -110,7 +110,7 @@ def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: 
     if control in JUDGED:
         monkeypatch.setattr(VocabularyMap, "logits", noted)
         monkeypatch.setattr(Misjudging, "told", JUDGED[control], raising=False)
-        monkeypatch.setattr(rules, "RejectionRule", Misjudging)
+        monkeypatch.setattr(verifiers, "RejectionVerifier", Misjudging)
     else:
         monkeypatch.setattr(verify, "_draw", from_common_tokens)
     assert min(p_values(draw(verification), exact_distribution([]))) < 1e-8

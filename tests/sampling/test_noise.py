@@ -6,16 +6,16 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.sampling import noise as module
-from hf_specx.sampling import rules
-from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import CoupledRule
+from hf_specx.sampling import verifiers
+from hf_specx.sampling.noise import ReplayedNoise
+from hf_specx.sampling.verifiers import CoupledVerifier
 from hf_specx.sampling.verify import race
 
 
 def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LATEST_STATES", 8)
     monkeypatch.setattr(module, "STATE_EVERY", 4)
-    noise = StockNoise(2, torch.device("cpu"), window=2)
+    noise = ReplayedNoise(2, torch.device("cpu"), window=2)
     for position in (*range(38), 3, 11, 37, 0, 21):
         noise.at([0, 1], [0, 0], torch.empty(2, 1, 7), position)
     assert list(noise.states) == [*range(0, 31, 4), *range(31, 39)]
@@ -23,9 +23,9 @@ def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
 
 def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     """Each position is drawn once while rows stay within the window, and what a row has passed is let go."""
-    positions, draw = [], StockNoise._draw
-    monkeypatch.setattr(StockNoise, "_draw", lambda self, t: (positions.append(t), draw(self, t))[1])
-    noise = StockNoise(2, torch.device("cpu"), window=4)
+    positions, draw = [], ReplayedNoise._draw
+    monkeypatch.setattr(ReplayedNoise, "_draw", lambda self, t: (positions.append(t), draw(self, t))[1])
+    noise = ReplayedNoise(2, torch.device("cpu"), window=4)
     like = torch.empty(2, 3, 7)
     for counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
         noise.at([0, 1], counts, like, ahead=0)
@@ -38,7 +38,7 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("most", "held"), [(2**30, 12), (0, 3)])
 def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST_HELD", most)
-    noise = StockNoise(2, torch.device("cpu"), window=100)
+    noise = ReplayedNoise(2, torch.device("cpu"), window=100)
     for counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
         noise.at([0, 1], counts, torch.empty(2, 3, 7), ahead=0)
     assert len(noise.held[0]) == held
@@ -47,11 +47,11 @@ def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkey
 @pytest.mark.parametrize("seeds", [None, [3, 4]])
 def test_noise_has_the_precision_of_the_target(seeds: list | None, monkeypatch: pytest.MonkeyPatch):
     """On a GPU other numbers are drawn for another; a stateful processor may give one that the draft does not have."""
-    rule, seen = CoupledRule(2, torch.device("cpu"), 4, seeds), []
-    monkeypatch.setattr(rules, "race", lambda probs, noise: (seen.append(noise.dtype), race(probs, noise))[1])
-    rule.begin()
+    verifier, seen = CoupledVerifier(2, torch.device("cpu"), 4, seeds), []
+    monkeypatch.setattr(verifiers, "race", lambda probs, noise: (seen.append(noise.dtype), race(probs, noise))[1])
+    verifier.begin()
     batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
     draft = Draft(torch.empty(2, 0, dtype=torch.int64), [0, 0])
-    rule.judge(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
-    rule.choose(batch, torch.zeros(2, 7), 1, [2, 2])
+    verifier.verify(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
+    verifier.choose(batch, torch.zeros(2, 7), 1, [2, 2])
     assert seen == [torch.float64, torch.float64]

@@ -26,7 +26,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
 from hf_specx.sampling.rewindable import TokenMasks, in_use
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.verifiers import RejectionVerifier
 
 
 NUM_TESTS, END, NEW = 4, 7, 24
@@ -287,7 +287,7 @@ def test_law(verification: str):
 
 def unmasked_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are drawn from the masked distribution, and judged by the one without a mask."""
-    right, choose, seen = TokenMasks.__call__, RejectionRule.choose, []
+    right, choose, seen = TokenMasks.__call__, RejectionVerifier.choose, []
 
     def masked(self, batch, draft, scores, ahead):
         seen.append(scores)
@@ -298,7 +298,7 @@ def unmasked_q(monkeypatch: pytest.MonkeyPatch) -> None:
         return token, seen[-1][:, 0].softmax(-1) if seen and len(seen[-1]) == len(probs) else probs
 
     monkeypatch.setattr(TokenMasks, "__call__", masked)
-    monkeypatch.setattr(RejectionRule, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
 
 
 def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,13 +308,13 @@ def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forced_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced token is judged as if it had been drawn from all tokens alike."""
-    choose = RejectionRule.choose
+    choose = RejectionVerifier.choose
 
     def wrong(self, batch, scores, ahead, lengths):
         token, probs = choose(self, batch, scores, ahead, lengths)
         return token, torch.where(probs.amax(-1, keepdim=True) == 1, 1 / probs.shape[-1], probs)
 
-    monkeypatch.setattr(RejectionRule, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specx.common.round import Judgement
+from hf_specx.common.round import Verdict
 from hf_specx.sampling.verify import pick, pick_by_halves, race, verify_block, verify_match, verify_token
 
 
@@ -172,20 +172,20 @@ LENGTHS = torch.arange(300) % (NUM_CANDIDATES + 1)  # of each row, 0 to K
 PROPOSED = torch.arange(NUM_CANDIDATES) < LENGTHS[:, None]
 
 
-def assert_as_alone(verdict: Judgement, judge: Callable[[slice, int], Judgement]) -> None:
+def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) -> None:
     """`judge` gives the verdict on a row, as a slice, with its candidates alone."""
     for row, k in enumerate(LENGTHS.tolist()):
         one = slice(row, row + 1)
         alone = judge(one, k)
         assert torch.equal(verdict.accepted[one], alone.accepted)
         assert torch.equal(verdict.next_token[one], alone.next_token)
-        assert torch.equal(verdict.survival[one, :k], alone.survival)
+        assert torch.equal(verdict.acceptance[one, :k], alone.acceptance)
 
 
 @either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("law", [{}, {"sparsity": 0.5}, {"one_hot": True}], ids=str)
-def test_rows_are_judged_as_alone(verify: Callable[..., Judgement], law: dict, dtype: torch.dtype):
+def test_rows_are_judged_as_alone(verify: Callable[..., Verdict], law: dict, dtype: torch.dtype):
     """Also where fillers are likely tokens that any number would let pass."""
     x, q, p, u, choice = case(seed=5, rows=len(LENGTHS), num_candidates=NUM_CANDIDATES, **law)
     x, u = torch.where(PROPOSED, x, p[:, :-1].argmax(-1)), torch.where(PROPOSED, u, 0.0)

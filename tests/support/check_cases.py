@@ -10,12 +10,12 @@ from tiny import near, tiny
 from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
 from hf_specx import CheckResult, DraftTargetPair, check
-from hf_specx.common.round import Judgement
+from hf_specx.common.round import Verdict
 from hf_specx.engine.run import Run
 from hf_specx.models.attention import Masks
-from hf_specx.models.decoder import Decoder
-from hf_specx.sampling import rules, verify
-from hf_specx.sampling.rules import CoupledRule, GreedyRule, RejectionRule, distribution
+from hf_specx.models.runner import ModelRunner
+from hf_specx.sampling import verifiers, verify
+from hf_specx.sampling.verifiers import CoupledVerifier, GreedyVerifier, RejectionVerifier, distribution
 from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
 
@@ -51,58 +51,58 @@ def counts(candidates: torch.Tensor, proposed: torch.Tensor | None) -> torch.Ten
     return torch.ones_like(candidates).sum(-1) if proposed is None else proposed.sum(-1)
 
 
-def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Judgement:
+def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
     accepted = counts(candidates, proposed)
-    return Judgement(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
+    return Verdict(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
 
 
-def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Judgement:
+def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
     """u < q / p."""
     p_at, q_at = (x.gather(-1, candidates[..., None])[..., 0] for x in (p[:, :-1], q))
     return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice, proposed)
 
 
-def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Judgement:
+def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
     """One candidate more than agrees with the target."""
     right = verify_match(candidates, choices, proposed)
     accepted = torch.minimum(right.accepted + 1, counts(candidates, proposed))
-    return Judgement(accepted, choices.gather(1, accepted[:, None])[:, 0], right.survival)
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], right.acceptance)
 
 
-def colder(rule: RejectionRule, batch, scores, ahead, lengths):
+def colder(verifier: RejectionVerifier, batch, scores, ahead, lengths):
     """The draft samples at half the temperature that it is judged by."""
-    uniforms = rule.uniforms("drafting", batch, 1, lengths, ahead)
+    uniforms = verifier.uniforms("drafting", batch, 1, lengths, ahead)
     return pick(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
 
 
 def keeping_within(nats: float) -> Callable:
-    """`judge` of greedy and coupled rules that keeps a candidate as far below the best choice as that."""
+    """`verify` of greedy and coupled rules that keeps a candidate as far below the best choice as that."""
 
-    def judge(rule, batch, draft, scores):
-        if isinstance(rule, CoupledRule):
+    def verify(verifier, batch, draft, scores):
+        if isinstance(verifier, CoupledVerifier):
             probs, _ = distribution(scores)
-            rule.dtype = probs.dtype
-            scores = probs.double().log() - rule.noise(batch, probs, 0).double().log()
+            verifier.dtype = probs.dtype
+            scores = probs.double().log() - verifier.noise(batch, probs, 0).double().log()
         best, undefined = scores.max(-1), torch.zeros(scores.shape[:2], dtype=torch.bool)
         candidates = draft.tokens
         near = scores[:, :-1].gather(-1, candidates[..., None])[..., 0] >= best.values[:, :-1] - nats
         choices = torch.cat([torch.where(near, candidates, best.indices[:, :-1]), best.indices[:, -1:]], 1)
         return verify_match(candidates, choices, draft.proposed)._replace(overlap=near.float(), undefined=undefined)
 
-    return judge
+    return verify
 
 
 def keep_within(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
     """Put `keeping_within` in; 0 is right."""
-    for rule in (GreedyRule, CoupledRule) if nats else ():
-        monkeypatch.setattr(rule, "judge", keeping_within(nats))
+    for verifier in (GreedyVerifier, CoupledVerifier) if nats else ():
+        monkeypatch.setattr(verifier, "verify", keeping_within(nats))
 
 
-def with_fresh_noise(rule: CoupledRule, batch, draft, scores):
+def with_fresh_noise(verifier: CoupledVerifier, batch, draft, scores):
     probs, undefined = distribution(scores)
-    choices = race(probs, rule.noise(batch, probs, 0).flip(-1))  # that of other tokens
+    choices = race(probs, verifier.noise(batch, probs, 0).flip(-1))  # that of other tokens
     verdict = verify_match(draft.tokens, choices, draft.proposed)
-    return verdict._replace(overlap=rules.overlaps(probs, draft), undefined=undefined)
+    return verdict._replace(overlap=verifiers.overlaps(probs, draft), undefined=undefined)
 
 
 def between(shift: int) -> Callable:
@@ -128,20 +128,20 @@ def last_skipped(run):
     return skipped, both[1]
 
 
-RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, Decoder._positions, Run._processors
+RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, ModelRunner._positions, Run._processors
 LAWFUL, EXACT, SAMPLED = {"token", "block"}, {"greedy", "coupled"}, {"coupled", "token", "block"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
     "bonus in place of recovered": (verify, "_draw", lambda residual, p, choice: pick(p, choice), LAWFUL, LAWFUL),
-    "everything accepted": (rules, "verify_token", all_accepted, LAWFUL, {"token"}),
-    "ratio upside down": (rules, "verify_token", inverted, LAWFUL, {"token"}),
-    "draft at another temperature": (RejectionRule, "choose", colder, LAWFUL, LAWFUL),
-    "one candidate too many": (rules, "verify_match", last_kept, EXACT, EXACT),
+    "everything accepted": (verifiers, "verify_token", all_accepted, LAWFUL, {"token"}),
+    "ratio upside down": (verifiers, "verify_token", inverted, LAWFUL, {"token"}),
+    "draft at another temperature": (RejectionVerifier, "choose", colder, LAWFUL, LAWFUL),
+    "one candidate too many": (verifiers, "verify_match", last_kept, EXACT, EXACT),
     "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
-    "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
+    "position off by one": (ModelRunner, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (Run, "_processors", last_skipped, SAMPLED, SAMPLED),
-    "coupled with fresh noise": (CoupledRule, "judge", with_fresh_noise, {"coupled"}, {"coupled"}),
+    "coupled with fresh noise": (CoupledVerifier, "verify", with_fresh_noise, {"coupled"}, {"coupled"}),
 }
 
 

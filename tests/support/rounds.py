@@ -52,7 +52,7 @@ def made_round(
         "accepted": accepted,
         "judged": [min(a + 1, k) for k, a in zip(lengths, accepted, strict=True)],
         "gained": gained,
-        "survival": kept,
+        "acceptance": kept,
         "overlap": kept,
         "undefined": [max(lengths) + 1] * len(lengths),
     }

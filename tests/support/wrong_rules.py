@@ -2,12 +2,12 @@
 
 import torch
 
-from hf_specx.common.round import Judgement
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.common.round import Verdict
+from hf_specx.sampling.verifiers import RejectionVerifier
 from hf_specx.sampling.verify import pick, verify_block, verify_token
 
 
-class SharedNoise(RejectionRule):
+class SharedNoise(RejectionVerifier):
     """The recovered token is drawn by the number that its rejected candidate was drawn by.
 
     Candidate i is `pick(q, d_i)` and the next token `pick(residual, choice)`; `choice` is here the d_i that failed.
@@ -21,7 +21,7 @@ class SharedNoise(RejectionRule):
         self.drawn = [*(self.drawn if ahead else []), drawn]
         return token, probs
 
-    def judge(self, batch, draft, scores):
+    def verify(self, batch, draft, scores):
         right = self.verify
 
         def wrong(candidates, q, p, uniforms, choice, proposed):
@@ -33,19 +33,19 @@ class SharedNoise(RejectionRule):
 
         self.verify = wrong
         try:
-            return super().judge(batch, draft, scores)
+            return super().verify(batch, draft, scores)
         finally:
             self.verify = right
 
 
-class GreedyDraft(RejectionRule):
+class GreedyDraft(RejectionVerifier):
     """Candidates are the draft's argmax, and are judged as if drawn from its distribution."""
 
     def choose(self, batch, scores, ahead, lengths):
         return scores.argmax(-1), scores.softmax(-1)
 
 
-class OneStream(RejectionRule):
+class OneStream(RejectionVerifier):
     """A row's acceptance and its residual are drawn with what its drafts are drawn with."""
 
     def begin(self):
@@ -55,7 +55,7 @@ class OneStream(RejectionRule):
                 streams[name].manual_seed(streams["drafting"].initial_seed())
 
 
-class Restarted(RejectionRule):
+class Restarted(RejectionVerifier):
     """The streams of a row start anew each round."""
 
     def choose(self, batch, scores, ahead, lengths):
@@ -63,9 +63,9 @@ class Restarted(RejectionRule):
             self.restart("drafting")
         return super().choose(batch, scores, ahead, lengths)
 
-    def judge(self, batch, draft, scores):
+    def verify(self, batch, draft, scores):
         self.restart("accepting", "choosing")
-        return super().judge(batch, draft, scores)
+        return super().verify(batch, draft, scores)
 
     def restart(self, *names):
         for streams in self.streams:
@@ -73,7 +73,7 @@ class Restarted(RejectionRule):
                 streams[name].manual_seed(streams[name].initial_seed())
 
 
-def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Judgement:
+def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verdict:
     """Block verification with `break` where the paper goes on to the later indices."""
     index = torch.arange(candidates.shape[1])
     if not len(index):
@@ -84,7 +84,7 @@ def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Judg
     return verify_block(candidates, q, p, torch.where(index + 1 == run, 0.0, 1.0).double(), choice, proposed)
 
 
-def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Judgement:
+def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Verdict:
     """Token verification that takes an unlikely candidate, and those after it, as not drafted."""
     likely = q.gather(-1, candidates[..., None])[..., 0] > 0.15
     drafted = likely.cumprod(1).bool()
@@ -92,13 +92,13 @@ def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Judg
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "residual by the draft's noise": ("token", "sampling.rules", "RejectionRule", SharedNoise),
+    "residual by the draft's noise": ("token", "sampling.rules", "RejectionVerifier", SharedNoise),
     "residual replaced by the target": ("token", "sampling.verify", "_draw", lambda _, p, choice: pick(p, choice)),
-    "greedy draft, soft q": ("token", "sampling.rules", "RejectionRule", GreedyDraft),
+    "greedy draft, soft q": ("token", "sampling.rules", "RejectionVerifier", GreedyDraft),
     "block up to the first failure": ("block", "sampling.rules", "verify_block", block_to_first_failure),
     "unlikely candidates dropped": ("token", "sampling.rules", "verify_token", token_without_unlikely),
 }
 SEEDED_CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "one stream for all uses": ("token", "sampling.rules", "RejectionRule", OneStream),
-    "streams that start anew": ("token", "sampling.rules", "RejectionRule", Restarted),
+    "one stream for all uses": ("token", "sampling.rules", "RejectionVerifier", OneStream),
+    "streams that start anew": ("token", "sampling.rules", "RejectionVerifier", Restarted),
 }

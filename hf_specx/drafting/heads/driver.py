@@ -13,7 +13,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import moved, sent, synchronize
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.drafter import Reading, no_candidates
+from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import Place
@@ -71,28 +71,28 @@ class HeadDrafter(SampledCandidateGenerator):
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.chained else body.most
 
-    def read(self, reading: Reading) -> None:
+    def start(self, context: DraftContext) -> None:
         """Take up the states of all prompts; they are read when candidates are wanted first, if ever."""
-        rows = len(reading.batch.counts)
-        self.target, self.number = reading.target, 1
-        super().read(reading)
+        rows = len(context.batch.counts)
+        self.target, self.number = context.target, 1
+        super().start(context)
         self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
         self.least = 0.0
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.least, self.threshold = self.threshold, 0.0
         if self.ids is not None:
-            nothing = torch.zeros(reading.vocab_size, dtype=torch.bool, device="cpu")
+            nothing = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
             self.known = nothing.index_fill_(0, self.ids.cpu(), True)
         self.held, self.prompted = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None
         self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
         self.every, self.watch = torch.arange(rows, device=self.device), MisreadWatch()
-        self.admit(reading.batch, reading.batch.rows)
+        self.admit(context.batch, context.batch.rows)
 
-    def _decoder(self, reading: Reading) -> Any:
+    def _make_runner(self, context: DraftContext) -> Any:
         room = self.target.width + min(self.target.prompt.longest, ROOM)
-        return Layers(self.body, len(reading.batch.rows), room, self.owner if reading.compiled else None)
+        return Layers(self.body, len(context.batch.rows), room, self.owner if context.compiled else None)
 
     def _ready(self, batch: Batch) -> Any:
         return self
@@ -102,7 +102,7 @@ class HeadDrafter(SampledCandidateGenerator):
         most, fresh = self.body.most or max(lengths), self.fresh(batch)
         limits = [min(length, most) if new else 0 for length, new in zip(lengths, fresh, strict=True)]
         if any(limits):
-            self.number, self.sure = self.decoder.number(max(limits)), []
+            self.number, self.sure = self.runner.number(max(limits)), []
             return self._sure_part(super().propose(batch, limits))
         return no_candidates(batch)
 
@@ -152,11 +152,11 @@ class HeadDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
-            self.decoder.select(done.stay)
+            self.runner.select(done.stay)
         if self.unread.shape[1] > MOST_WAITING and not done.finished:
             self._read_waiting(batch)
 
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
         for place in range(ahead - skipped, ahead + 1):
             if place == 0:
@@ -172,7 +172,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self._read_prompts(batch)
         assert self.unread is not None
         fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
-        width = self.decoder.width(max(fresh))
+        width = self.runner.width(max(fresh))
         held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
         step = torch.arange(width + extra, device=device)
         self.rows, self.ends = moved(batch.index, device), held + new
@@ -192,7 +192,7 @@ class HeadDrafter(SampledCandidateGenerator):
         starts = batch.ends - sent(fresh, batch.ids.device)
         embedded = self._embedded(batch.ids, batch.index, starts, width, extra)
         block = extra if self.body.sees_ahead else 0
-        self._note(self.decoder("begin", self._at(slots, extent, block), embedded, states, newest, self.number))
+        self._note(self.runner("begin", self._at(slots, extent, block), embedded, states, newest, self.number))
 
     def _read_prompts(self, batch: Batch) -> None:
         """Take up prompts that wait."""
@@ -209,7 +209,7 @@ class HeadDrafter(SampledCandidateGenerator):
             embedded = self._embedded(batch.ids, rows, starts + first, last - first)
             part = moved(states[:, first:last], self.device, self.dtype)
             places = Places(slots[:, first:last], positions[:, first:last], last, rows=index)
-            self.decoder("read", places, embedded, part)
+            self.runner("read", places, embedded, part)
 
     def _read_waiting(self, batch: Batch) -> None:
         """Take up the states that wait but the last of each row, which its next candidates are drafted from."""
@@ -222,7 +222,7 @@ class HeadDrafter(SampledCandidateGenerator):
             positions = slots + self.offset[moved(batch.index, device)]
             embedded = self._embedded(batch.ids, batch.index, batch.ends - sent(fresh, batch.ids.device), width)
             places = Places(slots, positions, max(before) + width, rows=self.every[: len(slots)])
-            self.decoder("read", places, embedded, moved(self.unread[:, :width], device, self.dtype))
+            self.runner("read", places, embedded, moved(self.unread[:, :width], device, self.dtype))
         last = sent(earlier, self.unread.device)[:, None, None]
         self.unread = self.unread.gather(1, last.expand(-1, -1, self.unread.shape[2]))
         for row, count in zip(batch.rows, earlier, strict=True):
@@ -231,7 +231,7 @@ class HeadDrafter(SampledCandidateGenerator):
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
         """Have the state behind the candidates [R, 1] before a place."""
         slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
-        self._note(self.decoder("next", self._at(slots, extent), self.embed(tokens), self.state))
+        self._note(self.runner("next", self._at(slots, extent), self.embed(tokens), self.state))
 
     def _at(self, slots: torch.Tensor, extent: int, block: int = 0) -> Places:
         """The places of entries of the decoding rows."""
@@ -280,7 +280,7 @@ class HeadDrafter(SampledCandidateGenerator):
         """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
         before = self.embed(tokens) if self.body.embeds_tokens else moved(tokens, self.device)
         given = self.scores[place], self.states[place], before, self.state, self.least > 0
-        score = partial(self.decoder, "scored", None) if self.body.corrects else self.body.scored
+        score = partial(self.runner, "scored", None) if self.body.corrects else self.body.scored
         scores, self.state, sure = score(*given)
         self.sure += [] if sure is None else [sure]
         return scores

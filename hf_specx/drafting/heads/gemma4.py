@@ -13,10 +13,10 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.drafter import Drafter, Reading, no_candidates
+from hf_specx.drafting.drafter import DraftContext, Drafter, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize, size_of
 from hf_specx.models.attention import grouped_queries
-from hf_specx.models.decoder import SharedKeys
+from hf_specx.models.runner import SharedKeys
 
 from .layers import read_by
 
@@ -44,7 +44,7 @@ class AssistantDraft(Drafter):
     def __init__(self, assistant: PreTrainedModel):
         self.assistant = assistant
 
-    def of(self, target: PreTrainedModel) -> "AssistantDrafter":
+    def bind(self, target: PreTrainedModel) -> "AssistantDrafter":
         return AssistantDrafter(self.assistant, target.get_input_embeddings(), layers_of(self.assistant, target))
 
 
@@ -100,12 +100,12 @@ class AssistantDrafter(SampledCandidateGenerator):
         self.assistant, self.embedding, self.layers = assistant, embedding, layers
         self.device, self.dtype = assistant.pre_projection.weight.device, assistant.pre_projection.weight.dtype
 
-    def read(self, reading: Reading) -> None:
-        self.target = reading.target
-        super().read(reading)
-        self.admit(reading.batch, reading.batch.rows)
+    def start(self, context: DraftContext) -> None:
+        self.target = context.target
+        super().start(context)
+        self.admit(context.batch, context.batch.rows)
 
-    def _decoder(self, reading: Reading) -> None:
+    def _make_runner(self, context: DraftContext) -> None:
         return None
 
     def _ready(self, batch: Batch) -> Any:
@@ -130,7 +130,7 @@ class AssistantDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.newest = self.newest.index_select(0, done.stay.to(states.device))
 
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
         for place in range(ahead - skipped, ahead + 1):
             if place == 0:

@@ -86,7 +86,7 @@ class DraftHead(PreTrainedModel):
         tensors = {name.removeprefix("body."): tensor for name, tensor in self.state_dict().items()}
         super().save_pretrained(save_directory, state_dict=tensors, **saving)
 
-    def of(self, target: PreTrainedModel) -> HeadDrafter:
+    def bind(self, target: PreTrainedModel) -> HeadDrafter:
         """The drafter of one call."""
         config, output = self.config, getattr(self, "lm_head", None)
         require(not self.training, "the head is in training mode; call its eval().")

@@ -13,7 +13,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import last_device, moved, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import OfModels, shallow
-from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.models.slots import SlotCache
 
 from .body import Body
@@ -47,7 +47,7 @@ class MtpDraft(Drafter):
     def __repr__(self) -> str:
         return "MtpDraft()"
 
-    def of(self, target: PreTrainedModel) -> HeadDrafter:
+    def bind(self, target: PreTrainedModel) -> HeadDrafter:
         """The drafter of one call; it reads the layers if it has not yet for a target as it is now."""
         state = target.dtype, last_device(target), target.get_input_embeddings()
         if self.models.get(target, (None,))[0] != state:
@@ -237,11 +237,11 @@ class MtpDrafter(HeadDrafter):
     source = "mtp"
     body: Mtp
 
-    def _decoder(self, reading: Reading) -> MtpCache:
-        return MtpCache(self.body, len(reading.batch.rows))
+    def _make_runner(self, context: DraftContext) -> MtpCache:
+        return MtpCache(self.body, len(context.batch.rows))
 
     def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
-        self._note(self.body.next(self.decoder, tokens, self.state))
+        self._note(self.body.next(self.runner, tokens, self.state))
 
     def embed(self, tokens: torch.Tensor, masks: int = 0) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
@@ -253,5 +253,5 @@ class MtpDrafter(HeadDrafter):
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         slots = tokens * 0 + end
-        self.decoder("begin", Places(slots, slots, end + 1), tokens, states, tokens * 0, 1)
+        self.runner("begin", Places(slots, slots, end + 1), tokens, states, tokens * 0, 1)
         synchronize(self.device)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.models.regions import Regions, capacity_bucket, length_bucket, regions_of, row_bucket
+from hf_specx.models.compiled_forwards import CompiledForwards, capacity_bucket, length_bucket, regions_of, row_bucket
 from hf_specx.models.slots import MARGIN, Columns, Pool, move
 
 from .body import Body
@@ -29,7 +29,7 @@ class Layers:
         weight, config = next(body.parameters()), body.config
         self.body, self.room, self.usual = body, room + MARGIN, 0
         self.rotary = Rotary(config, weight.device)
-        self.regions: Regions | None = None if model is None else regions_of(model, weight.device)
+        self.regions: CompiledForwards | None = None if model is None else regions_of(model, weight.device)
         self.compiled_before = 0 if self.regions is None else self.regions.compilations
         self.rows = rows if self.regions is None else row_bucket(rows)
         sizes, layers = (config.num_key_value_heads, 0, config.head_dim), config.num_hidden_layers
@@ -76,7 +76,7 @@ class Layers:
             return self._compiled(self.regions, part, places, *inputs)
         return head_forward(self.body, part, self.rotary, self.buffers, places, *inputs)
 
-    def _compiled(self, regions: Regions, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
+    def _compiled(self, regions: CompiledForwards, part: str, places: Places | None, *inputs: Any) -> tuple[Any, ...]:
         count, before = len(inputs[0] if places is None else places.slots), self.rows
         self.rows = rows = regions.rows(count, before, self.capacity)
         if rows < before and self.buffers:

@@ -34,7 +34,7 @@ from hf_specx.drafting.heads.driver import HeadDrafter as Feed
 from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.reading import read_head
 from hf_specx.drafting.heads.running import head_forward
-from hf_specx.models import regions
+from hf_specx.models import compiled_forwards
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -165,22 +165,22 @@ MORE_FORWARDS |= {"dflash causal by JetSpec": 1, "dspark by SpecForge": 3, "dfla
 @pytest.mark.parametrize("names", [FORWARDS, pytest.param(MORE_FORWARDS, marks=pytest.mark.slow)])
 def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
-    run, target = regions.Regions.run, target_of(num_hidden_layers=4)
+    run, target = compiled_forwards.CompiledForwards.run, target_of(num_hidden_layers=4)
 
     def checked(self, function, size, *given, **named):
         if function is head_forward and given[3]:
             assert len(given[3][0][0]) == size[1]  # the buffers have the rows that it is compiled for
         return run(self, function, size, *given, **named)
 
-    monkeypatch.setattr(regions.Regions, "run", checked)
+    monkeypatch.setattr(compiled_forwards.CompiledForwards, "run", checked)
     for name, number in names.items():
         head = head_of(name, layer_ids=(1, 2, 3))
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
-        assert 0 < regions.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
+        assert 0 < compiled_forwards.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
         for _ in range(2):
             assert_equals_stock(draft, target, prompts(2), compile=True)
-        assert regions.REGIONS[draft].compilations <= 2 * number
+        assert compiled_forwards.REGIONS[draft].compilations <= 2 * number
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")

@@ -21,7 +21,7 @@ import hf_specx
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft
 from hf_specx.models import ragged
 from hf_specx.models.slots import CACHE
-from hf_specx.sampling.rules import RejectionRule, distribution
+from hf_specx.sampling.verifiers import RejectionVerifier, distribution
 
 
 LENGTHS = (11, 4, 1, 7, 9, 2, 3, 8)  # of prompts: below and above the window
@@ -291,10 +291,10 @@ def test_law(verification: str, name: str):
 def test_candidates_that_are_not_drawn_from_their_q_are_seen(monkeypatch: pytest.MonkeyPatch):
     """As stock: the likeliest token is proposed, and judged as if it were drawn."""
 
-    def likeliest(self: RejectionRule, batch: Any, scores: torch.Tensor, *args: Any) -> Any:
+    def likeliest(self: RejectionVerifier, batch: Any, scores: torch.Tensor, *args: Any) -> Any:
         return scores.argmax(-1), distribution(scores)[0]
 
-    monkeypatch.setattr(RejectionRule, "choose", likeliest)
+    monkeypatch.setattr(RejectionVerifier, "choose", likeliest)
     assert min(drawn("token", "whole")) < 1e-8
 
 

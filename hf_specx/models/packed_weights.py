@@ -28,7 +28,7 @@ SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 Location = tuple[int, torch.Size, tuple[int, ...]]  # of a weight in memory: address, shape and strides
 
 
-class Prepacked:
+class PackedWeights:
     """The linear weights of one model in oneDNN's order, each made when a forward first multiplies by it."""
 
     def __init__(self) -> None:
@@ -65,29 +65,29 @@ class Prepacked:
             WEIGHTS.reset(before)
 
 
-WEIGHTS: ContextVar[Prepacked | None] = ContextVar("WEIGHTS", default=None)
+WEIGHTS: ContextVar[PackedWeights | None] = ContextVar("WEIGHTS", default=None)
 
 
 class PackedLinear(TorchFunctionMode):
-    """A context in which forwards that are not compiled multiply by prepacked weights, in this thread alone."""
+    """A context in which forwards that are not compiled multiply by packed_weights weights, in this thread alone."""
 
-    def __init__(self, prepacked: Prepacked):
+    def __init__(self, packed_weights: PackedWeights):
         super().__init__()
-        self.prepacked, self.usable = prepacked, has_kernels()
+        self.packed_weights, self.usable = packed_weights, has_kernels()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is dense_linear and self.usable and not kwargs and not torch.is_autocast_enabled("cpu"):
             input, weight, *_ = args
             plain = type(weight) is torch.nn.Parameter and type(input) is torch.Tensor
             if plain and input.dtype == weight.dtype:
-                return self.prepacked.multiply(*args)
+                return self.packed_weights.multiply(*args)
         return func(*args, **kwargs or {})
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`, by the weights that are in use."""
-    prepacked = WEIGHTS.get()
-    multiply = dense_linear if prepacked is None else prepacked.multiply
+    packed_weights = WEIGHTS.get()
+    multiply = dense_linear if packed_weights is None else packed_weights.multiply
     return multiply(input, weight, bias)
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from hf_specx.models import prepacked
-from hf_specx.models.prepacked import PackedLinear, Prepacked, has_kernels, linear, use_prepacked
+from hf_specx.models import packed_weights
+from hf_specx.models.packed_weights import PackedLinear, PackedWeights, has_kernels, linear, use_prepacked
 
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
-DTYPES = [dtype for dtype, is_supported in prepacked.SUPPORTED.items() if not has_kernels() or is_supported()]
+DTYPES = [dtype for dtype, is_supported in packed_weights.SUPPORTED.items() if not has_kernels() or is_supported()]
 
 
 class Layers(torch.nn.Module):
@@ -61,7 +61,7 @@ def compiled(model: torch.nn.Module) -> Callable[..., list[torch.Tensor]]:
 @pytest.mark.parametrize("shape", [(1, 1), (8, 6), (48,), ()], ids=str)
 def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, ...]):
     layer, x = torch.nn.Linear(96, 200, bias=bool(shape), dtype=dtype), torch.randn(*shape, 96).to(dtype)
-    with torch.no_grad(), Prepacked().in_use():
+    with torch.no_grad(), PackedWeights().in_use():
         found, expected = linear(x, layer.weight, layer.bias), layer(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected)
@@ -71,7 +71,7 @@ def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, ...])
 @pytest.mark.parametrize("traced", [True, False])
 def test_only_the_models_own_weights_are_packed(traced: bool, packed: list):
     """Also by forwards that are not compiled, as of prompts; these not where weights are given by name."""
-    model, x, own = Layers(), torch.randn(2, 3, 8), Prepacked()
+    model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
     expected, forward = model(x), compiled(model) if traced else model
     for _ in range(2):
         with own.in_use() if traced else PackedLinear(own):
@@ -88,9 +88,9 @@ def test_nothing_is_packed_where_it_would_not_do(monkeypatch: pytest.MonkeyPatch
     if hindrance == "another processor":
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=hindrance == "autocast")
-    with torch.backends.mkldnn.flags(hindrance != "disabled", allow_tf32=False), autocast, Prepacked().in_use():
+    with torch.backends.mkldnn.flags(hindrance != "disabled", allow_tf32=False), autocast, PackedWeights().in_use():
         compiled(model)(x)
-        with PackedLinear(Prepacked()):
+        with PackedLinear(PackedWeights()):
             model(x)
     assert not packed
 
@@ -108,7 +108,7 @@ CHANGES: dict[str, Callable[[torch.nn.Linear], object]] = {
 def test_a_changed_weight_is_packed_anew(change: str, inference: bool, packed: list):
     """Though torch does not count what is written through `.data`."""
     with torch.inference_mode(inference), torch.no_grad():
-        model, x, own = Layers(), torch.randn(2, 3, 8), Prepacked()
+        model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
         with own.in_use():
             for _ in range(2):
                 linear(x, model.up.weight), linear(x, model.router)
@@ -125,12 +125,12 @@ def test_a_changed_weight_is_packed_anew(change: str, inference: bool, packed: l
 @torch.no_grad()
 def test_a_copy_under_another_name():
     """As in a published pair, whose folder may be called anything."""
-    spec = importlib.util.spec_from_file_location("pairs.modèle-1.prepacked", prepacked.__file__)
+    spec = importlib.util.spec_from_file_location("pairs.modèle-1.packed_weights", packed_weights.__file__)
     assert spec is not None
     other = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(other)
-    assert other.NAMESPACE != prepacked.NAMESPACE
-    model, x, own = Layers(), torch.randn(2, 3, 8), Prepacked()
+    assert other.NAMESPACE != packed_weights.NAMESPACE
+    model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
     with own.in_use():
         torch.testing.assert_close(linear(x, model.router), other.linear(x, model.router))
     assert len(own.packs) == 1

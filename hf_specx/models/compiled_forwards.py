@@ -29,9 +29,9 @@ from hf_specx.common.kernels import compile_part, in_one_file, signature
 from hf_specx.common.recording import conditions, kind_of, record, without_default_device
 
 from .attention import TILED, Masks
-from .decoder import HiddenStates
 from .layers import RingLayer, SlotLayer, Slots
-from .prepacked import Prepacked, switches_modes, use_prepacked
+from .packed_weights import PackedWeights, switches_modes, use_prepacked
+from .runner import HiddenStates
 from .slots import CACHE, Columns, Pool
 
 
@@ -65,7 +65,7 @@ def length_bucket(count: int) -> int:
     return -(-count // step) * step
 
 
-class Regions:
+class CompiledForwards:
     """The compiled forwards of a model: they stay as long as it does, for all strategies and threads.
 
     Those of the thread that made this are captured in CUDA graphs, if `captures`.
@@ -73,7 +73,7 @@ class Regions:
 
     def __init__(self, model: PreTrainedModel, captures: bool, traits: int):
         self.captures, self.traits = captures, traits
-        self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
+        self.masks, self.pool, self.packed_weights = Masks(model), Pool(), PackedWeights()
         self.modules = list(model.modules())[1:]  # so that no other module gets the id of one of these
         self.compilations, self.thread = 0, threading.current_thread()
         self.sizes, self.idle = set[tuple[int, int]](), 0  # rows and slots of buffers so far; time lost by idle rows
@@ -115,7 +115,7 @@ class Regions:
                 self.functions[key] = self.functions.get(key) or self._made(function, captures, given, named)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with self.prepacked.in_use():
+        with self.packed_weights.in_use():
             outputs = self.functions[key](*given, **named)
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
@@ -203,16 +203,16 @@ def layer_of(node: torch.fx.Node) -> str:
     return next((path for path, kind in modules if issubclass(kind, GradientCheckpointingLayer)), "")
 
 
-REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()
+REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards] = weakref.WeakKeyDictionary()
 
 
-def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
-    """The compiled forwards of a model; if it has changed since they were compiled, an empty `Regions`."""
+def regions_of(model: PreTrainedModel, device: torch.device) -> CompiledForwards:
+    """The compiled forwards of a model; if it has changed since they were compiled, an empty `CompiledForwards`."""
     found, now = REGIONS.get(model), traits(model)
     if found is None or found.traits != now:
         warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
-        found = REGIONS[model] = Regions(model, device.type == "cuda", now)
-    found.prepacked.refresh(model)
+        found = REGIONS[model] = CompiledForwards(model, device.type == "cuda", now)
+    found.packed_weights.refresh(model)
     return found
 
 

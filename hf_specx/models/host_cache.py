@@ -22,20 +22,20 @@ from hf_specx.common.devices import sent
 from hf_specx.common.wrappers import keeping_cache
 
 from .attention import Masks, grouped_queries
-from .decoder import Decoder, SharedKeys
 from .layers import SlotLayer, TailLayer
 from .prompts import Prompt
+from .runner import ModelRunner, SharedKeys
 from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
 
 
-class HostedDecoder(Decoder):
+class HostCacheRunner(ModelRunner):
     """Fed through the model's own `prepare_inputs_for_generation`."""
 
     length = 0  # slots that hold something, pads among them
     last_column = 0  # the last that `generate` feeds; in those after it are only candidates that cannot be emitted
 
-    def read(self) -> Any:
-        output = super().read()
+    def prefill(self) -> Any:
+        output = super().prefill()
         self.length, last = self.width, self.width + self.prompt.max_new_tokens - 2
         self.last_column = last if self.max_positions is None else min(last, self.max_positions - 1)
         mask = self.kwargs.get("attention_mask")
@@ -184,7 +184,7 @@ def with_pads(cache: Cache) -> Iterator[None]:
             vars(layer).pop("is_compileable", None)
 
 
-class PaddedDecoder(HostedDecoder):
+class PaddedRunner(HostCacheRunner):
     """Rows shift right into their left padding when they accepted different numbers."""
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):

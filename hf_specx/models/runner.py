@@ -99,7 +99,7 @@ def _without_logits_to_keep(module: nn.Module, args: Any, kwargs: dict[str, Any]
 _without_logits_to_keep.reads_only = True  # type: ignore[attr-defined]  # what a position gets stays as it is
 
 
-class Decoder:
+class ModelRunner:
     """A model with its cache, fed the last tokens of each row of a `Batch`.
 
     Attributes:
@@ -148,7 +148,7 @@ class Decoder:
         self.parameters = inspect.signature(self.model.forward).parameters
         self.device = execution_device(self.model)
 
-    def read(self) -> Any:
+    def prefill(self) -> Any:
         """Read the prompts of all rows, by the first forward of `generate`; returns what it gave."""
         ids, config = self.prompt.input_ids, self.prompt.generation_config
         home, rows = ids.device, len(self.held)
@@ -197,14 +197,14 @@ class Decoder:
         most = draft.tokens.shape[1]
         if self.opening and not most and not any(batch.counts):
             return Forward(self.after_prompt, None if self.prompt_hidden is None else self.prompt_hidden[:, -1:])
-        logits = self.feed(batch, 1 + most, most, 1 + most)
+        logits = self.decode_tokens(batch, 1 + most, most, 1 + most)
         return Forward(logits, self._last_hidden(1 + most))
 
     def _last_hidden(self, keep: int) -> torch.Tensor | None:
         """[R, keep, H], states at the positions of the last `keep` logits; None unless they are read."""
         return None if self.hidden is None else self.hidden.last(keep)
 
-    def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
+    def decode_tokens(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.
 
         One that was fed before is fed again in the same slot. Returns logits [R, keep, V] after the last `keep`.
@@ -216,22 +216,22 @@ class Decoder:
             self.held[row] = self.valid[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
 
-    def keep(self, row: int, count: int) -> None:
+    def crop(self, row: int, count: int) -> None:
         """Of what a row was fed, only the first `count` tokens after its prompt are its text."""
         self.valid[row] = min(self.valid[row], count)
 
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; feeds the last, `skipped` before it, first what is missing."""
         if ahead > skipped:
-            return self.feed(batch, 1 + skipped, ahead, keep=1)
+            return self.decode_tokens(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):
             return self.after_prompt
         missing = max(self.missing(batch))
         while missing > 1 and missing > (part := self._at_once(batch)):
             counts = [min(count, self.valid[row] + part) for row, count in enumerate(batch.counts)]
-            self.feed(batch.until(counts), part, 0, keep=1)
+            self.decode_tokens(batch.until(counts), part, 0, keep=1)
             missing = max(self.missing(batch))
-        return self.feed(batch, missing + ahead, ahead, keep=1)
+        return self.decode_tokens(batch, missing + ahead, ahead, keep=1)
 
     def _at_once(self, batch: Batch) -> int:
         """The most tokens a row that may be missing in one forward: while opening, as few as some row has emitted."""
@@ -284,9 +284,9 @@ class Decoder:
         if self.prompt.keeps_past and (done.finished or done.stay is not None):
             self._keep_columns(done)
         if done.stay is not None:
-            self.leave(done.stay)
+            self.drop_rows(done.stay)
 
-    def leave(self, stay: torch.Tensor) -> None:
+    def drop_rows(self, stay: torch.Tensor) -> None:
         """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
         select_rows(self.cache, stay)
         self._select_inputs(stay)
@@ -315,7 +315,7 @@ class Decoder:
             self.left |= {row: list(self.columns(done.rows.index(row), row)) for row in leaving}
 
     def _feed_last(self, batch: Batch) -> None:
-        self.feed(batch, 1, 0, keep=1)
+        self.decode_tokens(batch, 1, 0, keep=1)
 
     def columns(self, index: int, row: int) -> Iterator[KeysValues]:
         """By layer keys and values [H, n, D], pads among them, of what row `row`, the `index`-th of R, was fed."""

@@ -1,6 +1,6 @@
 """How tokens are chosen and judged: greedily, by rejection with independent noise, or coupled by that of `generate`.
 
-A rule draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
+A verifier draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
 """
 
 from typing import Any
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft, Judgement
+from hf_specx.common.round import Draft, Verdict
 
-from .noise import StockNoise
+from .noise import ReplayedNoise
 from .verify import pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Rule:
+class Verifier:
     """Draws and judges the candidates of one call; it keeps the state of its noise.
 
     With `seeds` each row has random numbers of its own, and the default generator is not read. `streams` are where
@@ -47,21 +47,21 @@ class Rule:
         """
         raise NotImplementedError
 
-    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
-        """The judgement on a draft by the target's scores [R, K + 1, V]."""
+    def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
+        """The verdict on a draft by the target's scores [R, K + 1, V]."""
         raise NotImplementedError
 
     def finish(self, columns: int) -> None:
         """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
 
 
-class GreedyRule(Rule):
+class GreedyVerifier(Verifier):
     """Both models take their argmax."""
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
 
-    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
+    def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         choices = scores.argmax(-1)
         overlap = (draft.tokens == choices[:, :-1]).float()
         undefined = torch.zeros_like(choices, dtype=torch.bool)
@@ -69,7 +69,7 @@ class GreedyRule(Rule):
         return found._replace(overlap=overlap, undefined=undefined)
 
 
-class RejectionRule(Rule):
+class RejectionVerifier(Verifier):
     """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
     Their seeds are drawn from the default generator of the device of `input_ids`, so `torch.manual_seed` fixes them.
@@ -77,7 +77,7 @@ class RejectionRule(Rule):
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
-        self.verify = verify_block if block else verify_token
+        self.algorithm = verify_block if block else verify_token
         self.device, self.seeds = device, seeds
 
     def stream(self, seed: int | None) -> dict[str, torch.Generator]:
@@ -91,7 +91,7 @@ class RejectionRule(Rule):
         probs, _ = distribution(scores)
         return pick(probs, self.uniforms("drafting", batch, 1, lengths, ahead)[:, 0]), probs
 
-    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
+    def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
         rows, most = draft.tokens.shape
         choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
@@ -101,7 +101,7 @@ class RejectionRule(Rule):
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, most, draft.lengths)
-        found = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        found = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
         return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
@@ -120,11 +120,11 @@ class RejectionRule(Rule):
         return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
 
-class CoupledRule(Rule):
+class CoupledVerifier(Verifier):
     """Draft and target draw by `race` with the same noise, which is that of plain `generate` from its default
     generator.
 
-    It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `StockNoise`.
+    It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `ReplayedNoise`.
     With `seeds` each row gets the noise of `generate` for it alone under its seed.
     """
 
@@ -132,8 +132,8 @@ class CoupledRule(Rule):
         self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
         self.dtype: torch.dtype | None = None  # of the target's probabilities
 
-    def stream(self, seed: int | None) -> StockNoise:
-        return StockNoise(self.rows if seed is None else 1, self.device, self.window, seed)
+    def stream(self, seed: int | None) -> ReplayedNoise:
+        return ReplayedNoise(self.rows if seed is None else 1, self.device, self.window, seed)
 
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
@@ -146,7 +146,7 @@ class CoupledRule(Rule):
         probs, _ = distribution(scores)
         return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
-    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
+    def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
         self.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
         choices = race(probs, self.noise(batch, probs, 0))
@@ -160,13 +160,13 @@ class CoupledRule(Rule):
             self.streams[0].finish(columns)
 
 
-def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
-    """The rule of a call with prompts [B, L]; `verification` is "greedy", "token", "block" or "coupled"."""
+def make_verifier(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Verifier:
+    """The verifier of a call with prompts [B, L]; `verification` is "greedy", "token", "block" or "coupled"."""
     if verification == "greedy":
-        return GreedyRule()
+        return GreedyVerifier()
     if verification == "coupled":
-        return CoupledRule(len(input_ids), input_ids.device, window, seeds)
-    return RejectionRule(verification == "block", input_ids.device, seeds)
+        return CoupledVerifier(len(input_ids), input_ids.device, window, seeds)
+    return RejectionVerifier(verification == "block", input_ids.device, seeds)
 
 
 def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,10 +182,10 @@ def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return probs, undefined
 
 
-def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Judgement:
+def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Verdict:
     """What every verification comes to in a round without candidates, in which rows choose `tokens` [R]."""
     nothing = tokens.new_zeros(len(tokens), 0, dtype=torch.float32)
-    return Judgement(tokens.new_zeros(len(tokens)), tokens, nothing, nothing, undefined)
+    return Verdict(tokens.new_zeros(len(tokens)), tokens, nothing, nothing, undefined)
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
