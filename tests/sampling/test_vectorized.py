@@ -16,10 +16,6 @@ from hf_specx.sampling.processors import Processors
 VOCAB, WIDTH, PAD, END = 9, 6, 0, 5  # few tokens, so that they and n-grams come again
 
 
-def encoder_ids(rows: int) -> torch.Tensor:
-    return torch.randint(1, VOCAB, (rows, 7), generator=torch.Generator().manual_seed(3))
-
-
 def masked(rows: int) -> torch.Tensor:
     """How many columns of each prompt are pads."""
     return (torch.arange(rows) * 2) % WIDTH
@@ -30,14 +26,10 @@ MAKERS = {
     "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
-    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
     "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
     "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
     "n-grams as long as the text": lambda rows: host.NoRepeatNGramLogitsProcessor(WIDTH + 3),
-    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
-    "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
-    "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
     "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
@@ -52,8 +44,6 @@ MAKERS = {
     "suppressed at first": lambda rows: host.SuppressTokensAtBeginLogitsProcessor([1, 4], WIDTH + 2),
     "forced begin": lambda rows: host.ForcedBOSTokenLogitsProcessor(4),
     "forced end": lambda rows: host.ForcedEOSTokenLogitsProcessor(WIDTH + 5, [END, 1]),
-    "watermark": lambda rows: host.WatermarkLogitsProcessor(VOCAB, "cpu", bias=1.7),
-    "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
 }
 
 
@@ -174,8 +164,6 @@ def test_prompts_may_hold_ids_that_have_no_scores(name: str):
 
 REFUSED = {
     "padding of other rows": lambda: host.RepetitionPenaltyLogitsProcessor(1.3, torch.zeros(3, dtype=torch.int64)),
-    "ids of the input": lambda: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.full((4, 3), VOCAB)),
-    "n-grams of the input": lambda: host.EncoderNoRepeatNGramLogitsProcessor(1, torch.full((4, 3), VOCAB)),
     "forced end": lambda: host.ForcedEOSTokenLogitsProcessor(WIDTH + 1, VOCAB),
     "penalised end": lambda: host.ExponentialDecayLengthPenalty((0, 1.1), [VOCAB], 0),
     "penalty that overflows": lambda: host.ExponentialDecayLengthPenalty((0, 1e200), [END], 0),
