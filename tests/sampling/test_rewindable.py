@@ -192,7 +192,7 @@ def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.Monk
             return super().__contains__(number)
 
     other = Thread(target=call)
-    monkeypatch.setattr(rewindable, "TAKEN", Busy())
+    monkeypatch.setattr(rewindable, "USED_PROCESSORS", Busy())
     with in_use(masks, batch):
         other.join()
     assert ends == ["refused"]

@@ -99,7 +99,7 @@ def test_an_error_of_a_guide_is_not_taken_for_another_vocabulary(monkeypatch: py
     def fail(matchers: OutlinesGuides, matcher: object, row: int) -> None:
         raise ValueError("the state is unknown")
 
-    monkeypatch.setattr(OutlinesGuides, "fill", fail)
+    monkeypatch.setattr(OutlinesGuides, "write_mask", fail)
     strategy = SpeculativeDecoding(pair().draft)
     with pytest.raises(ValueError, match="the state is unknown"):
         pair().target.generate(**given(1), logits_processor=[make("outlines", "flat")], custom_generate=strategy)
