@@ -1,4 +1,4 @@
-"""Processors whose state follows the candidates of a round and is then taken back to what was kept.
+"""Processors whose state follows the candidates of a round and is then taken back to what was accepted.
 
 Such a processor says which tokens may come next, as a grammar does. So it also acts on the draft, whose candidates are
 then drawn from the masked distribution; each mask is computed once, and serves the verdict as well.
@@ -70,10 +70,15 @@ class ShownTokens:
 
 
 class TokenMasks(RoundProcessor):
-    """The tokens that a rewindable processor allows after each candidate of each row; nothing is asked after `ends`.
+    """The tokens that a rewindable processor allows after each candidate of each row, up to an end token.
 
     Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
-    Where a processor was made for this call, `of_call`, nobody sees where it ends.
+
+    Attributes:
+        ends: the end tokens.
+        of_call: whether the processor was made for this call, so that nobody sees where it ends.
+        readmits: as in `PrefixFunction`.
+        shown: by row, what the processor was shown.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class TokenMasks(RoundProcessor):
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.barred = getattr(processor, "barred", self.barred)
         self.readmits = getattr(processor, "readmits", False)
-        self.shown: dict[int, ShownTokens] = {}  # by row
+        self.shown: dict[int, ShownTokens] = {}
         self.is_moving = False  # while the processor is shown tokens, or they are taken back
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:

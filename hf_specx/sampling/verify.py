@@ -12,6 +12,8 @@ Glossary (one meaning each, everywhere in this package):
     accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
     bonus token: drawn from the target, after all candidates were accepted.
+    forced token: the only one that masks allow; a candidate without a forward of the draft.
+    verdict: what verification says of a round: how many candidates are accepted, and the token after them.
     residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
     emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
     rollback: taking rejected candidates out of caches, states and masks.
