@@ -54,8 +54,8 @@ def test_equals_stock(name: str, do_sample: bool, rows: int, tmp_path: Path):
     target = tiny()
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | SETTINGS[name]
     for noise in (0.05, 2.0):
-        found = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
-        assert noise > 1 or found.forwards < found.plain
+        compared = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
+        assert noise > 1 or compared.forwards < compared.plain
     head = DraftHead.from_pretrained(write(random_head(layer_ids=(0, 1), draft_vocab=24), tmp_path), target=target)
     strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
     assert_plain(target, strategy, prompts(rows), **settings)
@@ -125,8 +125,8 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
             return scores.to(dtype)
 
     target = tiny(vocab_size=1000)
-    own = [Precise(), host.RepetitionPenaltyLogitsProcessor(1.3), host.NoRepeatNGramLogitsProcessor(2)]
-    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": own}
+    processors = [Precise(), host.RepetitionPenaltyLogitsProcessor(1.3), host.NoRepeatNGramLogitsProcessor(2)]
+    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": processors}
     free = assert_plain(target, coupled(target, 0.05), prompts(3), **settings).text
     end = next(token for token in free[0, -12:].tolist() if token > 256 and token % 4)
     assert (assert_plain(target, coupled(target, 0.05), prompts(3), **settings, eos_token_id=end).text == end).any()
@@ -134,8 +134,10 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
 
 def prefix_of(texts: torch.Tensor, tolerant: bool):
     """Allows what follows in one of the texts; behind any other prefix nothing, or an error."""
-    known = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
-    return lambda row, ids: known.get((row, tuple(ids.tolist())), []) if tolerant else known[row, tuple(ids.tolist())]
+    next_tokens = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
+    return lambda row, ids: (
+        next_tokens.get((row, tuple(ids.tolist())), []) if tolerant else next_tokens[row, tuple(ids.tolist())]
+    )
 
 
 @pytest.mark.parametrize("tolerant", [False, True])

@@ -1,4 +1,4 @@
-"""SynthID in one pass: its state is a function of the emitted text, so candidates are judged at any position."""
+"""SynthID, vectorized: its state is a function of the emitted text, so candidates are judged at any position."""
 
 import copy
 from unittest import mock
@@ -46,9 +46,9 @@ def compare(name: str, mode: str, rows: int) -> None:
     verification = None if mode == "greedy" else "coupled"
     for draft in (near(target, 0.02), near(target, 1.0), lookup):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification=verification)
-        found = assert_plain(target, strategy, prompts(rows), seed=2, **settings)
+        compared = assert_plain(target, strategy, prompts(rows), seed=2, **settings)
         assert strategy.report.layout == "ragged"
-        assert found.forwards <= found.plain * (0.75 if strategy.report.acceptance_rate > 0.5 else 1)
+        assert compared.forwards <= compared.plain * (0.75 if strategy.report.acceptance_rate > 0.5 else 1)
 
 
 @pytest.mark.parametrize(("name", "mode", "rows"), once(SETTINGS, MODES, [4, 1]))
@@ -56,7 +56,10 @@ def test_text_is_that_of_plain_generate(name: str, mode: str, rows: int):
     compare(name, mode, rows)
 
 
-HASHES = {"that meet": lambda found: found % 5, "that are zero": lambda found: found.where(found & 3 > 0, 0)}
+HASHES = {
+    "that meet": lambda hashes: hashes % 5,
+    "that are zero": lambda hashes: hashes.where(hashes & 3 > 0, 0),
+}
 
 
 @pytest.mark.parametrize("hashes", HASHES)
@@ -81,9 +84,10 @@ def test_requests_of_a_queue_have_their_own():
 
 
 def test_one_that_was_called_before_goes_on_in_order():
-    target, mine = tiny(), SynthIDTextWatermarkingConfig(keys=KEYS, ngram_len=3).construct_processor(VOCAB_SIZE, "cpu")
+    target = tiny()
+    used = SynthIDTextWatermarkingConfig(keys=KEYS, ngram_len=3).construct_processor(VOCAB_SIZE, "cpu")
     settings = {"do_sample": False, "max_new_tokens": 12}
-    target.generate(**prompts(2), **settings, logits_processor=[mine])
+    target.generate(**prompts(2), **settings, logits_processor=[used])
     strategy = coupled(target, 0.05)
-    assert_plain(target, strategy, prompts(2), lambda: {"logits_processor": [copy.deepcopy(mine)]}, **settings)
+    assert_plain(target, strategy, prompts(2), lambda: {"logits_processor": [copy.deepcopy(used)]}, **settings)
     assert "SynthID has candidates where its processor is unused" in strategy.report.layout_reason

@@ -1,4 +1,4 @@
-"""Processors of the text in one pass: for each row and position, to the bit what transformers' own gives there.
+"""Processors of the text, vectorized: for each row and position, to the bit what transformers' own gives there.
 
 Each is compared with the processor itself, called on one prefix after another with the whole batch.
 """
@@ -16,14 +16,14 @@ from hf_specx.sampling.processors import Processors
 VOCAB, WIDTH, PAD, END = 9, 6, 0, 5  # few tokens, so that they and n-grams come again
 
 
-def masked(rows: int) -> torch.Tensor:
+def num_pads(rows: int) -> torch.Tensor:
     """How many columns of each prompt are pads."""
     return (torch.arange(rows) * 2) % WIDTH
 
 
 MAKERS = {
     "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
+    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, num_pads(rows)),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
@@ -51,7 +51,7 @@ def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
     """Prompts of unequal length, to which unequally many tokens were emitted; every fourth row has ended."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCAB, (rows, width), generator=generator)
-    mask = torch.arange(width) >= masked(rows)[:, None] % max(width, 1)
+    mask = torch.arange(width) >= num_pads(rows)[:, None] % max(width, 1)
     batch = Batch(ids * mask, mask if width else None, PAD)
     for _ in range(seed):
         emitted = torch.randint(0, 4, (rows,), generator=generator)
@@ -73,15 +73,17 @@ def drawn(batch: Batch, positions: int) -> torch.Tensor:
     return scores
 
 
-def assert_alike(processor, batch: Batch, draft: Draft, scores: torch.Tensor, found: torch.Tensor, ahead: int = 0):
+def assert_as_called(
+    processor, batch: Batch, draft: Draft, scores: torch.Tensor, processed: torch.Tensor, ahead: int = 0
+):
     """At each position up to a row's last: the scores of the processor that is called with the whole batch there."""
     for index, row in enumerate(batch.rows):
         for position in range(min(scores.shape[1], draft.lengths[index] + 1 - ahead)):
             every = scores.new_zeros(len(batch.ids), VOCAB)
             every[row] = scores[index, position]
             expected = processor(batch.prefix(batch.counts[row] + ahead + position), every)[row]
-            assert found.dtype == expected.dtype
-            assert torch.equal(found[index, position], expected), (row, position)
+            assert processed.dtype == expected.dtype
+            assert torch.equal(processed[index, position], expected), (row, position)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -93,23 +95,23 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: 
     """
     batch, processors, processor = text(rows, seed=1), Processors([MAKERS[name](rows)]), MAKERS[name](rows)
     generator, called, asked = torch.Generator().manual_seed(8), type(processor).__call__, []
-    monkeypatch.setattr(type(processor), "__call__", lambda own, *given: asked.append(own) or called(own, *given))
+    monkeypatch.setattr(type(processor), "__call__", lambda self, *args: asked.append(self) or called(self, *args))
     for seed in range(5):
         draft = drafted(batch, seed)
         for ahead in range(draft.tokens.shape[1]):
             scores = drawn(batch, 1)
-            assert_alike(processor, batch, draft, scores, processors(batch, None, scores, ahead), ahead)
+            assert_as_called(processor, batch, draft, scores, processors(batch, None, scores, ahead), ahead)
         scores = drawn(batch, draft.tokens.shape[1] + 1)
-        given = scores.clone()
-        assert_alike(processor, batch, draft, scores, processors(batch, draft, scores))
-        assert torch.equal(scores, given), "changed in place"
-        kept = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
+        before = scores.clone()
+        assert_as_called(processor, batch, draft, scores, processors(batch, draft, scores))
+        assert torch.equal(scores, before), "changed in place"
+        accepted = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
         tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
-        tokens[range(len(kept)), kept] = torch.randint(1, VOCAB, (len(kept),), generator=generator)
-        batch.emit(tokens, [number + 1 for number in kept])
+        tokens[range(len(accepted)), accepted] = torch.randint(1, VOCAB, (len(accepted),), generator=generator)
+        batch.emit(tokens, [number + 1 for number in accepted])
         if seed == 2 and rows > 1:
             batch.retire([0])
-    assert name == "length penalty" or all(own is processor for own in asked)
+    assert name == "length penalty" or all(one_asked is processor for one_asked in asked)
 
 
 class Mine(host.RepetitionPenaltyLogitsProcessor):
@@ -125,7 +127,7 @@ def test_processors_keep_their_order():
     """With one of the user's own among them, and warpers before and after."""
     several = [
         host.SequenceBiasLogitsProcessor([[[4, 7], 0.7], [[2], -0.5]]),
-        host.RepetitionPenaltyLogitsProcessor(1.3, masked(8)),
+        host.RepetitionPenaltyLogitsProcessor(1.3, num_pads(8)),
         host.NoRepeatNGramLogitsProcessor(2),
         host.TemperatureLogitsWarper(0.7),
         Mine(2.0),
@@ -137,8 +139,8 @@ def test_processors_keep_their_order():
     batch = text(8, seed=2)
     draft = drafted(batch, 1)
     scores = drawn(batch, draft.tokens.shape[1] + 1)
-    found = Processors(several)(batch, draft, scores)
-    assert_alike(LogitsProcessorList(several), batch, draft, scores, found)
+    processed = Processors(several)(batch, draft, scores)
+    assert_as_called(LogitsProcessorList(several), batch, draft, scores, processed)
 
 
 OUTSIDE = {
@@ -159,7 +161,7 @@ def test_prompts_may_hold_ids_that_have_no_scores(name: str):
         with pytest.raises(ValueError, match="vocabulary size"):
             Processors([OUTSIDE[name]()])(batch, draft, scores)
     else:
-        assert_alike(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
+        assert_as_called(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
 
 
 REFUSED = {
@@ -177,6 +179,6 @@ def test_errors_are_those_of_transformers(name: str):
     batch = batch.until(batch.counts, list(range(4)))
     with pytest.raises(Exception) as expected:  # noqa: PT011
         processor(batch.prefix(0), scores[:, 0])
-    with pytest.raises(expected.type) as found:
+    with pytest.raises(expected.type) as error:
         Processors([processor])(batch, Draft(torch.zeros(4, 0, dtype=torch.int64), [0] * 4), scores)
-    assert str(found.value) == str(expected.value)
+    assert str(error.value) == str(expected.value)
