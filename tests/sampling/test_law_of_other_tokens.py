@@ -37,10 +37,8 @@ def tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 def draw(verification: str, **settings) -> torch.Tensor:
-    draft, tokenizers = (
-        model(12, len(OF_DRAFT)),
-        {"tokenizer": tokenizer(OF_TARGET), "draft_tokenizer": tokenizer(OF_DRAFT)},
-    )
+    draft = model(12, len(OF_DRAFT))
+    tokenizers = {"tokenizer": tokenizer(OF_TARGET), "draft_tokenizer": tokenizer(OF_DRAFT)}
     strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **tokenizers)
     tokens = first_tokens(strategy, **ENOUGH, **settings)
     assert 0 < strategy.report.acceptance_rate < 1

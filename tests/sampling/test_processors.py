@@ -135,9 +135,12 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
 def prefix_of(texts: torch.Tensor, tolerant: bool):
     """Allows what follows in one of the texts; behind any other prefix nothing, or an error."""
     next_tokens = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
-    return lambda row, ids: (
-        next_tokens.get((row, tuple(ids.tolist())), []) if tolerant else next_tokens[row, tuple(ids.tolist())]
-    )
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        prefix = row, tuple(ids.tolist())
+        return next_tokens.get(prefix, []) if tolerant else next_tokens[prefix]
+
+    return allowed
 
 
 @pytest.mark.parametrize("tolerant", [False, True])

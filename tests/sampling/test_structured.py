@@ -66,9 +66,8 @@ def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = Fals
 
 def grammars() -> Iterator:
     """Every library, grammar, number of rows and mode; few of them in the default run."""
-    for number, (library, case) in enumerate(
-        (library, case) for library in LIBRARIES for case in CASES if able(library, case)
-    ):
+    pairs = [(library, case) for library in LIBRARIES for case in CASES if able(library, case)]
+    for number, (library, case) in enumerate(pairs):
         for rows, sampled in product([1, 4, 8], [False, True]):
             few = number % 9 == 0 and (rows, sampled) in ((1, False), (4, True))
             yield pytest.param(library, case, rows, sampled, marks=() if few else pytest.mark.slow)
