@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
 from hf_specx.common.devices import world_size
@@ -17,7 +16,6 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
-from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_read_anew
 from hf_specx.models.slots import CACHE, has_columns, tokens_held
@@ -25,20 +23,11 @@ from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import (
-    as_list,
-    check_guidance,
-    check_inputs,
-    check_length,
-    check_mode,
-    check_seeds,
-    why_guidance_plain,
-    why_no_noise,
-)
+from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds, why_no_noise
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, warn_of_larger_draft
 from .queue import RequestQueue
 from .ranks import check_synced, shares_rows, synced_by_default, why_out_of_step
-from .reasons import reasons_of
+from .reasons import RARE_PROCESSORS, reasons_of
 from .report import PLAINLY
 
 
@@ -190,8 +179,6 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
         check_length(prompt, prompt.max_new_tokens)
-    for processor in _guiding(prompt):
-        check_guidance(processor, model, len(prompt.input_ids))
     drafter.check(vocabulary(model), options.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
@@ -199,10 +186,6 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:
         check_pair(model, drafter.model, *tokenizers)
-
-
-def _guiding(prompt: Prompt) -> list[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
-    return [x for x in prompt.processors if isinstance(x, UnbatchedClassifierFreeGuidanceLogitsProcessor)]
 
 
 def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
@@ -217,12 +200,11 @@ def _reasons(
 ) -> list[str]:
     """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
     config, reasons = prompt.generation_config, reasons_of(prompt, prompt.max_new_tokens)
-    stateful = [type(p).__name__ for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
+    stateful = [type(p).__name__ for p in processors if not can_look_ahead(p) and type(p) not in RARE_PROCESSORS]
     if stateful or stopping.stateful:
         names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
         remedy = "(set its attribute stateless = True if it keeps none)"
         reasons.append(f"{names} may keep state, and must be shown each token once, in order {remedy}")
-    reasons += map(why_guidance_plain, _guiding(prompt))
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             reasons.append(f"{name}=True wants what the model gives for each token alone")

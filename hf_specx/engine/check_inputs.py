@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
@@ -263,30 +262,3 @@ def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_req
     told += f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
     told += "as far as the slowest; use verification='coupled', or another layout if the model takes one."
     require(rows == 1 or not lockstep or verification not in ("token", "block"), told)
-
-
-def check_guidance(
-    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
-) -> None:
-    """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
-    told = f"guidance_scale= works for decoder-only models, and {type(model).__name__} has an encoder; leave it out."
-    require(not model.config.is_encoder_decoder, told)
-    context: dict[str, Any] = processor.unconditional_context
-    ids, mask = context["input_ids"], context["attention_mask"]
-    if ids is None or not context["first_pass"]:
-        return
-    told = f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
-    require(len(ids) == rows, f"{told}negative prompt a row.")
-    told = f"negative_prompt_attention_mask of shape {None if mask is None else tuple(mask.shape)} does not fit "
-    told += f"negative_prompt_ids of shape {tuple(ids.shape)}; pass both as the tokenizer gives them."
-    require(mask is None or mask.shape == ids.shape, told)
-
-
-def why_guidance_plain(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor) -> str:
-    """Why negative prompts are not guided by in rounds: pads that stand where tokens go on."""
-    context: dict[str, Any] = processor.unconditional_context
-    mask = context["attention_mask"]
-    if mask is None or not context["first_pass"] or mask[:, -1].all():
-        return ""
-    row = int((mask[:, -1] == 0).nonzero()[0, 0])
-    return f"row {row} of negative_prompt_attention_mask ends in 0: set tokenizer.padding_side='left'"

@@ -16,13 +16,12 @@ from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Auto, Schedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.choose import make_runner
-from hf_specx.models.guidance import Guidance, guide
 from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
-from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor, can_look_ahead
+from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
@@ -41,7 +40,7 @@ class Run:
     Attributes:
         batch: the text; `finished` says whether all of its rows have ended.
         target, verifier, drafter, schedule: what the loop asks in each round.
-        processors: the target's; `draft_processors`, the draft's, are without those that keep state.
+        processors: of the target and of the draft.
         report, outputs, stream: what the caller gets; the latter two are None where they are not asked for.
     """
 
@@ -54,7 +53,7 @@ class Run:
         self.batch, self.finished = make_batch(prompt, call.layout.lockstep, call.queue), False
         self.has_read = target is not None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
-        self.processors, self.draft_processors = self._processors()
+        self.processors = self._make_processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
         self.verifier = make_verifier(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
         # a draft that goes by times would differ from rank to rank
@@ -63,7 +62,7 @@ class Run:
         self.draft_prompt = None if model is None else draft_prompt(model, prompt)
         # all ranks need the same numbers, and so do compiled forwards
         self.forces, self.drafter = not (call.synced or options.compile), call.drafter
-        masks = call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
+        masks = call.queue is not None or self.processors.mask_size > 0  # later requests may have some
         if self.forces and masks and not (self.drafter.has_probs or self.drafter.parts):
             self.drafter = SeveralDrafts([self.drafter])  # which adds forced tokens, as that of a model does itself
         back, told = self.processors.max_rollback, ""
@@ -81,17 +80,14 @@ class Run:
                 self.listeners.append(listener)
         self.started = self.lapped = time.perf_counter()
 
-    def _processors(self) -> tuple[Processors, Processors]:
-        """Those of the target, and those of the draft, which is not guided."""
-        call, ends = self.call, self.stopping.ends
-        alone = [p for p in call.processors if can_look_ahead(p)]
+    def _make_processors(self) -> Processors:
+        """The processors of the call, or those of a queue's requests."""
+        call = self.call
         fits = tokens_of_a_round(call.prompt.model)
         limit = NO_LIMIT if fits is None else (fits - 1, f"the target's experts take {fits} tokens of a row at once")
-        of_draft = Processors(alone, ends, limit) if call.queue is None else call.queue.processors(limit)
-        if call.queue is not None or len(alone) == len(call.processors):
-            return of_draft, of_draft
-        own = [p if can_look_ahead(p) else guide(p, call.prompt, call.layout.target) for p in call.processors]
-        return Processors(own, ends, limit), of_draft
+        if call.queue is not None:
+            return call.queue.processors(limit)
+        return Processors(call.processors, self.stopping.ends, limit)
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
@@ -106,7 +102,7 @@ class Run:
             target=self.target,
             vocab_size=self.target.after_prompt.shape[-1],
             verifier=self.verifier,
-            processors=self.draft_processors,
+            processors=self.processors,
             threshold=call.drafting.threshold,
             prompt=self.draft_prompt,
             layout=call.layout.draft,
@@ -173,7 +169,7 @@ class Run:
         batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
         draft = batch.take(self.drafter.propose(batch, self.schedule(batch)))
-        self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
+        self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
@@ -195,8 +191,7 @@ class Run:
         done = replace(done, stay=stay, finished=self.finished)
         if self.target.idles:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
-        guides = [processor.runner for processor in self.processors.applied if isinstance(processor, Guidance)]
-        told: list[Listener] = [self.schedule, self.drafter, *guides, self.target]
+        told: list[Listener] = [self.schedule, self.drafter, self.target]
         for listener in told:
             listener.observe(done)
         self.lap("verify")

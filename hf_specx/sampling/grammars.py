@@ -17,52 +17,60 @@ from hf_specx.common.errors import require
 
 BITS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu")) & 1 == 1  # [256, 8], of each byte
 BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
-MOST_BACK = 4096  # tokens that an outlines guide can take back; by default 32
-MOST_TOKENS = 1 << 22  # of any vocabulary
+OUTLINES_ROLLBACK = 4096  # tokens that an outlines guide can take back; by default 32
+LARGEST_VOCABULARY = 1 << 22
 
 
 class Matchers:
-    """What follows a grammar: a matcher for each of B rows, each of which fills a row of a bit mask.
+    """Matchers of one grammar library, one for each of B rows, each of which writes a row of a bit mask.
 
     Tokens after a matcher has ended are not shown to it, and its last mask stays, as in the libraries' own processors.
-    `mask_size` is how many tokens its mask has, and `beyond` whether tokens after those are allowed.
+
+    Attributes:
+        allows_beyond: whether tokens are allowed that a mask of `mask_size` tokens does not have.
+        bits: [B, words] int32, the masks of the matchers.
+        num_after_end: [B], the tokens of each row that its matcher was not shown.
     """
 
-    def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, beyond: bool = False):
-        self.matchers, self.vocab_size, self.beyond = matchers, vocab_size, beyond
-        self.words = torch.full((len(matchers), -(-mask_size // 32)), -1, dtype=torch.int32, device="cpu")
-        self.after_end = [0] * len(matchers)  # tokens of each row that its matcher was not shown
+    def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, allows_beyond: bool = False):
+        self.matchers = matchers
+        self.vocab_size = vocab_size
+        self.allows_beyond = allows_beyond
+        self.bits = torch.full((len(matchers), -(-mask_size // 32)), -1, dtype=torch.int32, device="cpu")
+        self.num_after_end = [0] * len(matchers)
 
     def accept(self, row: int, token: int) -> None:
-        shown = None if self.after_end[row] else self.show(self.matchers[row], token)
-        if shown is None:
-            self.after_end[row] += 1
-        elif not shown:
-            told = f"{type(self).__name__} refuses token {token} in row {row}, which a processor brought back or its "
-            told += "vocabulary lacks; put that processor before this one, or make this for the target's tokenizer."
-            raise RuntimeError(told)
+        is_accepted = None if self.num_after_end[row] else self.show(self.matchers[row], token)
+        if is_accepted is None:
+            self.num_after_end[row] += 1
+        elif not is_accepted:
+            raise RuntimeError(
+                f"{type(self).__name__} refuses token {token} in row {row}, which a processor brought back or its "
+                "vocabulary lacks; put that processor before this one, or make this for the target's tokenizer."
+            )
 
     def rollback(self, row: int, count: int) -> None:
-        unseen = min(count, self.after_end[row])
-        self.after_end[row] -= unseen
-        if count > unseen:
-            self.take_back(self.matchers[row], count - unseen)
+        num_not_shown = min(count, self.num_after_end[row])
+        self.num_after_end[row] -= num_not_shown
+        if count > num_not_shown:
+            self.take_back(self.matchers[row], count - num_not_shown)
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         for row in rows:
-            self.fill(self.matchers[row], row)
-        found = BYTES[self.words[rows].view(torch.uint8).int()].view(torch.bool)[:, : self.vocab_size]
-        return torch.nn.functional.pad(found, (0, self.vocab_size - found.shape[1]), value=self.beyond)
+            self.write_mask(self.matchers[row], row)
+        masks = BYTES[self.bits[rows].view(torch.uint8).int()].view(torch.bool)[:, : self.vocab_size]
+        return torch.nn.functional.pad(masks, (0, self.vocab_size - masks.shape[1]), value=self.allows_beyond)
 
     def show(self, matcher: Any, token: int) -> bool | None:
-        """Show it a token; False if it refuses it, None if it is not shown this one, since it has ended."""
+        """Show a token to a matcher; False if it refuses it, None if it is not shown this one, since it has ended."""
         raise NotImplementedError
 
     def take_back(self, matcher: Any, count: int) -> None:
+        """Have a matcher go back by so many tokens."""
         matcher.rollback(count)
 
-    def fill(self, matcher: Any, row: int) -> None:
-        """Write the mask of a matcher into `words[row]`."""
+    def write_mask(self, matcher: Any, row: int) -> None:
+        """Write the mask of a matcher into `bits[row]`."""
         raise NotImplementedError
 
 
@@ -74,12 +82,12 @@ class XGrammarMatchers(Matchers):
     def show(self, matcher: Any, token: int) -> bool | None:
         return None if matcher.is_terminated() else matcher.accept_token(token)
 
-    def fill(self, matcher: Any, row: int) -> None:
-        terminated = matcher.is_terminated()
-        if terminated:  # it has no mask; the processors leave the one before the stop token
+    def write_mask(self, matcher: Any, row: int) -> None:
+        is_terminated = matcher.is_terminated()
+        if is_terminated:  # it has no mask; the processors leave the one before the stop token
             matcher.rollback(1)
-        matcher.fill_next_token_bitmask(self.words, row)
-        if terminated:
+        matcher.fill_next_token_bitmask(self.bits, row)
+        if is_terminated:
             next(token for token in matcher.stop_token_ids if matcher.accept_token(token))
 
 
@@ -95,7 +103,7 @@ class LLGuidanceMatchers(Matchers):
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = super().mask(rows)
         for number, row in enumerate(rows):
-            if self.after_end[row]:
+            if self.num_after_end[row]:
                 masks[number] = False
                 masks[number, self.ends] = True
         return masks
@@ -103,15 +111,15 @@ class LLGuidanceMatchers(Matchers):
     def show(self, matcher: Any, token: int) -> bool | None:
         return None if matcher.is_stopped() or not matcher.validate_tokens([token]) else matcher.consume_token(token)
 
-    def fill(self, matcher: Any, row: int) -> None:
-        words = self.words[row]
-        matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+    def write_mask(self, matcher: Any, row: int) -> None:
+        bits = self.bits[row]
+        matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
 
 
 class OutlinesGuides(Matchers):
     """Guides of outlines-core, for the processor of outlines."""
 
-    max_rollback = MOST_BACK
+    max_rollback = OUTLINES_ROLLBACK
     strict = True
 
     def show(self, matcher: Any, token: int) -> bool | None:
@@ -123,49 +131,60 @@ class OutlinesGuides(Matchers):
     def take_back(self, matcher: Any, count: int) -> None:
         matcher.rollback_state(count)
 
-    def fill(self, matcher: Any, row: int) -> None:
-        words = self.words[row]
-        matcher.write_mask_into(words.data_ptr(), len(words), words.element_size())
+    def write_mask(self, matcher: Any, row: int) -> None:
+        bits = self.bits[row]
+        matcher.write_mask_into(bits.data_ptr(), len(bits), bits.element_size())
 
 
 class PrefixFunction:
     """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
 
-    It is given the number of the prompt, which may have several `rows`.
-
-    `barred` has its errors, by row and by tokens emitted before: it allowed no token, or raised. It `insists` where
-    other processors have excluded all that it allows: that has scores of 0 then, in transformers that do so.
+    Attributes:
+        function: is given the number of a prompt, which may have several rows, and a text.
+        emitted: [B], the tokens of each row after its prompt.
+        barred: errors of the function, by row and by tokens emitted before: it allowed no token, or raised.
+        readmits: whether what it allows has scores of 0 where other processors have excluded all of that, which
+            depends on the version of transformers.
     """
 
     def __init__(
-        self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int, rows: int = 1
+        self,
+        function: Callable[[int, torch.Tensor], Any],
+        input_ids: torch.Tensor,
+        vocab_size: int,
+        rows_of_prompt: int = 1,
     ):
-        self.function, self.vocab_size, self.prompts, self.rows_of_prompt = function, vocab_size, input_ids, rows
-        self.texts: list[list[int]] = [[] for _ in input_ids]
+        self.function = function
+        self.prompts = input_ids
+        self.vocab_size = vocab_size
+        self.rows_of_prompt = rows_of_prompt
+        self.emitted: list[list[int]] = [[] for _ in input_ids]
         self.barred: dict[tuple[int, int], Exception] = {}
-        nothing = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
-        alone = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(nothing), nothing)
-        self.insists = bool(alone.isfinite())
+        excluded = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
+        constrained = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(excluded), excluded)
+        self.readmits = bool(constrained.isfinite())
 
     def accept(self, row: int, token: int) -> None:
-        self.texts[row].append(token)
+        self.emitted[row].append(token)
 
     def rollback(self, row: int, count: int) -> None:
-        left = len(self.texts[row]) - count
-        del self.texts[row][left:]
-        for key in [key for key in self.barred if key[0] == row and key[1] > left]:
+        length = len(self.emitted[row]) - count
+        del self.emitted[row][length:]
+        for key in [key for key in self.barred if key[0] == row and key[1] > length]:
             del self.barred[key]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
-            emitted = self.texts[row]
+            emitted = self.emitted[row]
             text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
             try:
                 allowed = self.function(row // self.rows_of_prompt, text)
                 if not len(allowed):
-                    told = f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones"
-                    raise ValueError(f"{told}; it must return one id or more.")
+                    raise ValueError(
+                        f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones; it "
+                        "must return one id or more."
+                    )
                 masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
             except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, len(emitted)] = error
@@ -173,69 +192,90 @@ class PrefixFunction:
 
 
 def _xgrammar(processor: Any, rows: int, vocab_size: int) -> Matchers:
+    """Matchers for xgrammar's own processor; raise ValueError if it was used, or is for another model or batch."""
     grammars = processor.compiled_grammars
-    told = "this xgrammar LogitsProcessor was used before, and is where that text ended; make one for each call."
-    require(not processor.prefilled, told)
-    told = f"there are {len(grammars)} compiled grammars for {rows} rows (num_return_sequences included); give one, "
-    require(len(grammars) in (1, rows), f"{told}or one a row.")
+    require(
+        not processor.prefilled,
+        "this xgrammar LogitsProcessor was used before, and is where that text ended; make one for each call.",
+    )
+    require(
+        len(grammars) in (1, rows),
+        f"there are {len(grammars)} compiled grammars for {rows} rows (num_return_sequences included); give one, "
+        "or one a row.",
+    )
     size = processor.full_vocab_size
     remedy = f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})"
     require(size >= vocab_size, f"{_other_size(size, vocab_size)}, and {remedy}.")
-    return _xgrammar_matchers(grammars * (1 if len(grammars) == rows else rows), vocab_size)
+    of_rows = grammars if len(grammars) == rows else grammars * rows
+    return _xgrammar_matchers(of_rows, vocab_size)
 
 
 def _xgrammar_matchers(grammars: Sequence[Any], vocab_size: int) -> Matchers:
-    """Ids that only fill up a vocabulary may be beyond the target's, since no grammar allows them."""
-    known = grammars[0].tokenizer_info
-    size, fillers = known.vocab_size, set(known.special_token_ids)
+    """Matchers of compiled grammars; raise ValueError if they know a token that the target lacks.
+
+    Ids that only fill up a vocabulary may be beyond the target's, since no grammar allows them.
+    """
+    tokenizer_info = grammars[0].tokenizer_info
+    size = tokenizer_info.vocab_size
+    fillers = set(tokenizer_info.special_token_ids)
     largest = next((token for token in reversed(range(size)) if token not in fillers), 0)
     require(largest < vocab_size, f"{_other_size(size, vocab_size)}.")
-    make = sys.modules["xgrammar"].GrammarMatcher
-    return XGrammarMatchers([make(grammar) for grammar in grammars], vocab_size, size, beyond=True)
+    matcher_type = sys.modules["xgrammar"].GrammarMatcher
+    return XGrammarMatchers([matcher_type(grammar) for grammar in grammars], vocab_size, size, allows_beyond=True)
 
 
 def _outlines_xgrammar(processor: Any, rows: int, vocab_size: int) -> Matchers:
+    """Matchers for outlines' processor on xgrammar."""
     _check_outlines(processor)
     return _xgrammar_matchers([processor.compiled_grammar] * rows, vocab_size)
 
 
 def _outlines_llguidance(processor: Any, rows: int, vocab_size: int) -> Matchers:
+    """Matchers for outlines' processor on llguidance; raise ValueError if llguidance cannot read the grammar."""
     _check_outlines(processor)
-    make, tokenizer = sys.modules["llguidance"].LLMatcher, processor.llg_tokenizer
+    tokenizer = processor.llg_tokenizer
     require(tokenizer.vocab_size <= vocab_size, f"{_other_size(tokenizer.vocab_size, vocab_size)}.")
-    matchers = [make(tokenizer, processor.grammar) for _ in range(rows)]
-    require(not matchers[0].is_error(), f"llguidance cannot read the grammar: {matchers[0].get_error()}")
-    made = LLGuidanceMatchers(matchers, vocab_size, tokenizer.vocab_size)
-    made.ends = tokenizer.eos_tokens
-    return made
+    matcher_type = sys.modules["llguidance"].LLMatcher
+    of_rows = [matcher_type(tokenizer, processor.grammar) for _ in range(rows)]
+    require(not of_rows[0].is_error(), f"llguidance cannot read the grammar: {of_rows[0].get_error()}")
+    matchers = LLGuidanceMatchers(of_rows, vocab_size, tokenizer.vocab_size)
+    matchers.ends = tokenizer.eos_tokens
+    return matchers
 
 
 def _outlines_core(processor: Any, rows: int, vocab_size: int) -> Matchers:
+    """Matchers for outlines' processor on its own core."""
     _check_outlines(processor)
-    guide = sys.modules["outlines_core"].Guide
-    guides = [guide(processor.index, max_rollback=MOST_BACK) for _ in range(rows)]
+    guide_type = sys.modules["outlines_core"].Guide
+    guides = [guide_type(processor.index, max_rollback=OUTLINES_ROLLBACK) for _ in range(rows)]
     matchers = OutlinesGuides(guides, vocab_size, vocab_size)
     try:
         matchers.mask([0])
     except ValueError as error:
-        OutlinesGuides(guides, MOST_TOKENS, MOST_TOKENS).mask([0])  # raises too, unless the mask was only too small
+        # raises too, unless the mask was only too small
+        OutlinesGuides(guides, LARGEST_VOCABULARY, LARGEST_VOCABULARY).mask([0])
         raise ValueError(f"{_other_size('more', vocab_size)}.") from error
     return matchers
 
 
 def _check_outlines(processor: Any) -> None:
+    """Raise ValueError if a processor of outlines was used before, or is not for torch."""
     name = type(processor).__name__
-    told = f"this {name} was used before, and is where that text ended; call its reset(), or make a new one."
-    require(processor.is_first_token, told)
+    require(
+        processor.is_first_token,
+        f"this {name} was used before, and is where that text ended; call its reset(), or make a new one.",
+    )
     library = processor.tensor_library_name
     require(library == "torch", f"this {name} is for {library!r}; make it from outlines.from_transformers(...).")
 
 
 def _other_size(size: int | str, vocab_size: int) -> str:
+    """What is wrong with a grammar that is for another vocabulary."""
     return f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer"
 
 
-MAKERS: dict[str, Callable[[Any, int, int], Matchers]] = {
+# by the type of the user's processor: from this, the number of rows and the size of the target's vocabulary
+MAKE_MATCHERS: dict[str, Callable[[Any, int, int], Matchers]] = {
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,
     "outlines.backends.xgrammar.XGrammarLogitsProcessor": _outlines_xgrammar,
     "outlines.backends.llguidance.LLGuidanceLogitsProcessor": _outlines_llguidance,

@@ -1,7 +1,7 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
 A warper reads only the scores, so one call serves all positions. Those of transformers that read the text are computed
-for all positions at once by `vectorized` and `watermarks`. Any other stateless one is called as `generate` would, on
+for all positions at once by `vectorized` and `synthid`. Any other stateless one is called as `generate` would, on
 the whole batch with the exact prefix, once for each prefix length. One whose state can be taken back follows the
 candidates: see `rewindable`. A call with any other is decoded by transformers' own sampler: see `engine/plain.py`.
 """
@@ -20,8 +20,8 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft
 
-from .vectorized import ONE_PASS, Prefixes
-from .watermarks import WATERMARKS
+from .synthid import is_usual_synthid, synthid
+from .vectorized import VECTORIZED, Prefixes
 
 
 FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
@@ -39,8 +39,8 @@ WARPERS = AFTER | {
     logits_process.SuppressTokensLogitsProcessor,
 }
 RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})  # without a distribution
-OF_TEXT = ONE_PASS | WATERMARKS
 SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
+OF_TEXT = VECTORIZED | {SYNTHID: synthid}
 STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
 NO_LIMIT = (sys.maxsize, "")  # of the candidates that a target takes
 HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
@@ -172,8 +172,8 @@ def can_look_ahead(processor: Processor) -> bool:
     """Whether the result of a processor depends only on the text and scores that it is called with."""
     if isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS:
         return True
-    if type(processor) is SYNTHID and processor.state is None:
-        return True  # what it keeps is a function of the text, unless it was called before
+    if type(processor) is SYNTHID and is_usual_synthid(processor):
+        return True  # what it keeps is a function of the text
     return getattr(processor, "stateless", False) is True
 
 

@@ -1,6 +1,6 @@
 """transformers' processors of the text, for all rows and positions at once.
 
-`ONE_PASS` has a function for each type: from a processor, the prefixes of the positions and scores [R, P, V] to what
+`VECTORIZED` has a function for each type: from a processor, the prefixes of the positions and scores [R, P, V] to what
 the processor itself gives for each row and prefix, to the bit; or to None where the processor itself has to be called,
 since it may raise. A subclass is not its type. The formulas are those of `transformers/generation/logits_process.py`.
 
@@ -24,64 +24,62 @@ from hf_specx.common.devices import sent
 class Prefixes:
     """The text before each of P consecutive positions of the R decoding rows, the first `ahead` candidates behind.
 
-    `memory` is what `kept` has made; it lasts for a call. Columns count pads on the left: `shortest` and `longest` are
-    those of these prefixes, `lengths` [R, P] int64 of each.
+    Attributes:
+        num_rows: B, with those that have ended; `row_numbers` [R] are those that decode.
+        shortest, longest: how many columns the prefixes have, pads on the left among them.
+        cache: what depends on a processor and the prompts alone, by key; it lasts for a call.
     """
 
-    def __init__(self, batch: Batch, ahead: int, positions: int, memory: dict[Hashable, Any]):
-        self.batch, self.ahead, self.positions, self.memory = batch, ahead, positions, memory
-        self.rows, self.index = len(batch.counts), batch.index
+    def __init__(self, batch: Batch, ahead: int, positions: int, cache: dict[Hashable, Any]):
+        self.batch = batch
+        self.ahead = ahead
+        self.positions = positions
+        self.cache = cache
+        self.num_rows = len(batch.counts)
+        self.row_numbers = batch.index
         counts = [batch.counts[row] for row in batch.rows]
         self.shortest = batch.width + min(counts) + ahead
         self.longest = batch.width + max(counts) + ahead + positions - 1
 
     @cached_property
     def lengths(self) -> torch.Tensor:
+        """The columns of each prefix, [R, P] int64."""
         return self.batch.columns(self.ahead, self.positions)
 
     def last(self, count: int) -> torch.Tensor:
         """The last tokens of each prefix, also pads: [R, P, count]; without meaning where it has fewer columns."""
         self.batch.reserve(self.ahead + self.positions)
         columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
-        return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
-
-    def last_ids(self) -> list[int]:
-        """The last token of each prefix, [R * P]; only candidates are read back, and the ends of prompts."""
-        batch = self.batch
-        if not all(batch.counts[row] for row in batch.rows):
-            return self.last(1).flatten().tolist()
-        found = []
-        for row, candidates in zip(batch.rows, batch.candidates(self.ahead + self.positions - 1), strict=True):
-            found += [batch.emitted[row][batch.counts[row] - 1], *candidates][self.ahead :]
-        return found
+        return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
         self.batch.reserve(self.ahead + self.positions - 1)
         ids = self.batch.ids[:, start : self.longest]
-        if len(self.index) < self.rows:
-            ids = ids[self.index]
+        if len(self.row_numbers) < self.num_rows:
+            ids = ids[self.row_numbers]
         return ids, torch.arange(start, self.longest, device=ids.device)
 
-    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gave when it was first asked for under this key."""
-        if key not in self.memory:
-            self.memory[key] = make()
-        return self.memory[key]
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returned when this key was first asked for in the call."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
 
 def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """The scores of the tokens in columns [first, length) of each prefix are penalised."""
-    ignored, batch = processor.prompt_ignore_length, prefixes.batch
+    """Penalise the scores of the tokens in columns [first, length) of each prefix."""
+    ignored = processor.prompt_ignore_length
+    batch = prefixes.batch
     prompts = batch.ids[:, : batch.width]  # emitted tokens are in the vocabulary, but prompts may have images
-    highest = prefixes.kept("highest prompt id", lambda: int(prompts.max()) if prompts.numel() else 0)
-    if max(highest, batch.pad_token_id) >= scores.shape[-1]:
+    highest_id = prefixes.cached("highest prompt id", lambda: int(prompts.max()) if prompts.numel() else 0)
+    if max(highest_id, batch.pad_token_id) >= scores.shape[-1]:
         return None
     if isinstance(ignored, torch.Tensor):  # of each row, such as its pads
-        if len(ignored) != prefixes.rows:
+        if len(ignored) != prefixes.num_rows:
             return None
-        start = prefixes.kept((processor, "start"), lambda: int(ignored.min()))
-        first = ignored.to(prefixes.lengths)[prefixes.index][:, None].expand_as(prefixes.lengths)  # [R, P]
+        start = prefixes.cached((processor, "start"), lambda: int(ignored.min()))
+        first = ignored.to(prefixes.lengths)[prefixes.row_numbers][:, None].expand_as(prefixes.lengths)  # [R, P]
     else:
         start = ignored or 0
         first = torch.full_like(prefixes.lengths, start)
@@ -89,106 +87,86 @@ def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torc
         return scores
     tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
     lengths = prefixes.lengths[..., None]
-    counts = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
+    is_counted = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
     # a column that does not count stands for the last token, which does if any does
-    index = torch.where(counts, tokens[:, None], prefixes.last(1))
-    found = scores.gather(-1, index)
-    return scores.scatter(-1, index, torch.where(lengths > first[..., None], _penalised(found, processor), found))
-
-
-def encoder_repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
-    ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
-    known = prefixes.kept((processor, scores.shape[-1]), lambda: _inside(ids, scores.shape[-1]))
-    if not known or len(ids) != prefixes.rows:
-        return None
-    index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
-    return scores.scatter(-1, index, _penalised(scores.gather(-1, index), processor))
-
-
-def _penalised(scores: torch.Tensor, processor: Any) -> torch.Tensor:
-    return torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+    ids = torch.where(is_counted, tokens[:, None], prefixes.last(1))
+    old = scores.gather(-1, ids)
+    penalised = torch.where(old < 0, old * processor.penalty, old / processor.penalty)
+    return scores.scatter(-1, ids, torch.where(lengths > first[..., None], penalised, old))
 
 
 def no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Excluded is the last token of each n-gram of the prefix that begins with the last n - 1 tokens."""
+    """Exclude the last token of each n-gram of the prefix that begins with the last n - 1 tokens."""
     size = processor.ngram_size
+    vocab_size = scores.shape[-1]
     if prefixes.longest < size:
         return scores
     tokens, columns = prefixes.tokens()
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
-    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
-    alike &= columns[size - 1 :] < prefixes.lengths[..., None]
-    return _without_last(ngrams, alike, scores)
-
-
-def encoder_no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """As `no_repeat_ngram`, with the n-grams of the input of the encoder, or of the prompt."""
-    size, texts = processor.ngram_size, processor.generated_ngrams
-    if prefixes.rows % len(texts):
-        return None
-
-    def make() -> tuple[torch.Tensor, bool]:
-        """[T, N, n], and whether the last of each is in the vocabulary."""
-        every = [[(*start, token) for start, tokens in known.items() for token in tokens] for known in texts]
-        found = torch.tensor(every, dtype=torch.int64, device=scores.device).view(len(texts), len(every[0]), size)
-        return found, _inside(found[..., -1], scores.shape[-1])
-
-    known, inside = prefixes.kept((processor, scores.shape[-1]), make)
-    if not inside:
-        return None
-    ngrams = known[prefixes.index // (prefixes.rows // len(texts))][:, None]  # [R, 1, N, n]
-    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, N]
-    return _without_last(ngrams, alike & (prefixes.lengths[..., None] >= size - 1), scores)
-
-
-def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores [R, P, V] without the last tokens of n-grams [R, 1, N, n] where [R, P, N] says so."""
-    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
+    matches = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
+    matches &= columns[size - 1 :] < prefixes.lengths[..., None]
+    if scores.device.type == "cpu" and not matches.any():  # on other devices the question would wait for them
         return scores
-    vocab_size = scores.shape[-1]
-    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
+    excluded = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
     # others, and ids outside of the vocabulary, go to a column of their own
-    banned.scatter_(-1, torch.where(where, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
-    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
+    excluded.scatter_(-1, torch.where(matches, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    return scores.masked_fill(excluded[..., :vocab_size], -torch.inf)
 
 
 def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """A bias is added to the last token of each sequence of which the prefix ends with the others."""
+    """Add a bias to the last token of each sequence of which the prefix ends with the others."""
     vocab_size, device = scores.shape[-1], scores.device
-    grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
-    if not grouped or max(map(max, processor.sequence_bias)) >= vocab_size:
+    is_grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
+    if not is_grouped or max(map(max, processor.sequence_bias)) >= vocab_size:
         return None
 
-    def make() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        own = copy.copy(processor)  # which is left unused
-        own._prepare_bias_variables(scores[:, 0])
-        tables = own.multi_token_biases  # of G sequences their starts [G, n], ends and biases [G]
-        ends = torch.cat([last for _, last, _ in tables]).unique() if tables else own.length_1_bias[:0]
-        columns = [(starts, torch.searchsorted(ends, last), amounts) for starts, last, amounts in tables]
-        return own.length_1_bias.to(scores.dtype), ends, columns
+    def make_tables() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """The bias of each token [V], the E ends of longer sequences, and these by length: starts [G, n], which end
+        each has [G], and the biases [G].
+        """
+        prepared = copy.copy(processor)  # so that the processor itself is left unused
+        prepared._prepare_bias_variables(scores[:, 0])
+        groups = prepared.multi_token_biases  # of sequences of one length: their starts [G, n], ends and biases [G]
+        ends = torch.cat([last for _, last, _ in groups]).unique() if groups else prepared.length_1_bias[:0]
+        sequences = [(starts, torch.searchsorted(ends, last), biases) for starts, last, biases in groups]
+        return prepared.length_1_bias.to(scores.dtype), ends, sequences
 
-    single, ends, tables = prefixes.kept((processor, vocab_size, scores.dtype, device), make)
-    biased = scores + single
-    if not tables:
+    of_tokens, ends, sequences = prefixes.cached((processor, vocab_size, scores.dtype, device), make_tables)
+    biased = scores + of_tokens
+    if not sequences:
         return biased
-    added = single[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
-    for starts, columns, amounts in tables:
+    of_ends = of_tokens[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
+    for starts, end_numbers, biases in sequences:
         size = starts.shape[1]
-        ending = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
-        added.index_add_(1, columns, torch.where(ending.flatten(0, 1), amounts, 0.0).to(scores.dtype))
-    return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
+        matches = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
+        of_ends.index_add_(1, end_numbers, torch.where(matches.flatten(0, 1), biases, 0.0).to(scores.dtype))
+    return biased.index_copy_(-1, ends, scores[..., ends] + of_ends.view(*scores.shape[:2], -1))
 
 
-def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """No end token in a prefix of fewer than `least` columns."""
-    if prefixes.shortest >= least:
+def min_length(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """Exclude end tokens while the text is too short, pads included."""
+    return _without_ends(processor, processor.min_length, prefixes, scores)
+
+
+def min_new_tokens(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """Exclude end tokens while too few tokens are new."""
+    return _without_ends(processor, processor.prompt_length_to_skip + processor.min_new_tokens, prefixes, scores)
+
+
+def _without_ends(processor: Any, min_columns: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """Scores without end tokens after a prefix of fewer than `min_columns` columns."""
+    if prefixes.shortest >= min_columns:
         return scores
-    return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
+    return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < min_columns)
+
+
+def suppress(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """Exclude some tokens everywhere."""
+    return _without(processor, processor.suppress_tokens, prefixes, scores, prefixes.lengths >= 0)
 
 
 def suppress_at_begin(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Some tokens are excluded at one length."""
+    """Exclude some tokens at one length."""
     length = processor.begin_index
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
@@ -200,67 +178,73 @@ def _without(
 ) -> torch.Tensor:
     """Scores without `tokens` where [R, P] says so; ids outside of the vocabulary are left out."""
     size, device = scores.shape[-1], scores.device
-    ids = prefixes.kept((processor, size), lambda: tokens[(tokens >= 0) & (tokens < size)].to(device))
+    ids = prefixes.cached((processor, size), lambda: tokens[(tokens >= 0) & (tokens < size)].to(device))
     return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
 
 
+def forced_bos(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """Allow one token only after the first."""
+    return _forced(1, processor.bos_token_id, prefixes, scores)
+
+
+def forced_eos(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """Allow end tokens only as the last of the longest text."""
+    return _forced(processor.max_length - 1, processor.eos_token_id, prefixes, scores)
+
+
 def _forced(length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Only these tokens after a prefix of this length."""
+    """Scores of these tokens alone, 0, after a prefix of this length."""
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
-    if not _inside(torch.as_tensor(tokens, device="cpu"), scores.shape[-1]):
+    if not _all_in_vocabulary(torch.as_tensor(tokens, device="cpu"), scores.shape[-1]):
         return None
-    only = scores.new_full(scores.shape[-1:], -torch.inf)
-    only[tokens] = 0
-    return torch.where(prefixes.lengths[..., None] == length, only, scores)
+    forced = scores.new_full(scores.shape[-1:], -torch.inf)
+    forced[tokens] = 0
+    return torch.where(prefixes.lengths[..., None] == length, forced, scores)
 
 
 def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """The scores of end tokens grow exponentially from a length on."""
+    """Have the scores of end tokens grow exponentially from a length on."""
     start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
     if prefixes.longest <= start:
         return scores
 
-    def as_here() -> bool:
-        """Whether -inf stays -inf, which older versions of transformers make NaN."""
-        inside = _inside(ends, scores.shape[-1])
+    def is_as_here() -> bool:
+        """Whether the ends have scores, and -inf stays -inf, which older versions of transformers make NaN."""
         text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
-        return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
+        if not _all_in_vocabulary(ends, scores.shape[-1]):
+            return False
+        return not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
 
-    full = scores.dtype in (torch.float32, torch.float64)  # where a number and a tensor's element round alike
-    if not full or not prefixes.kept((processor, scores.shape[-1]), as_here):
+    is_full_precision = scores.dtype in (torch.float32, torch.float64)  # a number and a tensor's element round alike
+    if not is_full_precision or not prefixes.cached((processor, scores.shape[-1]), is_as_here):
         return None
     try:
         factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
     except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
         return None
-    ends, factor = ends.to(scores.device), sent(factors, scores.device, torch.float64)
-    found = scores[..., ends]
-    added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
-    return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))
+    ends = ends.to(scores.device)
+    factor = sent(factors, scores.device, torch.float64)
+    old = scores[..., ends]
+    added = old.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
+    return scores.index_copy(-1, ends, old + added.masked_fill(~old.isfinite(), 0.0))
 
 
-def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether all ids are in the vocabulary."""
+def _all_in_vocabulary(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether all ids have scores."""
     return bool(((ids >= 0) & (ids < vocab_size)).all())
 
 
-ONE_PASS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]] = {
+VECTORIZED: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: repetition,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor: encoder_repetition,
     logits_process.NoRepeatNGramLogitsProcessor: no_repeat_ngram,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor: encoder_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: sequence_bias,
     logits_process.NoBadWordsLogitsProcessor: sequence_bias,
-    logits_process.MinLengthLogitsProcessor: lambda x, *given: _without_ends(x, x.min_length, *given),
-    logits_process.MinNewTokensLengthLogitsProcessor: lambda x, *given: _without_ends(
-        x, x.prompt_length_to_skip + x.min_new_tokens, *given
-    ),
-    logits_process.SuppressTokensLogitsProcessor: lambda x, prefixes, scores: _without(
-        x, x.suppress_tokens, prefixes, scores, prefixes.lengths >= 0
-    ),
+    logits_process.MinLengthLogitsProcessor: min_length,
+    logits_process.MinNewTokensLengthLogitsProcessor: min_new_tokens,
+    logits_process.SuppressTokensLogitsProcessor: suppress,
     logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
-    logits_process.ForcedBOSTokenLogitsProcessor: lambda x, *given: _forced(1, x.bos_token_id, *given),
-    logits_process.ForcedEOSTokenLogitsProcessor: lambda x, *given: _forced(x.max_length - 1, x.eos_token_id, *given),
+    logits_process.ForcedBOSTokenLogitsProcessor: forced_bos,
+    logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
     logits_process.ExponentialDecayLengthPenalty: length_penalty,
 }

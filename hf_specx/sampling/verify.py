@@ -1,7 +1,7 @@
 """Verification: which candidates are accepted, and which token follows them.
 
 Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text. Their
-judgements have no `overlap` and `undefined`, which are the same for all.
+verdicts leave `overlap` and `undefined` to the `Verifier`, since these are the same for all ways to verify.
 
 Glossary (one meaning each, everywhere in this package):
     target: the model whose distribution the text must have.
@@ -12,6 +12,8 @@ Glossary (one meaning each, everywhere in this package):
     accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
     bonus token: drawn from the target, after all candidates were accepted.
+    forced token: the only one that masks allow; a candidate without a forward of the draft.
+    verdict: what verification says of a round: how many candidates are accepted, and the token after them.
     residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
     emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
     rollback: taking rejected candidates out of caches, states and masks.
@@ -61,15 +63,19 @@ def verify_token(
         proposed: [R, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
             the next token of a row that keeps them all is drawn from p, at the row's own length.
     """
-    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [R, K]
+    num_candidates = candidates.shape[1]
+    p = _probs_of(candidates, target_probs[:, :-1])  # [R, K]
+    q = _probs_of(candidates, draft_probs)
     passed = uniforms * q < p  # strict: u may be 0, and a token with p = 0 must never pass
-    accepted = _leading(passed if proposed is None else passed & proposed).sum(-1)
-    target = _row(target_probs, accepted)  # [R, V]
+    if proposed is not None:
+        passed &= proposed
+    accepted = _leading(passed).sum(-1)
+    target = _at_position(accepted, target_probs)  # [R, V]
     residual = target
-    if most := candidates.shape[1]:
-        all_kept = accepted == (most if proposed is None else proposed.sum(-1))
-        draft = _row(draft_probs, accepted.clamp(max=most - 1))
-        residual = (target - draft.masked_fill_(all_kept[:, None], 0)).clamp_(min=0)
+    if num_candidates:
+        all_accepted = accepted == (num_candidates if proposed is None else proposed.sum(-1))
+        draft = _at_position(accepted.clamp(max=num_candidates - 1), draft_probs)
+        residual = (target - draft.masked_fill_(all_accepted[:, None], 0)).clamp_(min=0)
     acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
     return Verdict(accepted, _draw(residual, target, choice), acceptance)
 
@@ -91,7 +97,8 @@ def verify_block(
     """
     if proposed is not None:
         draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
-    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
+    p = _probs_of(candidates, target_probs[:, :-1])  # [R, K]
+    q = _probs_of(candidates, draft_probs)
     sums = torch.nn.functional.pad(running_sums(p.double().log() - q.double().log()), (1, 0))  # [R, K + 1], from 0
     reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
     excess = reach[..., None].to(target_probs.dtype) * target_probs  # [R, K + 1, V]
@@ -104,7 +111,9 @@ def verify_block(
         passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
+    residual = _at_position(accepted, excess)
+    target = _at_position(accepted, target_probs)
+    return Verdict(accepted, _draw(residual, target, choice), reach[:, 1:])
 
 
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
@@ -112,14 +121,16 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
 
     For greedy and coupled verification: `choices` [R, K + 1] int64 is the target's argmax of p, or of p / E.
     """
-    alike = candidates == choices[:, :-1]
-    alike = _leading(alike if proposed is None else alike & proposed)
-    accepted = alike.sum(-1)
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
+    matches = candidates == choices[:, :-1]
+    if proposed is not None:
+        matches &= proposed
+    is_accepted = _leading(matches)
+    accepted = is_accepted.sum(-1)
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], is_accepted)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
-    """Sample from `probs` [..., V] by an exponential race, as `torch.multinomial(probs, 1)` does: int64 [...].
+    """Draw tokens from `probs` [..., V] by an exponential race, as `torch.multinomial(probs, 1)` does: int64 [...].
 
     With the same Exp(1) noise [..., V] two similar distributions mostly give the same token, which couples draft and
     target.
@@ -128,7 +139,7 @@ def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample from unnormalised weights [R, V] by inverting their cumulative sum: int64 [R].
+    """Draw tokens from unnormalised weights [R, V] by inverting their cumulative sum: int64 [R].
 
     It needs one random number a row, [R] float64 in [0, 1), where a race needs V, and on a CPU these take most of the
     time of a draw. As 1 is excluded, a weight of 0 is never drawn.
@@ -152,7 +163,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def pick_by_halves(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """As `pick`, up to rounding at the edges of tokens: by the sums of ever smaller runs of weights."""
+    """Draw tokens as `pick` does, up to rounding at their edges: by the sums of ever smaller runs of weights."""
     size = 1 << (weights.shape[1] - 1).bit_length()
     sums = [torch.nn.functional.pad(weights.double(), (0, size - weights.shape[1]))]  # of runs of 1, 2, 4, ... weights
     while sums[-1].shape[1] > 1:
@@ -160,20 +171,22 @@ def pick_by_halves(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tenso
     rest = uniforms[:, None] * sums.pop()
     run = torch.zeros_like(rest, dtype=torch.int64)
     for halves in reversed(sums):
-        first, second = halves.gather(1, 2 * run), halves.gather(1, 2 * run + 1)
+        first = halves.gather(1, 2 * run)
+        second = halves.gather(1, 2 * run + 1)
         is_second = (rest >= first) & (second > 0)  # what is left may have been rounded up to all of the first
-        rest, run = torch.where(is_second, rest - first, rest), 2 * run + is_second
+        rest = torch.where(is_second, rest - first, rest)
+        run = 2 * run + is_second
     return run[:, 0]
 
 
-def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs [R, K, V] at tokens [R, K]: [R, K]."""
+def _probs_of(tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """[R, K], the entries of probs [R, K, V] for tokens [R, K]."""
     return probs.gather(-1, tokens[..., None])[..., 0]
 
 
-def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs [R, K + 1, V] at index [R]: [R, V]."""
-    return probs[torch.arange(len(index), device=index.device), index]
+def _at_position(position: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """[R, V], of probs [R, P, V] those at one position of each row, [R]."""
+    return probs[torch.arange(len(position), device=position.device), position]
 
 
 def _leading(passed: torch.Tensor) -> torch.Tensor:

@@ -138,11 +138,6 @@ def two_tokens() -> DynamicCache:
     return past
 
 
-def negative(ids: torch.Tensor, mask: torch.Tensor | None = None, **settings):
-    guidance = {"guidance_scale": 1.5, "negative_prompt_ids": ids, "negative_prompt_attention_mask": mask}
-    return call(**guidance, **settings)
-
-
 def spread(**settings):
     """As one of two ranks."""
     with patch.object(calls, "world_size", return_value=2):
@@ -183,7 +178,6 @@ LETTERS = string.ascii_letters[:48]
 ALL = letters(LETTERS)
 RENAMED = {"tokenizer": ALL, "draft_tokenizer": letters("!" + LETTERS[1:])}
 LOCKSTEP = {"verification": "token", "layout": "lockstep"}
-TWO_ENCODERS = {"target": "encoder", "draft": "encoder"}
 
 
 def continued(cache, options=None, target="target", **settings):
@@ -216,7 +210,6 @@ WRONG_TEXT = [
     (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
     # What ties rows together
     ("'token' and layout='lockstep', where.*use", partial(call, LOCKSTEP, seeds=[1, 2], do_sample=True, top_k=0)),
-    ("guidance_scale= works for dec.*T5.* has an encoder; leave", partial(call, **TWO_ENCODERS, guidance_scale=1.5)),
     ("'heuristic' changes .*use", partial(spread, num_draft_tokens="auto", num_assistant_tokens_schedule="heuristic")),
 ]
 
@@ -252,7 +245,6 @@ PLAIN = [
     ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
     ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, do_sample=True, top_k=0)),
     ("the seed -1 is outside of what torch takes; give ints", partial(call, seeds=[1, -1])),
-    ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
     # The function, and pairs
     ("there is no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
     ("lookup_num_tokens=2.5 is not an int", partial(lookup, prompt_lookup_num_tokens=2.5)),

@@ -56,7 +56,6 @@ CASES = {
     "packed": Case("llama", {"do_sample": False, "max_new_tokens": 40}, {"layout": "packed"}, ENDS),
     "lockstep": Case("llama", {"do_sample": False, "max_new_tokens": 40}, {"layout": "lockstep"}, ENDS),
     "encoder-decoder": Case("t5", SAMPLED, {"verification": "coupled"}),
-    "guidance": Case("llama", {"do_sample": False, "guidance_scale": 1.5}, {}),
     "plain": Case("llama", SAMPLED, {"verification": "coupled"}, counting=True),
     "lookup": Case("llama", {"do_sample": False}, {}, lookup=True),
     "auto": Case("llama", SAMPLED, {"verification": "coupled", "num_draft_tokens": "auto"}),

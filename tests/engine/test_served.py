@@ -6,6 +6,7 @@ The text is that of plain `generate`, under the same random numbers; the reason 
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
+    SynthIDTextWatermarkingConfig,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -96,6 +98,10 @@ def negative() -> tuple[PreTrainedModel, dict]:
     return tiny(), prompts(2, width=6) | guidance
 
 
+def synthid(**options) -> Callable:
+    return asked(watermarking_config=SynthIDTextWatermarkingConfig(keys=[3, 1, 4], ngram_len=2, **options))
+
+
 def embedded(chunk: int) -> Callable:
     """Plain `generate` reads the ids in pieces, and not these embeddings."""
 
@@ -148,7 +154,19 @@ CASES: dict[str, Callable[[], tuple[PreTrainedModel, dict]]] = {
     "row 1 .* ends in 0.*padding_side='left'": mask(put(1, slice(4, 6))),
     "decoder_attention_mask has zeros between.*on the left only": holed_decoder,
     "holds 2 tokens, and the whole text has 2; pass": holds_the_whole_text,
-    "row 0 of negative_prompt_attention_mask ends in 0": negative,
+    # Processors that few use
+    "guidance_scale= feeds a second text": asked(guidance_scale=1.5),
+    "guidance_scale= feeds a second text to the model": negative,
+    "a WatermarkingConfig draws": asked(watermarking_config={"greenlist_ratio": 0.4, "bias": 2.0}),
+    "a WatermarkingConfig draws a list": asked(watermarking_config={"seeding_scheme": "selfhash", "context_width": 2}),
+    "SynthID .* without debug_mode=": synthid(debug_mode=True),
+    "SynthID .* skip_first_ngram_calls=": synthid(skip_first_ngram_calls=True),
+    "SynthID .* a power of 2": synthid(sampling_table_size=1000),
+    "encoder_repetition_penalty= is applied": asked(encoder_repetition_penalty=1.3),
+    "encoder_no_repeat_ngram_size= is applied": asked(encoder_no_repeat_ngram_size=2),
+    "encoder_repetition_penalty= is applied to one": asked(
+        partial(zoo.build, "seq2seq", "t5"), encoder_repetition_penalty=1.3
+    ),
 }
 
 
@@ -370,6 +388,8 @@ QUEUED: dict[str, tuple[Callable[[], PreTrainedModel], dict]] = {
     "a type that is refused": (lambda: zoo.build("causal", "mamba"), {}),
     "training": (lambda: tiny(attention_dropout=0.1).train(), {}),
     "prompt lookup": (tiny, {"prompt_lookup_num_tokens": 2}),
+    "guidance": (tiny, {"guidance_scale": 1.5}),
+    "a penalty for what is not in the prompt": (tiny, {"encoder_repetition_penalty": 1.3}),
 }
 
 

@@ -59,16 +59,22 @@ def make_world(folder: Path) -> SimpleNamespace:
 
 
 def equal(
-    world: SimpleNamespace, form: str, *args: Any, rows: int = 3, stock: dict | None = None, **kwargs: Any
+    world: SimpleNamespace,
+    form: str,
+    *args: Any,
+    rows: int = 3,
+    stock: dict | None = None,
+    drafts: bool = True,
+    **kwargs: Any,
 ) -> Any:
-    """Call both; `stock` has what only stock is given. Returns our output."""
+    """Call both; `stock` has what only stock is given, and `drafts` says whether we speculate. Returns our output."""
     inputs = {} if args or {"inputs", "input_ids"} & kwargs.keys() else prompts(3)
     torch.manual_seed(5)
     expected = world.target.generate(*args, **inputs, **kwargs | (stock or {}))
     torch.manual_seed(5)
     with Forwards(world.draft) as drafted:
         output = world.call[form](*args, **inputs, **kwargs, **OURS)
-    assert drafted.ids
+    assert bool(drafted.ids) == drafts
     tokens, expected_tokens = (getattr(o, "sequences", o) for o in (output, expected))
     assert torch.equal(tokens, expected_tokens)
     return output

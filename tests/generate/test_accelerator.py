@@ -21,7 +21,7 @@ from gemma4_models import assistant_of, gemma4_target
 from head_files import random_head, write
 from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
-from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 
 from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
 
@@ -38,7 +38,7 @@ class Kind:
     """A kind of call: `model` is the family of both models, and `many` says whether it is a queue of requests.
 
     Where it `reads` candidates, each position of a draft is waited for once more, as the next one is chosen by what
-    is looked up on the host: a grammar follows the text there, and transformers seeds the list of a watermark there.
+    is looked up on the host: a grammar follows the text there.
     What is callable in `options`, of the strategy, and in `settings`, of the call, is made anew for each call.
     """
 
@@ -130,6 +130,7 @@ def of_all(row: int, text: torch.Tensor) -> list[int]:
 GREEDY = {"do_sample": False}
 COUPLED = {"verification": "coupled"}
 MASKS = {"logits_processor": lambda: [Automaton(VOCAB_SIZE, 11, states=2, always=7)]}
+SYNTHID = {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
 OF_FEW = {"logits_processor": lambda: [Automaton(12, 11, states=2, always=7)]}  # no whole bytes
 SUFFIX_OR_MODEL = lambda model: [SuffixDraft(), model]  # noqa: E731
 KINDS = {f"{layout}, greedy": Kind(options={"layout": layout}, settings=GREEDY) for layout in LAYOUTS}
@@ -154,20 +155,15 @@ KINDS |= {
     "masks of functions, queue": Kind(
         many=True, settings=SAMPLED | {"prefix_allowed_tokens_fn": lambda: of_all}, reads=True
     ),
-    "masks and watermark": Kind(settings=SAMPLED | MASKS | {"watermarking_config": WatermarkingConfig}, reads=True),
+    "masks and synthid": Kind(settings=SAMPLED | MASKS | SYNTHID, reads=True),
     "length penalty": Kind(settings=SAMPLED | {"exponential_decay_length_penalty": (2, 1.01), "eos_token_id": 7}),
     "processors": Kind(
         settings=SAMPLED
         | {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 5}
         | {"suppress_tokens": [6], "eos_token_id": 7, "forced_eos_token_id": 7}
     ),
-    "n-grams of the prompt": Kind(settings=SAMPLED | {"encoder_no_repeat_ngram_size": 2}),
-    "synthid": Kind(
-        settings=SAMPLED | {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
-    ),
-    "watermark": Kind(settings=SAMPLED | {"watermarking_config": WatermarkingConfig}, reads=True),
-    "watermark, queue": Kind(many=True, settings=SAMPLED | {"watermarking_config": WatermarkingConfig}, reads=True),
-    "guidance": Kind(settings=GREEDY | {"guidance_scale": 1.5}),
+    "synthid": Kind(settings=SAMPLED | SYNTHID),
+    "synthid, queue": Kind(many=True, settings=SAMPLED | SYNTHID),
     "warpers": Kind(settings={"do_sample": True, "temperature": 1.2, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}),
     "criterion": Kind(settings=SAMPLED | {"stopping_criteria": lambda: [Never()]}),
     "queue, criterion": Kind(many=True, settings=GREEDY | {"eos_token_id": 7, "stopping_criteria": lambda: [Never()]}),

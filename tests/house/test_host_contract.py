@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import VOCAB_SIZE, prompts, tiny
-from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import logits_process, stopping_criteria, utils
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specx.engine.reasons import RARE_PROCESSORS
 from hf_specx.models.slots import CACHE
 from hf_specx.sampling.processors import STATELESS, WARPERS
 
@@ -23,9 +24,7 @@ GENERATE = """
     self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn synced_gpus
     assistant_model streamer negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs
 """
-OTHERS = """
-    PrefixConstrainedLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor SynthIDTextWatermarkLogitsProcessor
-"""  # processors with a treatment of their own
+OTHERS = {"PrefixConstrainedLogitsProcessor"}  # with a treatment of their own
 OF_ONE_MODEL = """
     WhisperNoSpeechDetection ClassifierFreeGuidanceLogitsProcessor AlternatingCodebooksLogitsProcessor
     BarkEosPrioritizerLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor
@@ -33,12 +32,11 @@ OF_ONE_MODEL = """
 """  # put there by generate methods of single models, with meanings of their own
 CRITERIA = {"MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria"}
 BUILT: dict[str, Any] = {"sequence_bias": {(3,): 1.0, (4, 5): 2.0}, "bad_words_ids": [[7], [8, 9]]}
-BUILT |= {"repetition_penalty": 1.3, "encoder_repetition_penalty": 1.2, "exponential_decay_length_penalty": (3, 1.1)}
-BUILT |= {"no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3, "min_length": 13, "min_new_tokens": 2}
+BUILT |= {"repetition_penalty": 1.3, "exponential_decay_length_penalty": (3, 1.1)}
+BUILT |= {"no_repeat_ngram_size": 3, "min_length": 13, "min_new_tokens": 2}
 BUILT |= {"forced_bos_token_id": 5, "forced_eos_token_id": 6, "suppress_tokens": [10], "begin_suppress_tokens": [11]}
 BUILT |= {"temperature": 0.7, "top_h": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.98}
 BUILT |= {"epsilon_cutoff": 0.001, "eta_cutoff": 0.001, "renormalize_logits": True, "remove_invalid_values": True}
-BUILT |= {"watermarking_config": WatermarkingConfig()}
 
 
 def test_arguments_of_generate():
@@ -96,7 +94,7 @@ def subclasses(module: Any, base: type) -> set[str]:
 
 
 def test_every_processor_and_criterion_is_known():
-    ours = {x.__name__ for x in WARPERS | STATELESS} | {*OTHERS.split(), *OF_ONE_MODEL.split()}
+    ours = {x.__name__ for x in WARPERS | STATELESS | RARE_PROCESSORS.keys()} | OTHERS | {*OF_ONE_MODEL.split()}
     new = subclasses(logits_process, logits_process.LogitsProcessor) ^ ours
     assert not new, f"sampling: classify {new} by its code, here or in sampling.processors"
     found = subclasses(stopping_criteria, stopping_criteria.StoppingCriteria)
@@ -113,7 +111,7 @@ def texts() -> Iterator[torch.Tensor]:
 def test_what_a_processor_depends_on(kind: str):
     """A warper reads no text, and one that is stateless says the same again, rows of other texts in between."""
     scores = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    options = {"do_sample": True, "guidance_scale": 1.5, "eos_token_id": [2, 3], "max_new_tokens": 9}
+    options = {"do_sample": True, "eos_token_id": [2, 3], "max_new_tokens": 9}
     types, seen = WARPERS if kind == "warper" else STATELESS, set()
     for processor in called_with(**BUILT, **options)["processors"]:
         name = f"sampling: {type(processor).__name__}"

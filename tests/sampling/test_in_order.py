@@ -98,11 +98,11 @@ def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
 def test_each_reason_is_told_once():
     target, settings = tiny(), {"do_sample": False, "max_new_tokens": 2}
     strategy = coupled(target, 0.05)
-    for told, given in (("Trail may keep state", {"logits_processor": [Trail()]}), ("output_attentions=True", LAYERS)):
-        with pytest.warns(UserWarning, match=told):
-            target.generate(**prompts(2), **settings, **given, custom_generate=strategy)
+    for word, options in (("Trail", {"logits_processor": [Trail()]}), ("output_attentions=True", LAYERS)):
+        with pytest.warns(UserWarning, match=word):
+            target.generate(**prompts(2), **settings, **options, custom_generate=strategy)
         with warnings.catch_warnings(action="error"):
-            target.generate(**prompts(2), **settings, **given, custom_generate=strategy)
+            target.generate(**prompts(2), **settings, **options, custom_generate=strategy)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "mamba2", "openai-gpt"])
@@ -115,8 +115,8 @@ def test_any_architecture(model_type: str):
 @pytest.mark.filterwarnings("ignore")  # torch will have these elsewhere
 def test_layers_that_quantise_all_of_a_forward_by_one_scale():
     """A token's scores then depend on the others, also in a queue."""
-    own, draft, options = tiny(), near(tiny(), 0.1), {"max_new_tokens": 20, "do_sample": False}
-    target = torch.ao.quantization.quantize_dynamic(own, {torch.nn.Linear}, torch.qint8)
+    model, draft, options = tiny(), near(tiny(), 0.1), {"max_new_tokens": 20, "do_sample": False}
+    target = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
     strategy = SpeculativeDecoding(draft)
     expected = target.generate(**prompts(3), **options)
     assert torch.equal(target.generate(**prompts(3), **options, custom_generate=strategy), expected)
@@ -132,9 +132,9 @@ def test_layers_of_a_dict_output(model_type: str, do_sample: bool):
     target = zoo.build("seq2seq" if model_type == "t5" else "causal", model_type)
     settings = {"do_sample": do_sample, "max_new_tokens": 9, "output_scores": True, "output_logits": True, **LAYERS}
     strategy, outputs = SpeculativeDecoding(near(target, 0.03)), []
-    for one in (None, strategy):
+    for custom_generate in (None, strategy):
         torch.manual_seed(5)
-        outputs.append(target.generate(**zoo.inputs(target, 3), **settings, custom_generate=one))
+        outputs.append(target.generate(**zoo.inputs(target, 3), **settings, custom_generate=custom_generate))
     expected, output = outputs
     assert type(output) is type(expected)
     assert output.keys() == expected.keys()
@@ -148,14 +148,14 @@ def test_layers_of_a_dict_output(model_type: str, do_sample: bool):
 def test_seeds():
     """One is that of a row alone; those of several rows are refused, unless they say nothing."""
     target, settings = tiny(), {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
-    given = {"logits_processor": [Trail()], "custom_generate": SpeculativeDecoding(near(target, 0.05))}
+    stateful = {"logits_processor": [Trail()], "custom_generate": SpeculativeDecoding(near(target, 0.05))}
     torch.manual_seed(8)
     expected = target.generate(**prompts(1), **settings, logits_processor=[Trail()])
     before = torch.get_rng_state()
-    assert torch.equal(target.generate(**prompts(1), **settings, **given, seeds=[8]), expected)
+    assert torch.equal(target.generate(**prompts(1), **settings, **stateful, seeds=[8]), expected)
     assert torch.equal(torch.get_rng_state(), before)
-    given["logits_processor"] = [Trail()]
-    with pytest.raises(ValueError, match="seeds= for 2 rows .* Trail may keep state.*call generate for each row"):
-        target.generate(**prompts(2), **settings, **given, seeds=[1, 2])
-    greedy = target.generate(**prompts(2), do_sample=False, max_new_tokens=4, **given, seeds=[1, 2])
+    stateful["logits_processor"] = [Trail()]
+    with pytest.raises(ValueError, match="seeds= for 2 rows .* Trail"):
+        target.generate(**prompts(2), **settings, **stateful, seeds=[1, 2])
+    greedy = target.generate(**prompts(2), do_sample=False, max_new_tokens=4, **stateful, seeds=[1, 2])
     assert greedy.shape == (2, 15)

@@ -69,7 +69,7 @@ def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, control: str):
     assert min(p_values(tokens, exact_distribution([]))) < 1e-8
 
 
-class Given(Drafter):
+class FromLastToken(Drafter):
     """Candidates that follow from the last token, as many as it says, from none to all; it hopes for much."""
 
     def propose(self, batch, lengths):
@@ -81,9 +81,9 @@ class Given(Drafter):
 
 
 DRAFTS = {
-    "given": lambda: Given(),
+    "given": lambda: FromLastToken(),
     "suffix": lambda: SuffixDraft(min_match=1),
-    "several": lambda: [Given(), models()[1]],
+    "several": lambda: [FromLastToken(), models()[1]],
 }
 
 
@@ -140,9 +140,9 @@ def looking(drafts: SeveralDrafts, batch, lengths: list[int]) -> Draft:
     """Wrong: where the model has drawn an even token, the other's candidates are taken instead."""
     if not any(lengths):
         return propose(drafts, batch, lengths)
-    given, drawn = (part.propose(batch, lengths) for part in drafts.parts)
+    from_last_token, drawn = (part.propose(batch, lengths) for part in drafts.parts)
     drafts.taken = (drawn.tokens[:, 0] % 2).tolist()
-    return joined(batch, [given, drawn], drafts.taken, 1)
+    return joined(batch, [from_last_token, drawn], drafts.taken, 1)
 
 
 joined, propose = several._joined, SeveralDrafts.propose

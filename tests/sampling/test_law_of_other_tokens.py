@@ -31,14 +31,15 @@ TOP_P = 0.8
 @cache
 def tokenizer(tokens: tuple[str, ...]) -> PreTrainedTokenizerFast:
     vocab = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    backend = Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def draw(verification: str, **settings) -> torch.Tensor:
-    draft, both = model(12, len(OF_DRAFT)), {"tokenizer": tokenizer(OF_TARGET), "draft_tokenizer": tokenizer(OF_DRAFT)}
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **both)
+    draft = model(12, len(OF_DRAFT))
+    tokenizers = {"tokenizer": tokenizer(OF_TARGET), "draft_tokenizer": tokenizer(OF_DRAFT)}
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **tokenizers)
     tokens = first_tokens(strategy, **ENOUGH, **settings)
     assert 0 < strategy.report.acceptance_rate < 1
     return tokens
@@ -60,11 +61,11 @@ class Misjudging(RejectionVerifier):
     """Candidates are drawn as ever, and judged by another distribution, which is made of the draft's raw logits."""
 
     raw: torch.Tensor  # [R, V of the draft], of the last step
-    told: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    judged_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def choose(self, batch, scores, ahead, lengths):
         token, _ = super().choose(batch, scores, ahead, lengths)
-        return token, Misjudging.told(self.raw, scores)
+        return token, Misjudging.judged_by(self.raw, scores)
 
 
 def of_common_tokens(probs: torch.Tensor) -> torch.Tensor:
@@ -83,15 +84,15 @@ def overwritten(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 def restricted_late(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Wrong: the common tokens are picked from what top-p has left of all the draft's tokens."""
-    found = of_common_tokens(TopPLogitsWarper(0.5)(torch.zeros(len(raw), 1, dtype=torch.int64), raw).softmax(-1))
-    return found / found.sum(-1, keepdim=True).clamp(min=1e-9)
+    probs = of_common_tokens(TopPLogitsWarper(0.5)(torch.zeros(len(raw), 1, dtype=torch.int64), raw).softmax(-1))
+    return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def from_common_tokens(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """Wrong: a recovered token is one of the common tokens."""
-    kept = residual.clone()
-    kept[..., OF_TARGET.index("e")] = 0
-    return verify.pick(torch.where(kept.sum(-1, keepdim=True) > 0, kept, target), choice)
+    without_others = residual.clone()
+    without_others[..., OF_TARGET.index("e")] = 0
+    return verify.pick(torch.where(without_others.sum(-1, keepdim=True) > 0, without_others, target), choice)
 
 
 JUDGED = {"not renormalised": not_renormalised, "overwritten": overwritten, "restricted after top-p": restricted_late}
@@ -109,7 +110,7 @@ def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: 
 
     if control in JUDGED:
         monkeypatch.setattr(VocabularyMap, "logits", noted)
-        monkeypatch.setattr(Misjudging, "told", JUDGED[control], raising=False)
+        monkeypatch.setattr(Misjudging, "judged_by", JUDGED[control], raising=False)
         monkeypatch.setattr(verifiers, "RejectionVerifier", Misjudging)
     else:
         monkeypatch.setattr(verify, "_draw", from_common_tokens)

@@ -24,9 +24,7 @@ SETTINGS = {
     "top-h": {"top_h": 0.6},
     "epsilon and eta": {"epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
     "repetition": {"repetition_penalty": 1.4},
-    "encoder repetition": {"encoder_repetition_penalty": 1.3},
     "n-grams": {"no_repeat_ngram_size": 2},
-    "encoder n-grams": {"encoder_no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[3, 4], [7]]},
     "sequence bias": {"sequence_bias": [[[9], 2.0], [[5, 6], -3.0]]},
     "lengths": {"min_new_tokens": 9, "eos_token_id": 5, "exponential_decay_length_penalty": (12, 1.2)},
@@ -34,10 +32,7 @@ SETTINGS = {
     "forced end": {"forced_eos_token_id": 4},
     "forced begin": {"forced_bos_token_id": 4},
     "suppressed": {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3, 4]},
-    "watermark": {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 2.0}},
-    "watermark by itself": {"watermarking_config": {"seeding_scheme": "selfhash", "context_width": 2}},
     "SynthID": {"watermarking_config": SYNTHID},
-    "guidance": {"guidance_scale": 1.6},
     "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
     "almost cold": {"temperature": 1e-3},
     "row, length and prefix": {
@@ -59,8 +54,8 @@ def test_equals_stock(name: str, do_sample: bool, rows: int, tmp_path: Path):
     target = tiny()
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | SETTINGS[name]
     for noise in (0.05, 2.0):
-        found = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
-        assert noise > 1 or found.forwards < found.plain
+        compared = assert_plain(target, coupled(target, noise), prompts(rows), **settings)
+        assert noise > 1 or compared.forwards < compared.plain
     head = DraftHead.from_pretrained(write(random_head(layer_ids=(0, 1), draft_vocab=24), tmp_path), target=target)
     strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
     assert_plain(target, strategy, prompts(rows), **settings)
@@ -130,8 +125,8 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
             return scores.to(dtype)
 
     target = tiny(vocab_size=1000)
-    own = [Precise(), host.RepetitionPenaltyLogitsProcessor(1.3), host.NoRepeatNGramLogitsProcessor(2)]
-    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": own}
+    processors = [Precise(), host.RepetitionPenaltyLogitsProcessor(1.3), host.NoRepeatNGramLogitsProcessor(2)]
+    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": processors}
     free = assert_plain(target, coupled(target, 0.05), prompts(3), **settings).text
     end = next(token for token in free[0, -12:].tolist() if token > 256 and token % 4)
     assert (assert_plain(target, coupled(target, 0.05), prompts(3), **settings, eos_token_id=end).text == end).any()
@@ -139,8 +134,13 @@ def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
 
 def prefix_of(texts: torch.Tensor, tolerant: bool):
     """Allows what follows in one of the texts; behind any other prefix nothing, or an error."""
-    known = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
-    return lambda row, ids: known.get((row, tuple(ids.tolist())), []) if tolerant else known[row, tuple(ids.tolist())]
+    next_tokens = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        prefix = row, tuple(ids.tolist())
+        return next_tokens.get(prefix, []) if tolerant else next_tokens[prefix]
+
+    return allowed
 
 
 @pytest.mark.parametrize("tolerant", [False, True])

@@ -46,11 +46,11 @@ def automaton(**options) -> list[Automaton]:
     return [Automaton(VOCAB_SIZE, 11, **options)]
 
 
-def compare(target, strategy, rows=4, given=None, **options) -> int:
-    """Assert that the text is plain's, with fresh processors from `given`; returns the forwards of the target."""
-    given = given or partial(automaton, always=END)
+def compare(target, strategy, rows=4, make_processors=None, **options) -> int:
+    """Assert that the text is plain's, with new processors for each call; returns the forwards of the target."""
+    make_processors = make_processors or partial(automaton, always=END)
     options = {"max_new_tokens": NEW, "eos_token_id": END, "pad_token_id": 0, "top_k": 0, **options}
-    fresh = lambda: {"logits_processor": given()}  # noqa: E731
+    fresh = lambda: {"logits_processor": make_processors()}  # noqa: E731
     return assert_plain(target, strategy, prompts(rows), fresh, seed=3, **options).forwards
 
 
@@ -73,11 +73,11 @@ AUTOMATA = {
 )
 def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str, options: str, sampled: bool):
     """Nothing is left after the ends of rows, and no more is proposed than can be taken back."""
-    given = partial(automaton, **AUTOMATA[options])
+    make_processors = partial(automaton, **AUTOMATA[options])
     for number in (3, "auto"):
         chosen = {"num_draft_tokens": number, "layout": layout, "verification": "coupled"}
         strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], **chosen)
-        forwards = compare(target, strategy, 6, given, do_sample=sampled, max_new_tokens=40)
+        forwards = compare(target, strategy, 6, make_processors, do_sample=sampled, max_new_tokens=40)
         assert strategy.report.layout == layout
         assert number == "auto" or strategy.report.forced > 0
         rejected = drafts == "suffix" or (layout, options) == ("lockstep", "of some rows")  # nearly always
@@ -87,7 +87,7 @@ def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str,
 def test_forced_tokens_take_no_forward_of_the_draft(target, draft):
     strategy = SpeculativeDecoding(draft, num_draft_tokens=2)
     with Forwards(draft) as forwards:
-        compare(target, strategy, rows=1, given=partial(automaton, states=3), eos_token_id=None)
+        compare(target, strategy, rows=1, make_processors=partial(automaton, states=3), eos_token_id=None)
     report = strategy.report
     assert report.forced > 0
     assert len(forwards.ids) - 1 <= report.drafted - report.forced
@@ -97,11 +97,11 @@ def test_forced_tokens_take_no_forward_of_the_draft(target, draft):
 def test_rollback_may_be_limited(target, draft, num_draft_tokens: int):
     """Where it takes back 2 tokens, no row has more candidates."""
     strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens)
-    compare(target, strategy, given=partial(automaton, max_rollback=2))
+    compare(target, strategy, make_processors=partial(automaton, max_rollback=2))
     assert 0 < strategy.report.num_draft_tokens <= 2
-    told = "no row has more than 2 candidates: Automaton takes back 2 tokens at most"
-    assert strategy.report.limit_reason == (told if num_draft_tokens > 2 else "")
-    assert (told in str(strategy.report)) == (num_draft_tokens > 2)
+    reason = strategy.report.limit_reason
+    assert bool(reason) == ("Automaton takes back 2 tokens" in reason) == (num_draft_tokens > 2)
+    assert reason in str(strategy.report)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "block"])
@@ -111,16 +111,15 @@ def test_seeded_rows_stand_alone(target, draft, drafts: str, verification: str):
     inputs, seeds = prompts(5), [4, 5, 6, 7, 8]
     options = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
 
-    def made(rows: list[int]) -> list[list[int]]:
+    def texts(rows: list[int]) -> list[list[int]]:
         strategy = SpeculativeDecoding(kinds(draft)[drafts], num_draft_tokens=3, verification=verification)
-        given = {name: value[rows] for name, value in inputs.items()}
-        processor = [OfOneRow(VOCAB_SIZE, 11)]
-        own = [seeds[row] for row in rows]
-        text = target.generate(**given, **options, logits_processor=processor, custom_generate=strategy, seeds=own)
+        of_rows = {name: value[rows] for name, value in inputs.items()}
+        of_rows |= {"logits_processor": [OfOneRow(VOCAB_SIZE, 11)], "seeds": [seeds[row] for row in rows]}
+        text = target.generate(**of_rows, **options, custom_generate=strategy)
         assert strategy.report.forced > 0
         return text.tolist()
 
-    assert made([0, 1, 2, 3, 4]) == [made([row])[0] for row in range(5)]
+    assert texts([0, 1, 2, 3, 4]) == [texts([row])[0] for row in range(5)]
 
 
 class Fails(LogitsProcessor):
@@ -145,8 +144,8 @@ def test_a_processor_is_left_where_the_text_is(target, draft, drafts: str, fails
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3)
     strategy.listeners = (texts,)
     inputs = prompts(3)
-    given = [processor, Fails(inputs["input_ids"].shape[1] + 16)] if fails else [processor]
-    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "logits_processor": given}
+    processors = [processor, Fails(inputs["input_ids"].shape[1] + 16)] if fails else [processor]
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "logits_processor": processors}
     with pytest.raises(OSError, match="the disk is full") if fails else nullcontext():
         target.generate(**inputs, **options, custom_generate=strategy)
     assert max(map(len, texts[-1])) > 1
@@ -157,7 +156,7 @@ def test_a_processor_is_left_where_the_text_is(target, draft, drafts: str, fails
 def test_an_encoder_decoder(sampled: bool):
     target = zoo.build("seq2seq", "t5")
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, verification="coupled")
-    assert compare(target, strategy, given=lambda: [Automaton(96, 1, always=END)], do_sample=sampled) < NEW
+    assert compare(target, strategy, make_processors=lambda: [Automaton(96, 1, always=END)], do_sample=sampled) < NEW
     assert strategy.report.forced > 0
 
 
@@ -192,7 +191,7 @@ def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.Monk
             return super().__contains__(number)
 
     other = Thread(target=call)
-    monkeypatch.setattr(rewindable, "TAKEN", Busy())
+    monkeypatch.setattr(rewindable, "USED_PROCESSORS", Busy())
     with in_use(masks, batch):
         other.join()
     assert ends == ["refused"]
@@ -224,8 +223,8 @@ def test_tokens_that_a_later_processor_brings_back(target, draft, sampled: bool,
     """The state goes on after a token that the mask excludes, if that is what the text has."""
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")
     options = {"prefix_allowed_tokens_fn": by_parity} if mask == "function" else {}
-    own = automaton if mask == "automaton" else list
-    compare(target, strategy, given=lambda: [*own(), Budget()], do_sample=sampled, **options)
+    make_masks = automaton if mask == "automaton" else list
+    compare(target, strategy, make_processors=lambda: [*make_masks(), Budget()], do_sample=sampled, **options)
 
 
 AFTER = {"prefix_allowed_tokens_fn": by_parity, "suppress_tokens": [3, 4, 5, 6, 8, 9], "do_sample": False}
@@ -237,7 +236,7 @@ BEFORE = {"prefix_allowed_tokens_fn": lambda row, text: [(int(text[-1]) + 1) % 5
 def test_where_everything_is_excluded(target, draft, drafts: str, options: dict):
     """Greedily `generate` emits token 0 there; where that was done before the function, what the function allows."""
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")
-    compare(target, strategy, given=list, **{"do_sample": True} | options)
+    compare(target, strategy, make_processors=list, **{"do_sample": True} | options)
 
 
 class OfRows(Automaton):
@@ -253,13 +252,12 @@ def test_a_processor_that_was_refused_is_as_new(target, draft):
     """Also one that was given beside it; only what was shown a token is in the middle of a text."""
     refused, beside = OfRows(VOCAB_SIZE, 11), Automaton(VOCAB_SIZE, 11)
     call = {"max_new_tokens": 6, "custom_generate": SpeculativeDecoding(draft, num_draft_tokens=3)}
-    told = r"the target needs torch.bool of shape \(2, 48\); make the processor for the target's vocabulary and batch"
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
+    with Forwards(target) as forwards, pytest.raises(ValueError, match="shape"):
         target.generate(**prompts(2), logits_processor=[beside, refused], **call)
     assert not forwards.ids
     target.generate(**prompts(1), logits_processor=[refused], **call)
     target.generate(**prompts(2), logits_processor=[beside], **call)
-    with pytest.raises(ValueError, match="Automaton is used by another call, or was used"):
+    with pytest.raises(ValueError, match="Automaton is used"):
         target.generate(**prompts(2), logits_processor=[beside], **call)
 
 

@@ -34,7 +34,7 @@ def need(library: str) -> None:
         pytest.skip(f"{library} is not installed")
 
 
-def given(rows: int) -> dict[str, torch.Tensor]:
+def inputs_of(rows: int) -> dict[str, torch.Tensor]:
     tokenizer = copy.copy(pair().tokenizer)
     tokenizer.padding_side = "left"
     return dict(tokenizer(TEXTS[:rows], return_tensors="pt", padding=True))
@@ -43,17 +43,17 @@ def given(rows: int) -> dict[str, torch.Tensor]:
 def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = False) -> None:
     """Text and generator are those of plain `generate` with a fresh processor, in fewer forwards; ended texts fit."""
     need(library)
-    target, inputs = pair().target, given(rows)
+    target, inputs = pair().target, inputs_of(rows)
     width, processors = inputs["input_ids"].shape[1], [make(library, case, inputs["input_ids"].shape[1]) for _ in "ab"]
     options = {"max_new_tokens": NEW, "do_sample": sampled} | ({"top_k": 0} if sampled else {})
     draft, verification = SuffixDraft() if suffix else pair().draft, "coupled" if sampled else None
     strategy, unused = SpeculativeDecoding(draft, num_draft_tokens=4, verification=verification), iter(processors)
     with Forwards(target) as forwards:
-        found = assert_plain(target, strategy, inputs, lambda: {"logits_processor": [next(unused)]}, **options)
+        compared = assert_plain(target, strategy, inputs, lambda: {"logits_processor": [next(unused)]}, **options)
     assert strategy.report.layout == "ragged"
-    texts = found.text[:, width:].tolist()
+    texts = compared.text[:, width:].tolist()
     emitted = sum(new.index(0) + 1 if 0 in new else len(new) for new in texts)
-    fed = sum(len(ids) for ids in forwards.ids) - rows * found.plain  # a row that is done is fed no more
+    fed = sum(len(ids) for ids in forwards.ids) - rows * compared.plain  # a row that is done is fed no more
     assert fed < emitted or emitted <= 4 * rows  # there may be nothing to save
     for new in texts:
         if 0 in new:
@@ -61,12 +61,13 @@ def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = Fals
     if library != "prefix function":  # what the user made was not used up
         torch.manual_seed(1)
         again = target.generate(**inputs, **options, logits_processor=[processors[1]])
-        assert torch.equal(again, found.text)
+        assert torch.equal(again, compared.text)
 
 
 def grammars() -> Iterator:
     """Every library, grammar, number of rows and mode; few of them in the default run."""
-    for number, (library, case) in enumerate((one, case) for one in LIBRARIES for case in CASES if able(one, case)):
+    pairs = [(library, case) for library in LIBRARIES for case in CASES if able(library, case)]
+    for number, (library, case) in enumerate(pairs):
         for rows, sampled in product([1, 4, 8], [False, True]):
             few = number % 9 == 0 and (rows, sampled) in ((1, False), (4, True))
             yield pytest.param(library, case, rows, sampled, marks=() if few else pytest.mark.slow)
@@ -83,7 +84,7 @@ def test_text_is_that_of_plain_generate(library: str, case: str, rows: int, samp
 def test_masks_are_on_the_cpu_whatever_torchs_default_device(library: str):
     """Their addresses are handed to native code, which writes there."""
     need(library)
-    target, inputs = pair().target, given(2)
+    target, inputs = pair().target, inputs_of(2)
     width, options = inputs["input_ids"].shape[1], {"max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**inputs, **options, logits_processor=[make(library, "flat", width)])
     processor, strategy = make(library, "flat", width), SpeculativeDecoding(pair().draft, num_draft_tokens=3)
@@ -99,10 +100,10 @@ def test_an_error_of_a_guide_is_not_taken_for_another_vocabulary(monkeypatch: py
     def fail(matchers: OutlinesGuides, matcher: object, row: int) -> None:
         raise ValueError("the state is unknown")
 
-    monkeypatch.setattr(OutlinesGuides, "fill", fail)
+    monkeypatch.setattr(OutlinesGuides, "write_mask", fail)
     strategy = SpeculativeDecoding(pair().draft)
     with pytest.raises(ValueError, match="the state is unknown"):
-        pair().target.generate(**given(1), logits_processor=[make("outlines", "flat")], custom_generate=strategy)
+        pair().target.generate(**inputs_of(1), logits_processor=[make("outlines", "flat")], custom_generate=strategy)
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines"])
@@ -129,14 +130,14 @@ class Half(Drafter):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
     need(library)
-    target, rounds, inputs = pair().target, Heard(lambda done: done), given(1)
+    target, rounds, inputs = pair().target, Heard(lambda done: done), inputs_of(1)
     width, options = inputs["input_ids"].shape[1], {**inputs, "max_new_tokens": 16, "do_sample": False}
     plain = target.generate(**options, logits_processor=[make(library, "constants", width)])
     strategy = SpeculativeDecoding([Half(plain[0]), pair().draft], num_draft_tokens=2)
     strategy.listeners = (rounds,)
-    made = target.generate(**options, logits_processor=[make(library, "constants", width)], custom_generate=strategy)
-    assert made.tolist() == plain.tolist()
-    numbers = [(one.draft.lengths, one.accepted) for one in rounds if one.draft.sources == ["half"]]
+    text = target.generate(**options, logits_processor=[make(library, "constants", width)], custom_generate=strategy)
+    assert text.tolist() == plain.tolist()
+    numbers = [(done.draft.lengths, done.accepted) for done in rounds if done.draft.sources == ["half"]]
     assert len(numbers) > 4
     assert all(pair == ([1], [1]) for pair in numbers)
 
@@ -144,22 +145,22 @@ def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
 def test_each_row_may_have_a_grammar_of_its_own():
     xgrammar = pytest.importorskip("xgrammar")
     grammars = [make("xgrammar", case).compiled_grammars[0] for case in ("flat", "words", "endless", "array")]
-    inputs, target = given(4), pair().target
+    inputs, target = inputs_of(4), pair().target
     options, strategy = {"max_new_tokens": NEW, "do_sample": False}, SpeculativeDecoding(pair().draft)
     make_new = lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammars)]}  # noqa: E731
     assert_plain(target, strategy, inputs, make_new, **options)
     with pytest.raises(ValueError, match=r"4 compiled grammars for 3 rows"):
-        target.generate(**given(3), **options, **make_new(), custom_generate=strategy)
+        target.generate(**inputs_of(3), **options, **make_new(), custom_generate=strategy)
 
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines", "outlines llguidance"])
 def test_a_processor_in_the_middle_of_a_text_is_refused(library: str):
     need(library)
     processor, target = make(library, "flat"), pair().target
-    target.generate(**given(1), max_new_tokens=3, do_sample=False, logits_processor=[processor])
+    target.generate(**inputs_of(1), max_new_tokens=3, do_sample=False, logits_processor=[processor])
     strategy = SpeculativeDecoding(pair().draft)
     with Forwards(target) as forwards, pytest.raises(ValueError, match="was used before"):
-        target.generate(**given(1), max_new_tokens=3, logits_processor=[processor], custom_generate=strategy)
+        target.generate(**inputs_of(1), max_new_tokens=3, logits_processor=[processor], custom_generate=strategy)
     assert not forwards.ids
 
 
@@ -182,7 +183,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (Path(sampling.__file__).parent / "R
 def test_lines_of_the_readme(monkeypatch: pytest.MonkeyPatch, library: str, block: str):
     pytest.importorskip(library)
     monkeypatch.setattr(transformers.tokenization_utils, "PreTrainedTokenizerBase", None, raising=False)
-    target, inputs, schema = pair().target, given(2), SCHEMAS["constants"]
+    target, inputs, schema = pair().target, inputs_of(2), SCHEMAS["constants"]
     names = {"tokenizer": pair().tokenizer, "model": target, "inputs": inputs, "schema": schema, "texts": []}
     called = block.replace("model.generate(", "texts.append(model.generate(").replace("=strategy)", "=strategy))")
     plain, strategy = {**names, "strategy": None}, SpeculativeDecoding(pair().draft)

@@ -114,8 +114,8 @@ def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
         q, p = q.to(dtype), p.to(dtype)
         accepted, next_token, *_ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
-        kept = torch.arange(4) < accepted[:, None]
-        assert (chances[kept] > 0).all()
+        is_accepted = torch.arange(4) < accepted[:, None]
+        assert (chances[is_accepted] > 0).all()
         assert (p[torch.arange(400), accepted].gather(-1, next_token[:, None]) > 0).all()
         assert (chances == 0).any()
 
@@ -175,11 +175,11 @@ PROPOSED = torch.arange(NUM_CANDIDATES) < LENGTHS[:, None]
 def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) -> None:
     """`judge` gives the verdict on a row, as a slice, with its candidates alone."""
     for row, k in enumerate(LENGTHS.tolist()):
-        one = slice(row, row + 1)
-        alone = judge(one, k)
-        assert torch.equal(verdict.accepted[one], alone.accepted)
-        assert torch.equal(verdict.next_token[one], alone.next_token)
-        assert torch.equal(verdict.acceptance[one, :k], alone.acceptance)
+        this_row = slice(row, row + 1)
+        alone = judge(this_row, k)
+        assert torch.equal(verdict.accepted[this_row], alone.accepted)
+        assert torch.equal(verdict.next_token[this_row], alone.next_token)
+        assert torch.equal(verdict.acceptance[this_row, :k], alone.acceptance)
 
 
 @either

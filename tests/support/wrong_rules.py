@@ -92,13 +92,13 @@ def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Verd
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "residual by the draft's noise": ("token", "sampling.rules", "RejectionVerifier", SharedNoise),
+    "residual by the draft's noise": ("token", "sampling.verifiers", "RejectionVerifier", SharedNoise),
     "residual replaced by the target": ("token", "sampling.verify", "_draw", lambda _, p, choice: pick(p, choice)),
-    "greedy draft, soft q": ("token", "sampling.rules", "RejectionVerifier", GreedyDraft),
-    "block up to the first failure": ("block", "sampling.rules", "verify_block", block_to_first_failure),
-    "unlikely candidates dropped": ("token", "sampling.rules", "verify_token", token_without_unlikely),
+    "greedy draft, soft q": ("token", "sampling.verifiers", "RejectionVerifier", GreedyDraft),
+    "block up to the first failure": ("block", "sampling.verifiers", "verify_block", block_to_first_failure),
+    "unlikely candidates dropped": ("token", "sampling.verifiers", "verify_token", token_without_unlikely),
 }
 SEEDED_CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "one stream for all uses": ("token", "sampling.rules", "RejectionVerifier", OneStream),
-    "streams that start anew": ("token", "sampling.rules", "RejectionVerifier", Restarted),
+    "one stream for all uses": ("token", "sampling.verifiers", "RejectionVerifier", OneStream),
+    "streams that start anew": ("token", "sampling.verifiers", "RejectionVerifier", Restarted),
 }

@@ -1,4 +1,4 @@
-"""Processors of the text in one pass: for each row and position, to the bit what transformers' own gives there.
+"""Processors of the text, vectorized: for each row and position, to the bit what transformers' own gives there.
 
 Each is compared with the processor itself, called on one prefix after another with the whole batch.
 """
@@ -16,28 +16,20 @@ from hf_specx.sampling.processors import Processors
 VOCAB, WIDTH, PAD, END = 9, 6, 0, 5  # few tokens, so that they and n-grams come again
 
 
-def encoder_ids(rows: int) -> torch.Tensor:
-    return torch.randint(1, VOCAB, (rows, 7), generator=torch.Generator().manual_seed(3))
-
-
-def masked(rows: int) -> torch.Tensor:
+def num_pads(rows: int) -> torch.Tensor:
     """How many columns of each prompt are pads."""
     return (torch.arange(rows) * 2) % WIDTH
 
 
 MAKERS = {
     "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
+    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, num_pads(rows)),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
-    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
     "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
     "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
     "n-grams as long as the text": lambda rows: host.NoRepeatNGramLogitsProcessor(WIDTH + 3),
-    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
-    "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
-    "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
     "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
@@ -52,8 +44,6 @@ MAKERS = {
     "suppressed at first": lambda rows: host.SuppressTokensAtBeginLogitsProcessor([1, 4], WIDTH + 2),
     "forced begin": lambda rows: host.ForcedBOSTokenLogitsProcessor(4),
     "forced end": lambda rows: host.ForcedEOSTokenLogitsProcessor(WIDTH + 5, [END, 1]),
-    "watermark": lambda rows: host.WatermarkLogitsProcessor(VOCAB, "cpu", bias=1.7),
-    "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
 }
 
 
@@ -61,7 +51,7 @@ def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
     """Prompts of unequal length, to which unequally many tokens were emitted; every fourth row has ended."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCAB, (rows, width), generator=generator)
-    mask = torch.arange(width) >= masked(rows)[:, None] % max(width, 1)
+    mask = torch.arange(width) >= num_pads(rows)[:, None] % max(width, 1)
     batch = Batch(ids * mask, mask if width else None, PAD)
     for _ in range(seed):
         emitted = torch.randint(0, 4, (rows,), generator=generator)
@@ -83,15 +73,17 @@ def drawn(batch: Batch, positions: int) -> torch.Tensor:
     return scores
 
 
-def assert_alike(processor, batch: Batch, draft: Draft, scores: torch.Tensor, found: torch.Tensor, ahead: int = 0):
+def assert_as_called(
+    processor, batch: Batch, draft: Draft, scores: torch.Tensor, processed: torch.Tensor, ahead: int = 0
+):
     """At each position up to a row's last: the scores of the processor that is called with the whole batch there."""
     for index, row in enumerate(batch.rows):
         for position in range(min(scores.shape[1], draft.lengths[index] + 1 - ahead)):
             every = scores.new_zeros(len(batch.ids), VOCAB)
             every[row] = scores[index, position]
             expected = processor(batch.prefix(batch.counts[row] + ahead + position), every)[row]
-            assert found.dtype == expected.dtype
-            assert torch.equal(found[index, position], expected), (row, position)
+            assert processed.dtype == expected.dtype
+            assert torch.equal(processed[index, position], expected), (row, position)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -103,23 +95,23 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: 
     """
     batch, processors, processor = text(rows, seed=1), Processors([MAKERS[name](rows)]), MAKERS[name](rows)
     generator, called, asked = torch.Generator().manual_seed(8), type(processor).__call__, []
-    monkeypatch.setattr(type(processor), "__call__", lambda own, *given: asked.append(own) or called(own, *given))
+    monkeypatch.setattr(type(processor), "__call__", lambda self, *args: asked.append(self) or called(self, *args))
     for seed in range(5):
         draft = drafted(batch, seed)
         for ahead in range(draft.tokens.shape[1]):
             scores = drawn(batch, 1)
-            assert_alike(processor, batch, draft, scores, processors(batch, None, scores, ahead), ahead)
+            assert_as_called(processor, batch, draft, scores, processors(batch, None, scores, ahead), ahead)
         scores = drawn(batch, draft.tokens.shape[1] + 1)
-        given = scores.clone()
-        assert_alike(processor, batch, draft, scores, processors(batch, draft, scores))
-        assert torch.equal(scores, given), "changed in place"
-        kept = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
+        before = scores.clone()
+        assert_as_called(processor, batch, draft, scores, processors(batch, draft, scores))
+        assert torch.equal(scores, before), "changed in place"
+        accepted = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
         tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
-        tokens[range(len(kept)), kept] = torch.randint(1, VOCAB, (len(kept),), generator=generator)
-        batch.emit(tokens, [number + 1 for number in kept])
+        tokens[range(len(accepted)), accepted] = torch.randint(1, VOCAB, (len(accepted),), generator=generator)
+        batch.emit(tokens, [number + 1 for number in accepted])
         if seed == 2 and rows > 1:
             batch.retire([0])
-    assert name == "length penalty" or all(own is processor for own in asked)
+    assert name == "length penalty" or all(one_asked is processor for one_asked in asked)
 
 
 class Mine(host.RepetitionPenaltyLogitsProcessor):
@@ -135,7 +127,7 @@ def test_processors_keep_their_order():
     """With one of the user's own among them, and warpers before and after."""
     several = [
         host.SequenceBiasLogitsProcessor([[[4, 7], 0.7], [[2], -0.5]]),
-        host.RepetitionPenaltyLogitsProcessor(1.3, masked(8)),
+        host.RepetitionPenaltyLogitsProcessor(1.3, num_pads(8)),
         host.NoRepeatNGramLogitsProcessor(2),
         host.TemperatureLogitsWarper(0.7),
         Mine(2.0),
@@ -147,8 +139,8 @@ def test_processors_keep_their_order():
     batch = text(8, seed=2)
     draft = drafted(batch, 1)
     scores = drawn(batch, draft.tokens.shape[1] + 1)
-    found = Processors(several)(batch, draft, scores)
-    assert_alike(LogitsProcessorList(several), batch, draft, scores, found)
+    processed = Processors(several)(batch, draft, scores)
+    assert_as_called(LogitsProcessorList(several), batch, draft, scores, processed)
 
 
 OUTSIDE = {
@@ -169,13 +161,11 @@ def test_prompts_may_hold_ids_that_have_no_scores(name: str):
         with pytest.raises(ValueError, match="vocabulary size"):
             Processors([OUTSIDE[name]()])(batch, draft, scores)
     else:
-        assert_alike(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
+        assert_as_called(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
 
 
 REFUSED = {
     "padding of other rows": lambda: host.RepetitionPenaltyLogitsProcessor(1.3, torch.zeros(3, dtype=torch.int64)),
-    "ids of the input": lambda: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.full((4, 3), VOCAB)),
-    "n-grams of the input": lambda: host.EncoderNoRepeatNGramLogitsProcessor(1, torch.full((4, 3), VOCAB)),
     "forced end": lambda: host.ForcedEOSTokenLogitsProcessor(WIDTH + 1, VOCAB),
     "penalised end": lambda: host.ExponentialDecayLengthPenalty((0, 1.1), [VOCAB], 0),
     "penalty that overflows": lambda: host.ExponentialDecayLengthPenalty((0, 1e200), [END], 0),
@@ -189,6 +179,6 @@ def test_errors_are_those_of_transformers(name: str):
     batch = batch.until(batch.counts, list(range(4)))
     with pytest.raises(Exception) as expected:  # noqa: PT011
         processor(batch.prefix(0), scores[:, 0])
-    with pytest.raises(expected.type) as found:
+    with pytest.raises(expected.type) as error:
         Processors([processor])(batch, Draft(torch.zeros(4, 0, dtype=torch.int64), [0] * 4), scores)
-    assert str(found.value) == str(expected.value)
+    assert str(error.value) == str(expected.value)
