@@ -248,14 +248,18 @@ def test_another_coefficient_is_measured_anew(put: Callable[[PreTrainedModel], C
     assert put is by_tensor or len(RESULTS[target]) == number  # the first result holds again
 
 
-def test_what_a_hook_keeps_is_compiled_anew_when_it_changes(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_hook_keeps_is_compiled_anew_when_it_changes():
     """A hook that is right, whose coefficient torch would write into the forward as a number."""
     target, coefficients = tiny(), [0.0]
     target.model.layers[0].register_forward_hook(lambda module, args, output: output + coefficients[0] * VECTOR)
     strategy = coupled(tiny(), 0.05, compile=True)
     for coefficient in (0.0, 1.0):
         coefficients[0] = coefficient
-        assert_plain(target, strategy, prompts(1, width=12), **NEW)
+        texts = []
+        for custom_generate in (None, strategy):  # without a hook that counts forwards, which is another in each call
+            torch.manual_seed(1)
+            texts.append(target.generate(**prompts(1, width=12), **NEW, custom_generate=custom_generate).tolist())
+        assert texts[0] == texts[1]
         assert strategy.report.layout == "ragged"
 
 
