@@ -41,7 +41,19 @@ def model_fingerprint(model: Any) -> str:
     state = state_of(model)
     absent = any(getattr(value, "is_meta", False) for value in state.values())
     settings = model.config.to_dict() | {"weights": model.name_or_path if absent else None}
+    settings |= {"adapters": _adapters_in_use(model) or None}
     return fingerprint_of(settings, _state_tensors(state))
+
+
+def _adapters_in_use(model: torch.nn.Module) -> dict[str, str]:
+    """Which adapters of PEFT are active in each layer that has some, and how strong each of them is."""
+    layers = {}
+    for path, part in model.named_modules():
+        disabled = getattr(part, "disable_adapters", None)  # a model has a method of this name
+        if isinstance(disabled, bool):
+            scaling = getattr(part, "scaling", None)
+            layers[path] = f"{[] if disabled else part.active_adapters} {scaling}"
+    return layers
 
 
 def _counted(value: Any) -> Any:

@@ -31,6 +31,7 @@ from hf_specx.common.recording import conditions, kind_of, record, without_defau
 from .attention import TILED, Masks
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_prepacked
+from .foreign_code import identity_of
 from .runner import HiddenStates
 from .slots import CACHE, Columns, Pool
 
@@ -229,7 +230,7 @@ def traits(model: PreTrainedModel) -> int:
                 found += [(key, *kind_of(x), known.setdefault(id(x), len(known))) for key, x in held if x is not None]
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    found += [id(hook) for hook in list(value.values()) if not reads_states(hook)]
+                    found += [identity_of(hook) for hook in list(value.values()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 found.append((name, repr(value)))
     return hash(tuple(found))

@@ -1,39 +1,30 @@
 """Whether feeding several tokens behind a cache gives what feeding them one by one gives, measured for one target.
 
 All speculation rests on that. The sweep of the tests has shown it for model types as transformers ships them. What
-runs other code is `unproven`, and measured once, before its first candidates count.
+runs other code is `unproven` (see `foreign_code`), and measured once for the `Conditions` of a call, before its first
+candidates count.
 """
 
 import copy
-import functools
-import sys
-import weakref
-from types import FunctionType, MethodType
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specx.common.architectures import LAYOUTS_OF, MASKED
+from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
 from .packed import PackedRunner
-from .prompts import has_rows, select
-from .runner import HiddenStates, ModelRunner
+from .prompts import Prompt, has_rows, select
+from .runner import ModelRunner
 from .slots import columns_of, select_rows, self_attention, with_cross_attention
 
 
-TRUSTED = ("torch", "transformers", "peft", "accelerate", "deepspeed")  # whose code the tests run in targets
-UNTRIED = ("torch.ao",)  # but for these parts
-STANDARD = sys.stdlib_module_names - {"__main__"}
-PLAIN_TENSORS: tuple[type, ...] = (nn.Parameter, torch.Tensor, nn.Buffer)  # whose arithmetic is torch's own
-DISTRIBUTED = "torch.distributed"  # where the sharded parameters of ranks come from
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
 LIMIT = 1e-3  # total variation, in float32 and wider
 HALF = 2.0**-11  # epsilon from which on precision is half
@@ -41,13 +32,7 @@ ROUNDING, WORST_ROUNDING = 4.0, 0.1  # in half precision: times the rounding tha
 SHARPEST = 1e4  # at most so many times are flat logits sharpened
 MATMUL = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}  # epsilon of products of float32
 EPSILONS = 4  # of half precision: so much total variation rounding explains, whatever was measured
-
-
-class Trait(NamedTuple):
-    """Something that a target runs and the tests do not, in words; and what it is, where others have these words."""
-
-    words: str
-    identity: Any = None
+MOST_RESULTS = 64  # of a model; the oldest go first, since code that keeps count of its calls is measured in each
 
 
 class Difference(NamedTuple):
@@ -72,67 +57,65 @@ class Difference(NamedTuple):
 
 
 NO_DIFFERENCE = Difference(0.0, 0.0)
-# results for each target, by its traits and by the layout that was measured
-RESULTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Difference]] = WeakKeyDictionary()
 
 
-def unproven(model: PreTrainedModel) -> frozenset[Trait]:
-    """What a target runs that the tests have not shown to be right with several tokens at once; empty if nothing.
+class Conditions(NamedTuple):
+    """What a result holds for: under other conditions a target is measured again.
 
-    These are a model type that is in no table, attention that the tests do not run, and in any module: code from
-    outside of `TRUSTED` as its class, as its `forward`, as a hook on it, or as the arithmetic of its parameters. A
-    hook that has the attribute `reads_only = True` changes nothing and is let through.
+    Attributes:
+        traits: of the target, see `unproven`.
+        layout: how its rows share the batch.
+        epsilon: of the coarsest numbers that it computes with, which says what rounding explains.
+        modes: its device, and whether it is in training mode.
+        several_rows: whether there are others in the batch.
+        hidden_slots: whether some rows have pads or holes, which masks must hide.
+        inputs: names of what it is given beside token ids, such as images.
+        doublings: how often the length of the prompts was doubled, for a type that is in no table: what it does behind
+            longer texts, none of the tests has shown. 0 for others.
+        candidates: the most of a round.
+        steps: tokens that are fed one by one.
     """
-    traits: set[Trait] = set()
-    if model.config.model_type not in LAYOUTS_OF:
-        traits.add(Trait(f"model type {model.config.model_type!r} is in no table of the tests"))
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        attention = str(config._attn_implementation)
-        function = ALL_ATTENTION_FUNCTIONS.get(attention)
-        is_replaced = function is not None and not hasattr(function, "uses") and _is_foreign(function)  # ours has uses
-        if attention not in MASKED or is_replaced:
-            traits.add(Trait(f"attn_implementation={attention!r} is not run by the tests", _identity(function)))
-    for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-        traits |= _foreign_hooks(hooks, "every module")
-    kinds: set[type[nn.Module]] = set()
-    for module in model.modules():  # there may be thousands, in each call
-        kind, held = type(module), vars(module)
-        if kind not in kinds:
-            kinds.add(kind)
-            traits |= _foreign_kind(kind)
-        replaced = held.get("_old_forward") or held.get("forward")  # accelerate keeps what it wraps
-        if replaced is not None and _is_foreign(replaced):
-            traits.add(Trait(f"the forward of a {kind.__qualname__} is from elsewhere", _identity(replaced)))
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            if held[name]:
-                traits |= _foreign_hooks(held[name], kind.__qualname__)
-        for parameter in held["_parameters"].values():
-            tensor = type(parameter)
-            if tensor not in PLAIN_TENSORS and parameter is not None and not tensor.__module__.startswith(DISTRIBUTED):
-                traits.add(Trait(f"{kind.__qualname__} has a {tensor.__qualname__} as a parameter"))
-    return frozenset(traits)
+
+    traits: frozenset[Hashable]
+    layout: str
+    epsilon: float
+    modes: tuple[Hashable, ...]
+    several_rows: bool
+    hidden_slots: bool
+    inputs: frozenset[str]
+    doublings: int
+    candidates: int
+    steps: int
 
 
-def _foreign_kind(kind: Any) -> set[Trait]:
-    """What is foreign in a class of modules."""
-    if _is_foreign_class(kind):
-        return {Trait(f"{kind.__qualname__} is a class of {kind.__module__}", weakref.ref(kind))}
-    if _is_foreign(kind.forward):
-        return {Trait(f"the forward of {kind.__qualname__} is from elsewhere", _identity(kind.forward))}
-    return set()
+RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Conditions, Difference]] = WeakKeyDictionary()
 
 
-def describe(traits: frozenset[Trait]) -> str:
-    """Traits in words, the first two."""
-    words = sorted({trait.words for trait in traits})
-    return " and ".join(words[:2]) + (f" and {len(words) - 2} more" if len(words) > 2 else "")
+def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, candidates: int, steps: int) -> Conditions:
+    """The conditions under which a target is about to read prompts."""
+    model, rows = prompt.model, len(prompt.input_ids)
+    mask = prompt.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    several_dimensions = isinstance(mask, torch.Tensor) and mask.ndim != 2
+    return Conditions(
+        traits=traits,
+        layout=layout,
+        epsilon=_epsilon(model),
+        modes=(str(model.device), model.training),
+        several_rows=rows > 1,
+        hidden_slots=mask is not None and (several_dimensions or not bool(mask.all())),
+        inputs=frozenset(name for name, value in prompt.kwargs.items() if isinstance(value, torch.Tensor)),
+        doublings=0 if model.config.model_type in LAYOUTS_OF else prompt.input_ids.shape[1].bit_length(),
+        candidates=candidates,
+        steps=steps,
+    )
 
 
-def _foreign_hooks(hooks: dict[int, Any], where: str) -> set[Trait]:
-    """Those of a module that may change what it gives; torch never gives the number of a hook to another one."""
-    listed = hooks.copy().items()  # those of other threads come and go
-    changing = [number for number, hook in listed if not _is_harmless(hook)]
-    return {Trait(f"a forward hook is on {where}", number) for number in changing}
+def remember(model: PreTrainedModel, conditions: Conditions, difference: Difference) -> None:
+    """Keep a result as long as the model exists, or until many others have come."""
+    results = RESULTS.setdefault(model, {})
+    results[conditions] = difference
+    while len(results) > MOST_RESULTS:
+        del results[next(iter(results))]
 
 
 def tokens_of_a_round(model: PreTrainedModel) -> int | None:
@@ -145,54 +128,6 @@ def tokens_of_a_round(model: PreTrainedModel) -> int | None:
     if share is not None:
         return None if share >= 1 else 0
     return getattr(model.config, "expert_capacity", None)
-
-
-def _is_harmless(hook: Any) -> bool:
-    """Whether a hook says that it reads only, is trusted, or reads hidden states for a head of any thread or copy."""
-    function = getattr(hook, "func", hook)
-    if isinstance(function, MethodType) and type(function.__self__).__name__ == HiddenStates.__name__:
-        return True
-    return getattr(hook, "reads_only", getattr(_code_of(hook), "reads_only", False)) or not _is_foreign(hook)
-
-
-def _code_of(called: Any) -> Any:
-    """The function behind bound methods, partial ones, and what torch has compiled."""
-    while isinstance(called, functools.partial | MethodType):
-        called = called.func if isinstance(called, functools.partial) else called.__func__
-    return getattr(called, "_torchdynamo_orig_callable", called)
-
-
-def _identity(called: Any) -> Any:
-    """What tells code from other code that may stand in its place later; it keeps no model alive."""
-    code = _code_of(called)
-    return weakref.ref(code if isinstance(code, FunctionType) else type(code))
-
-
-def _is_foreign(called: Any) -> bool:
-    """Whether something that is called, or what it wraps, is from outside of `TRUSTED`."""
-    code = _code_of(called)
-    kind: Any = type(code)
-    return _is_foreign_function(code) if kind is FunctionType else _is_foreign_class(kind)
-
-
-@functools.lru_cache(4096)
-def _is_foreign_function(function: Any) -> bool:
-    while function is not None:
-        # where it was written: a decorator gives itself the `__module__` of what it wraps
-        if not _is_trusted(getattr(function, "__globals__", {}).get("__name__") or str(function.__module__)):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
-@functools.lru_cache(4096)
-def _is_foreign_class(kind: Any) -> bool:
-    return not all(_is_trusted(base.__module__) for base in kind.__mro__)
-
-
-def _is_trusted(module: str) -> bool:
-    root = module.partition(".")[0]
-    return (root in TRUSTED and not module.startswith(UNTRIED)) or root in STANDARD
 
 
 @torch.no_grad()
@@ -216,12 +151,12 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
     """
     rows, epsilon, home = len(batch.rows), _epsilon(runner.model), batch.ids.device
     half, plain, rounding = epsilon >= HALF, PlainSteps(runner, output), 0.0
-    known = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # there may be fewer than scores
+    ids = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # there may be fewer than scores
     logits, tokens = [runner.after_prompt[:, 0]], []
     last_rows = torch.arange(rows, device=home)  # those that have the last step
     for number in range(steps):
         # another token in each step: of equal ones a fault of masks or positions may give equal scores
-        tokens.append(logits[-1][:, :known].topk(number + 1).indices[:, number])
+        tokens.append(_likely(logits[-1][:, :ids], number))
         if number < steps - 1:
             logits.append(plain(tokens[-1]))
         elif half:
@@ -233,7 +168,7 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
             if rows > 1:
                 last_rows = plain.with_other_rows()
             logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
-    tokens.append(logits[-2][:, :known].topk(steps + 1).indices[:, steps])
+    tokens.append(_likely(logits[-2][:, :ids], steps))
     del plain
     fed, before = _preview(runner, batch, torch.stack(tokens, 1), most)
     # (row, place in the forward, tokens that were emitted up to there) of what single steps have given as well
@@ -244,6 +179,11 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
     figure = max(rounding, _total_variation(fed[row, place], torch.stack(logits)[emitted, row]))
     limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if half else LIMIT
     return Difference(figure, limit)
+
+
+def _likely(logits: torch.Tensor, rank: int) -> torch.Tensor:
+    """[R], the token of this rank, from 0, by logits [R, V]; the last one of a smaller vocabulary."""
+    return logits.topk(min(rank + 1, logits.shape[-1])).indices[:, -1]
 
 
 def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, list[int]]:
@@ -269,6 +209,8 @@ def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     config, kwargs = runner.model.config, runner.prompt.kwargs
     several = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
     if runner.even or several or config.is_encoder_decoder or runner.holes is not None or "token_type_ids" in kwargs:
+        return False
+    if config.model_type in READS_WHOLE:
         return False
     positions = kwargs.get("position_ids")
     return count > 0 and (positions is None or bool((positions[..., -count - 1 :].diff() == 1).all()))
@@ -339,8 +281,12 @@ def host_cache(runner: ModelRunner) -> Cache:
 
 
 def _epsilon(model: nn.Module) -> float:
-    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits."""
+    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits.
+
+    Floats of eight bits are how weights are stored, and nothing is computed in them alone.
+    """
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    floats = {dtype for dtype in floats if dtype.itemsize > 1} or {torch.float32}
     kinds = {parameter.device.type for parameter in model.parameters()}
     floats |= {torch.get_autocast_dtype(kind) for kind in kinds if kind != "meta" and torch.is_autocast_enabled(kind)}
     products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in floats else 0.0

@@ -146,3 +146,15 @@ def test_settings_count_but_for_who_saved_them():
 
     assert settings() == settings(transformers_version="9", _name_or_path="x", none=None)
     assert settings() != settings(rope_theta=1e5)
+
+
+def test_adapters_count_as_far_as_they_are_in_use():
+    """PEFT's layers have these attributes; their weights are the same whichever is active."""
+    model = tiny()
+    layer = model.model.layers[0]
+    layer.active_adapters, layer.disable_adapters, layer.scaling = ["a"], False, {"a": 1.0, "b": 1.0}
+    fingerprints = [model_fingerprint(model)]
+    for name, value in (("active_adapters", ["b"]), ("scaling", {"a": 1.0, "b": 0.5}), ("disable_adapters", True)):
+        setattr(layer, name, value)
+        fingerprints.append(model_fingerprint(model))
+    assert len(set(fingerprints)) == 4

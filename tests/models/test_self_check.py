@@ -12,7 +12,8 @@ from tiny import near, prompts, tiny
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import Request, SpeculativeDecoding
-from hf_specx.models.self_check import STEPS, unproven
+from hf_specx.models.foreign_code import unproven
+from hf_specx.models.self_check import STEPS
 
 
 NEW = {"max_new_tokens": 20}

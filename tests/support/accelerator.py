@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specx
-from hf_specx.models import self_check
+from hf_specx.models import foreign_code
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -113,8 +113,8 @@ class Accelerator(TorchDispatchMode):
         }
         for name, value in replaced.items():
             self.stack.enter_context(mock.patch(f"torch.{name}", value))
-        plain_tensors = (*self_check.PLAIN_TENSORS, OnDevice)
-        self.stack.enter_context(mock.patch.object(self_check, "PLAIN_TENSORS", plain_tensors))
+        plain_tensors = (*foreign_code.PLAIN_TENSORS, OnDevice)
+        self.stack.enter_context(mock.patch.object(foreign_code, "PLAIN_TENSORS", plain_tensors))
         torch._C._set_only_lift_cpu_tensors(True)  # else torch itself would send the numbers of `torch.tensor`
         self.stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         self.stack.enter_context(Bindings())
