@@ -69,7 +69,7 @@ def _measure(call: Call, steps: int) -> tuple[ModelRunner | None, Difference]:
     runner: Any = None
     try:
         runner = make_runner(layout.target, replace(prompt, kwargs=kwargs))
-        batch = make_batch(prompt, layout.lockstep, call.queue)
+        batch = make_batch(call)
         output = runner.prefill()
         number = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
         difference = compare(runner, batch, output, max(steps, number), steps)
