@@ -5,8 +5,8 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,13 +15,53 @@ from .devices import sent
 from .round import Draft, Round, Verdict
 
 
+@dataclass(eq=False)
+class Row:
+    """All that a call knows of one row. Where the next request has the place of a row, one `Row` replaces another.
+
+    How many tokens of a row have been computed only the models know.
+
+    Attributes:
+        limit: the most tokens that it may emit.
+        seed: of its own random numbers; None if they are drawn with those of the other rows.
+        noise: where its own random numbers come from; a `Verifier` makes it of the seed when it is first needed.
+        drafts_alone: whether it must have the numbers of candidates that it would have in a batch of one.
+        is_refill: whether its prompt has the place of a row that has ended.
+        processors: its own `Processors`; None where those of the call take all rows at once.
+        stopping: its own `Stopping`; None where that of the call holds for all rows.
+        request: what a queue was asked for; None in a call of its own.
+        prompt_length: tokens of its prompt, without pads.
+        emitted: the ids of its tokens after the prompt.
+        stopped_at: how many of these there are up to its stop; None as long as it goes on.
+        dead_end: how many tokens it had where there was no next one, and the error; None if there always was.
+        num_streamed: how many of its tokens a streamer was given.
+        logprobs: of each token after all processors, and of the model, where a queue is asked for them.
+    """
+
+    limit: int = sys.maxsize
+    seed: int | None = None
+    noise: Any = None
+    drafts_alone: bool = False
+    is_refill: bool = False
+    processors: Any = None
+    stopping: Any = None
+    request: Any = None
+    prompt_length: int = 0
+    emitted: list[int] = field(default_factory=list)
+    stopped_at: int | None = None
+    dead_end: tuple[int, Exception] | None = None
+    num_streamed: int = 0
+    logprobs: list[tuple[float, float]] = field(default_factory=list)
+
+
 class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
+        table: [B], the `Row` of each row.
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then what nobody reads: pads in rows that left.
         starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
-        counts: [B], tokens emitted so far, and `emitted`, their ids by row; `limits`: [B], the most of each row.
+        counts: [B], how many of its emitted tokens each row has in this text; fewer than all of them in `until`.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -33,69 +73,74 @@ class Batch:
         attention_mask: torch.Tensor | None,
         pad_token_id: int,
         lockstep: bool = False,
-        limits: list[int] | None = None,
+        table: list[Row] | None = None,
     ):
-        """Take input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
+        """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
-        self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
+        self.width = input_ids.shape[1]
+        self.pad_token_id = pad_token_id
+        self.lockstep = lockstep
         rows, device = input_ids.shape[0], input_ids.device
+        self.table = [Row() for _ in range(rows)] if table is None else table
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        self.prompt_lengths = (self.width - self.starts).tolist()
-        self.counts, self.emitted = [0] * rows, defaultdict[int, list[int]](list)
-        self.limits = [sys.maxsize] * rows if limits is None else limits
-        self.whole: tuple[Batch, int] | None = None  # of a row that is `alone`: where it is from, and its row index
+        for row, start in zip(self.table, self.starts.tolist(), strict=True):
+            row.prompt_length = self.width - start
+        self.counts = [0] * rows
+        self.parent: tuple[Batch, int] | None = None  # of a row that is `alone`: where it is from, and its row index
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
-        self.rows, self.read = rows, list[list[int]]()  # `read` has candidates that are known here, [n][R]
+        self.rows = rows
+        self.read_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
         self.index = sent(rows, self.ids.device, torch.int64)
         self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns after the end of the longest row."""
-        wanted = self.width + max(self.counts) + columns
-        if wanted > self.ids.shape[1]:
-            grown = self.ids.new_full((len(self.ids), max(wanted, 2 * self.ids.shape[1])), self.pad_token_id)
-            grown[:, : self.ids.shape[1]] = self.ids
-            self.ids = grown
+        needed, present = self.width + max(self.counts) + columns, self.ids.shape[1]
+        if needed > present:
+            longer = self.ids.new_full((len(self.ids), max(needed, 2 * present)), self.pad_token_id)
+            longer[:, :present] = self.ids
+            self.ids = longer
 
-    def put(self, tokens: torch.Tensor, ahead: int = 0, known: Sequence[list[int]] = ()) -> None:
+    def write(self, tokens: torch.Tensor, ahead: int = 0, known_ids: Sequence[list[int]] = ()) -> None:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted.
 
-        The ids of the first of these columns may be `known`, [up to n][R].
+        `known_ids` [up to n][R] are the ids of the first of these columns, as far as they were read back.
         """
         self.reserve(ahead + tokens.shape[1])
-        del self.read[ahead:]
-        if len(self.read) == ahead:
-            self.read += known
+        del self.read_candidates[ahead:]
+        if len(self.read_candidates) == ahead:
+            self.read_candidates += known_ids
         if len(self.counts) == 1:
             first = self.width + self.counts[0] + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
             return
         self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
 
-    def take(self, draft: Draft) -> Draft:
-        """Write candidates after each row's end, where the target reads them."""
+    def write_draft(self, draft: Draft) -> Draft:
+        """The same draft, whose candidates are written after each row's end, where the target reads them."""
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
-            told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
-            raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
+            message = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
+            raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
-            self.put(draft.tokens, known=draft.known)
+            self.write(draft.tokens, known_ids=draft.known)
         return draft
 
     def candidates(self, count: int) -> list[list[int]]:
         """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
-        if self.whole is not None:
-            batch, index = self.whole
+        if self.parent is not None:
+            batch, index = self.parent
             return [batch.candidates(count)[index]]
-        if count > len(self.read):
-            self.read += self.last(count - len(self.read), count).T.tolist()
-        return [[column[index] for column in self.read[:count]] for index in range(len(self.rows))]
+        columns = self.read_candidates
+        if count > len(columns):
+            columns += self.last(count - len(columns), count).T.tolist()
+        return [[column[index] for column in columns[:count]] for index in range(len(self.rows))]
 
     def prefix(self, emitted: int) -> torch.Tensor:
         """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
@@ -117,7 +162,7 @@ class Batch:
 
     def shortest(self) -> int:
         """Tokens of the shortest decoding row, its prompt among them."""
-        return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
+        return min([self.table[row].prompt_length + self.counts[row] for row in self.rows])
 
     def columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
@@ -136,20 +181,23 @@ class Batch:
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
         models are fed by the ends of the rows. `stopping` is a `Stopping`.
         """
-        rows, lengths, before = self.rows, draft.lengths, [self.counts[row] for row in self.rows]
+        rows, lengths = self.rows, draft.lengths
+        before = [self.counts[row] for row in rows]
         accepted, next_token, *figures = verdict
         tokens = next_token[:, None]
         if draft.tokens.shape[1]:
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
         stops = stopping.ahead(self, tokens, accepted)
-        new, kept, acceptance, overlap, undefined, over = _as_lists(tokens, accepted[:, None], *figures, stops)
-        accepts = [number for (number,) in kept]
-        gained = [number + 1 for number in accepts]
+        new_ids, accepted_columns, acceptance, overlap, undefined, stops_of_rows = _as_lists(
+            tokens, accepted[:, None], *figures, stops
+        )
+        num_accepted = [number for (number,) in accepted_columns]
+        gained = [number + 1 for number in num_accepted]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.cut(self, new, gained, over), new)
+        self.emit(tokens, stopping.cut(self, new_ids, gained, stops_of_rows), new_ids)
         ended = stopping.leaving(self)
-        emitted = [self.emitted[row][count:] for row, count in zip(rows, before, strict=True)]
+        emitted = [self.table[row].emitted[count:] for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
             rows=rows,
@@ -157,8 +205,8 @@ class Batch:
             before=before,
             emitted=list(map(len, emitted)),
             tokens=emitted,
-            accepted=accepts,
-            judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
+            accepted=num_accepted,
+            judged=[min(number + 1, length) for number, length in zip(num_accepted, lengths, strict=True)],
             gained=gained,
             acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
@@ -168,19 +216,20 @@ class Batch:
             scores=scores,
         )
 
-    def emit(self, tokens: torch.Tensor, kept: list[int], known: list[list[int]] | None = None) -> None:
-        """Emit the first `kept` [R] of tokens [R, n], whose ids may be `known`."""
-        self.put(tokens)
-        self.ends = self.ends + (kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device))
-        for row, number, ids in zip(self.rows, kept, tokens.tolist() if known is None else known, strict=True):
+    def emit(self, tokens: torch.Tensor, numbers: list[int], ids: list[list[int]] | None = None) -> None:
+        """Emit the first `numbers` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
+        self.write(tokens)
+        self.ends = self.ends + (numbers[0] if len(set(numbers)) == 1 else sent(numbers, tokens.device))
+        ids = tokens.tolist() if ids is None else ids
+        for row, number, row_ids in zip(self.rows, numbers, ids, strict=True):
             self.counts[row] += number
-            self.emitted[row] += ids[:number]
+            self.table[row].emitted += row_ids[:number]
 
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
         self.counts = counts
-        for row, ids in self.emitted.items():
-            del ids[counts[row] :]
+        for row, count in zip(self.table, counts, strict=True):
+            del row.emitted[count:]
         self._select(self.rows)
 
     def until(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -192,55 +241,59 @@ class Batch:
 
     def room(self, row: int) -> int:
         """How many tokens a row may still emit."""
-        return self.limits[row] - self.counts[row]
+        return self.table[row].limit - self.counts[row]
 
     def row(self, row: int) -> torch.Tensor:
         """The tokens of one row, without pads: [length]."""
-        return self.ids[row, self.width - self.prompt_lengths[row] : self.width + self.counts[row]]
+        return self.ids[row, self.width - self.table[row].prompt_length : self.width + self.counts[row]]
 
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
-        one = copy.copy(self)
-        one.whole = self, self.rows.index(row)
-        one.width, one.counts, one.limits = self.prompt_lengths[row], [self.counts[row]], [self.limits[row]]
-        one.emitted = defaultdict(list, {0: self.emitted[row]})
-        one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
+        view, width = copy.copy(self), self.table[row].prompt_length
+        view.parent = self, self.rows.index(row)
+        view.table, view.counts = [self.table[row]], [self.counts[row]]
+        view.ids, view.width = self.ids[row : row + 1, self.width - width :], width
         # made on the device: numbers that are sent there wait for what it has to do
-        one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
-        one.starts = one.index
-        one.ends = one.index + one.width + self.counts[row]
-        return one
+        view.rows, view.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
+        view.starts = view.index
+        view.ends = view.index + width + self.counts[row]
+        return view
 
     def truncate(self, row: int, count: int) -> None:
         """Keep the first `count` emitted tokens of a row that is about to leave, and then pads, as `generate` does."""
         self.ids[row, self.width + count :] = self.pad_token_id
         self.counts[row] = count
-        del self.emitted[row][count:]
+        del self.table[row].emitted[count:]
 
-    def replace(self, row: int, prompt: torch.Tensor, limit: int = sys.maxsize) -> None:
-        """Put a prompt [l] with a limit of its own in the place of a row that has ended; `width` has room for it."""
-        self.limits[row] = limit
-        self.ids[row] = self.pad_token_id
-        self.ids[row, self.width - len(prompt) : self.width] = prompt
-        self.starts[row], self.prompt_lengths[row], self.counts[row] = self.width - len(prompt), len(prompt), 0
-        self.emitted[row] = []
+    def admit(self, number: int, row: Row, prompt: torch.Tensor) -> None:
+        """Put another `Row` with its prompt [l] in the place of one that has ended."""
+        length = len(prompt)
+        self.widen(max(0, length - self.width))
+        self.ids[number] = self.pad_token_id
+        self.ids[number, self.width - length : self.width] = prompt
+        self.starts[number] = self.width - length
+        self.counts[number] = 0
+        row.prompt_length = length
+        self.table[number] = row
         self._select(self.rows)
 
     def widen(self, columns: int) -> None:
         """Put columns of pads before the prompts of all rows."""
+        if not columns:
+            return
         self.ids = torch.nn.functional.pad(self.ids, (columns, 0), value=self.pad_token_id)
         self.width += columns
         self.starts = self.starts + columns
         self.ends = self.ends + columns
 
-    def retire(self, rows: list[int]) -> torch.Tensor | None:
+    def drop_rows(self, rows: list[int]) -> torch.Tensor | None:
         """Take rows out of the batch; returns the row indices [R'] of those that stay, None if all do."""
-        gone = set(rows)
-        if not gone:
+        leaving = set(rows)
+        if not leaving:
             return None
-        stay = [index for index, row in enumerate(self.rows) if row not in gone]
-        self._select([self.rows[index] for index in stay])
-        return sent(stay, self.ids.device, torch.int64)
+        staying = [index for index, row in enumerate(self.rows) if row not in leaving]
+        self._select([self.rows[index] for index in staying])
+        return sent(staying, self.ids.device, torch.int64)
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
@@ -255,10 +308,11 @@ def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:
 
     Ids are exact also as float32, which has 24 bits; scores may have half precision.
     """
-    every = torch.cat([part if part.dtype == torch.float64 else part.float() for part in parts], 1).tolist()
-    found, first = [], 0
+    numbers = torch.cat([part if part.dtype == torch.float64 else part.float() for part in parts], 1).tolist()
+    lists, first = [], 0
     for part in parts:
         kind = float if part.is_floating_point() else int
-        found.append([list(map(kind, row[first : first + part.shape[1]])) for row in every])
-        first += part.shape[1]
-    return found
+        end = first + part.shape[1]
+        lists.append([list(map(kind, row[first:end])) for row in numbers])
+        first = end
+    return lists

@@ -68,7 +68,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verification rule says of a draft, for each of the R rows.
+    """What a verifier says of a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
@@ -108,7 +108,7 @@ class Round:
     Attributes:
         before: tokens that each row had emitted before.
         emitted: how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
-        accepted: candidates that the rule kept, before a cut; `judged`: those whose predecessors were all kept.
+        accepted: candidates that the verifier kept, before a cut; `judged`: those whose predecessors were all kept.
         gained: tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
@@ -140,11 +140,13 @@ class Round:
     def chances(self) -> list[list[float]]:
         """`acceptance` of a draft model's candidates, without forced ones, which are kept if those before them are."""
         drafted, forced = self.draft.drafted, self.draft.forced
-        found = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
-        if forced is not None:
-            pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
-            found = [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
-        return found
+        acceptance = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
+        if forced is None:
+            return acceptance
+        free = []
+        for chances, flags in zip(acceptance, forced, strict=True):
+            free.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
+        return free
 
 
 class Listener(Protocol):

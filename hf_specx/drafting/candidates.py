@@ -130,7 +130,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if growth is not None:
                 scores = growth.only(scores)
             token, drawn_from = self.verifier.choose(batch, scores, ahead, [ahead + draw for draw in draws])
-            batch.put(token[:, None], ahead)
+            batch.write(token[:, None], ahead)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from[:, None]]
             steps += any(draws)
@@ -143,7 +143,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not tokens:
             return no_candidates(batch)
         both = torch.cat(probs, 1) if probs else None
-        found = Draft(torch.stack(tokens, 1), kept, both, self.source, known=batch.read[: len(tokens)])
+        found = Draft(torch.stack(tokens, 1), kept, both, self.source, known=batch.read_candidates[: len(tokens)])
         if growth is None:
             return found
         return found._replace(lengths=growth.lengths, source=self.source if steps else "forced", forced=growth.forced)
@@ -180,7 +180,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.batch is None:
             self.batch = Batch(input_ids, None, pad_token_id=0)
-            self.verifier.begin()
+            self.verifier.start()
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
             self.runner = make_runner(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))

@@ -66,7 +66,7 @@ class DraftContext:
     @property
     def apart(self) -> bool:
         """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
-        return isinstance(self.verifier, RejectionVerifier) and self.verifier.seeds is not None
+        return isinstance(self.verifier, RejectionVerifier) and self.verifier.seeded
 
 
 class Drafter(Protocol):

@@ -95,7 +95,7 @@ def within_masks(
     """
     if not processors.mask_size:
         return draft
-    batch.take(draft)
+    batch.write_draft(draft)
     given, limits = batch.candidates(draft.tokens.shape[1]), list(draft.lengths)
     growth, columns = ForcedRun(processors, batch, round_timer if joins else None), list[list[int]]()
     while joins or max(limits) > len(columns):
@@ -107,7 +107,7 @@ def within_masks(
             break
         found = list(zip(own, draws, growth.tokens, strict=True))
         columns.append([mine if draw else forced or 0 for mine, draw, forced in found])
-        batch.put(sent(columns[-1], batch.ids.device)[:, None], at, columns[-1:])
+        batch.write(sent(columns[-1], batch.ids.device)[:, None], at, columns[-1:])
         # where another token stands, the candidates behind do not follow it
         follows = [draw or mine == forced for mine, draw, forced in found]
         limits = [limit if goes_on else min(limit, at) for limit, goes_on in zip(limits, follows, strict=True)]

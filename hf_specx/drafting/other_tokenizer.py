@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.common.devices import sent
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
@@ -91,7 +91,7 @@ class OwnText:
         new, counts = [], list(self.own.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.emitted[row][: batch.counts[row]] + candidates
+            text = batch.table[row].emitted[: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
             self.inner.crop(row, counts[row])
@@ -110,15 +110,12 @@ class OwnText:
     def drop_rows(self, stay: torch.Tensor) -> None:
         self.inner.drop_rows(stay)
         staying = set(stay.tolist())
-        self.own.retire([row for index, row in enumerate(self.own.rows) if index not in staying])
+        self.own.drop_rows([row for index, row in enumerate(self.own.rows) if index not in staying])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]
-        widest = max(map(len, prompts))
-        if widest > self.own.width:
-            self.own.widen(widest - self.own.width)
         for row, prompt in zip(rows, prompts, strict=True):
-            self.own.replace(row, torch.tensor(prompt, device=self.own.ids.device))
+            self.own.admit(row, Row(), torch.tensor(prompt, device=self.own.ids.device))
             self.translations[row] = Translation(self.vocabularies)
         self.inner.admit(self.own, rows)
 

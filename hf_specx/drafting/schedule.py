@@ -92,7 +92,6 @@ class Schedule:
     ):
         self.wanted, self.alike, self.processors, self.agree = wanted, alike, processors, agree
         self.round_timer = round_timer or RoundTimer(None)
-        self.seeded: dict[int, bool] = {}  # of rows whose prompt came in the place of another
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
@@ -100,12 +99,14 @@ class Schedule:
         if self.agree is not None:
             self.wanted = self.agree(min(self.wanted, most))
         for row in batch.rows:
-            begins = not batch.counts[row] and self.seeded.get(row, True)
-            room = most if self.alike else max(0, batch.limits[row] - batch.counts[row] - 1)
-            wanted.append(0 if begins else min(self.number(row), most, room))
+            state = batch.table[row]
+            # as in a batch of one, whose first round has no candidates; others have some as soon as they have a place
+            begins = not batch.counts[row] and (state.drafts_alone or not state.is_refill)
+            room = most if self.alike else max(0, batch.room(row) - 1)
+            wanted.append(0 if begins else min(self.number(batch, row), most, room))
         return wanted
 
-    def number(self, row: int) -> int:
+    def number(self, batch: Batch, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.wanted
 
@@ -119,9 +120,8 @@ class Schedule:
         else:
             self.round_timer.skip()
 
-    def admit(self, row: int, seeded: bool) -> None:
-        """A new prompt has the place of a row; if `seeded`, the row's numbers are those of a batch of one."""
-        self.seeded[row] = seeded
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """New prompts have the places of these rows."""
         self.round_timer.skip()
 
     def end(self) -> None:
@@ -149,11 +149,11 @@ class Auto(Schedule):
         super().__init__(0, round_timer, **given)
         assert round_timer.costs is not None
         self.numbers = COMPILED if compiled else range(1, MAX_DRAFT_TOKENS + 1)
-        self.costs, self.rows, self.room = round_timer.costs, len(batch.rows), max(batch.limits)
+        self.costs, self.rows, self.room = round_timer.costs, len(batch.rows), max(row.limit for row in batch.table)
         alpha = self.costs.alpha.get(verification)
         assumed = PRIOR_ALPHA if alpha is None else alpha
         self.acceptance = AcceptanceEstimate(assumed ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
-        self.unread = self.prompt = max(batch.prompt_lengths)
+        self.unread = self.prompt = max(row.prompt_length for row in batch.table)
         self.trial, self.saved = TRIAL if alpha is None else 0, self.costs.saved
         self.seconds: list[float] = []
         self.price = 0.0
@@ -166,8 +166,8 @@ class Auto(Schedule):
         reading = self.round_timer.reading(self.rows, self.unread) / self.seconds[0]
         return self.saved + PROBE_SHARE * self.room < self.price + reading
 
-    def number(self, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if self.seeded.get(row, False) else self.wanted
+    def number(self, batch: Batch, row: int) -> int:
+        return FIXED_DRAFT_TOKENS if batch.table[row].drafts_alone else self.wanted
 
     def observe(self, done: Round) -> None:
         super().observe(done)
@@ -207,8 +207,8 @@ class Auto(Schedule):
         self.trial = TRIAL
         return self.best
 
-    def admit(self, row: int, seeded: bool) -> None:
-        super().admit(row, seeded)
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        super().admit(batch, rows)
         self.unread = max(self.unread, self.prompt)
 
     def end(self) -> None:

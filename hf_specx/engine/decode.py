@@ -20,7 +20,7 @@ def decode(run: Run) -> Iterator[Round]:
         run.begin()  # read the prompts
         while run.active():  # here or on another rank
             lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
-            draft = run.batch.take(run.drafter.propose(run.batch, lengths))
+            draft = run.batch.write_draft(run.drafter.propose(run.batch, lengths))
             run.lap("draft")
             forward = run.target(run.batch, draft)
             run.lap("target")

@@ -64,8 +64,6 @@ class Stream:
         self.streamer = streamer = call.options.streamer
         self.tags_rows = hasattr(streamer, "put_row")
         self.put = streamer.put_row if self.tags_rows else lambda row, tokens: streamer.put(tokens)
-        self.given = [0] * len(call.prompt.input_ids)  # how many emitted tokens of each row were handed over
-        self.ended: set[int] = set()
 
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
@@ -74,12 +72,12 @@ class Stream:
 
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
-        settled, emitted = self.stopping.settled(done.batch), done.batch.emitted
-        new = [emitted[row][given:end] for row, (given, end) in enumerate(zip(self.given, settled, strict=True))]
-        self.given = settled
-        over = self.stopping.stopped_at.keys() if self.stopping.pads_finished_rows else set()
-        self.hand_on(new, over - self.ended)
-        self.ended |= over
+        new = []
+        for row, end in zip(done.batch.table, self.stopping.settled(done.batch), strict=True):
+            new.append(row.emitted[row.num_streamed : end])
+            row.num_streamed = end
+        # where no row is padded, texts end with the call
+        self.hand_on(new, done.ended if self.stopping.pads_finished_rows else ())
 
     def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""

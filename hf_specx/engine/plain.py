@@ -27,7 +27,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     steps = method == "_sample"  # which asks the criteria after each token of each row
     watch = _Watch(call.stopping, stream if steps else None, ids)
     if stream is not None:
-        stream.prompt(make_batch(prompt))
+        stream.prompt(make_batch(call))
     arguments: dict[str, Any] = {"synced_gpus": call.synced, **prompt.kwargs}
     if method == "_assisted_decoding":
         arguments["inputs_tensor"] = prompt.inputs_tensor

@@ -95,7 +95,7 @@ def _measure(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunne
         kwargs[name] = copy.deepcopy(kwargs[name])
     try:
         runner = make_runner(layout.target, replace(prompt, kwargs=kwargs))
-        batch = make_batch(prompt, layout.lockstep, call.queue)
+        batch = make_batch(call)
         output = runner.prefill()
         difference = compare(runner, batch, output, conditions.candidates, conditions.steps)
     except Exception as error:

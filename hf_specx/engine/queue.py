@@ -12,7 +12,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.models.prompts import Prompt
-from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
+from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
 from .requests import Completion, Entry, Preparing, Request, as_ids
@@ -29,7 +29,7 @@ class RequestQueue:
     `most` is how many slots a cache may have, rows times their length.
 
     Attributes:
-        entries: the request of each of the B rows of the batch that is decoded; `stopping`: of these rows.
+        entries: the requests with which a batch has begun; `stopping` is of its rows.
         failed: an error of the iterable; it is raised once what was taken before is done.
     """
 
@@ -52,7 +52,6 @@ class RequestQueue:
         self.returned: list[Entry] = []  # taken for a batch that was not decoded
         self.each_alone = False
         self.completed: list[Completion] = []
-        self.chances: list[list[tuple[float, float]]] = []
         self.failed: Exception | None = None
 
     def begin(self, rows: int) -> bool:
@@ -63,9 +62,9 @@ class RequestQueue:
                 break
             self.entries.append(self._take())
             rows = 1 if entry.alone else rows
-        self.chances = [[] for _ in self.entries]
         if self.entries:
-            self.stopping = RequestStopping([entry.stopping for entry in self.entries])
+            longest = max(entry.limit for entry in self.entries)
+            self.stopping = RequestStopping(self.entries[0].stopping.ends, longest)
         return bool(self.entries)
 
     def decode_each_alone(self) -> None:
@@ -86,59 +85,48 @@ class RequestQueue:
             given.processors = LogitsProcessorList([*kept, *self.entries[0].processors])
         return given
 
-    def processors(self, limit: tuple[int, str]) -> RequestProcessors:
-        """Those of the rows; none keeps state, since its request would be decoded alone; `limit` as there."""
-        own, alike = zip(*((entry.processors, entry.alike) for entry in self.entries), strict=True)
-        return RequestProcessors(own, self.stopping.ends, alike, limit)
-
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""
-        coming: dict[int, Entry] = {}
+        followers: dict[int, Entry] = {}
         for row in ended:
             entry = self._peek()
             if entry is None or entry.alone:
                 break
-            live = [entry, *(self.entries[number] for number in batch.rows if number != row)]
-            widest = max(len(one.input_ids) for one in live)
+            others = [followers.get(number, batch.table[number].request) for number in batch.rows if number != row]
+            widest = max(len(each.input_ids) for each in [entry, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(LEFT_OVER, widest)
-            if not too_wide and self._fits(live, len(self.entries), batch.width):
-                coming[row] = self.entries[row] = self._take()
-        return coming
-
-    def admit(self, batch: Batch, coming: dict[int, Entry]) -> None:
-        """Put such requests in their places."""
-        widest = max((len(entry.input_ids) for entry in coming.values()), default=0)
-        if widest > batch.width:
-            batch.widen(widest - batch.width)
-        for row, entry in coming.items():
-            batch.replace(row, entry.input_ids, entry.limit)
-            self.stopping.admit(row, entry.stopping)
+            if not too_wide and self._fits([entry, *others], len(batch.table), batch.width):
+                followers[row] = self._take()
+        return followers
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
+        table = done.batch.table
         for index, row in enumerate(done.rows if self.logprobs else ()):
-            self.chances[row] += _chances(done, index, row)
+            table[row].logprobs += _logprobs(done, index, row)
         for row in done.ended:
-            if row in self.stopping.dead_ends:
-                self.refuse(self.entries[row].index, self.stopping.dead_ends.pop(row)[1])
-                self.chances[row] = []
+            state = table[row]
+            if state.dead_end is None:
+                self.close(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
             else:
-                self.close(row, list(done.batch.emitted[row]), done.batch.row(row)[None])
+                _, error = state.dead_end
+                state.dead_end = None
+                self.refuse(state.request.index, error)
 
-    def close(self, row: int, tokens: list[int], text: torch.Tensor) -> None:
-        """A row has ended; its tokens are the end of its text [1, L]."""
-        entry = self.entries[row]
-        processed, raw = zip(*self.chances[row], strict=True) if self.logprobs and tokens else ((), ())
-        given = (list(processed), list(raw)) if self.logprobs else (None, None)
+    def close(
+        self, entry: Entry, tokens: list[int], text: torch.Tensor, logprobs: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """A request has ended; its tokens are the end of its text [1, L]."""
+        processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
+        raw = [of_model for _, of_model in logprobs] if self.logprobs else None
         reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
-        self.completed.append(Completion(entry.index, tokens, reason, *given))
-        self.chances[row] = []
+        self.completed.append(Completion(entry.index, tokens, reason, processed, raw))
 
     def has_brought(self, error: Exception) -> bool:
         """Whether the own processors of one request alone made an error, as where they exclude every token."""
-        known = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of torch.multinomial
-        return known and self.entries[0].has_processors
+        by_processors = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of multinomial
+        return by_processors and self.entries[0].has_processors
 
     def refuse(self, index: int, error: Exception) -> None:
         """A request cannot be served; the others go on."""
@@ -147,12 +135,13 @@ class RequestQueue:
     def take_up(self, output: Any) -> None:
         """What the call of one request alone has returned."""
         output.speculation_report.keeps = KEPT_ROUNDS
-        new = output.sequences[:, len(self.entries[0].input_ids) :]
+        (entry,) = self.entries
+        new = output.sequences[:, len(entry.input_ids) :]
+        logprobs: list[tuple[float, float]] = []
         if self.logprobs:
-            kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
-            found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
-            self.chances[0] = list(zip(*found, strict=True))
-        self.close(0, new[0].tolist(), output.sequences)
+            tokens = new.mT  # [n, 1]
+            logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
+        self.close(entry, new[0].tolist(), output.sequences, logprobs)
 
     def handed_on(self) -> list[Completion]:
         """What is done or was refused since the last time."""
@@ -198,13 +187,20 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 
 
-def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
+def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
     """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
-    number, end = done.emitted[index], done.batch.width + done.before[index]
-    tokens = done.batch.ids[row, end : end + number, None]
-    kinds = (done.scores[index, :number], done.forward.logits[index, :number])
-    found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
-    return list(zip(*found, strict=True))
+    number, first = done.emitted[index], done.batch.width + done.before[index]
+    tokens = done.batch.ids[row, first : first + number, None]
+    return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
+
+
+def _of_tokens(tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> list[tuple[float, float]]:
+    """The log-probabilities of tokens [n, 1] by scores and by logits [n, V]."""
+    pairs = []
+    for values in (scores, logits):
+        chosen = values.float().log_softmax(-1).gather(-1, tokens.to(values.device))
+        pairs.append(chosen[:, 0].tolist())
+    return list(zip(*pairs, strict=True))
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

@@ -2,12 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
@@ -16,21 +16,23 @@ from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Auto, Schedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.choose import make_runner
-from hf_specx.models.prompts import Prompt, draft_prompt
+from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import fill
-from hf_specx.sampling.per_request import RequestProcessors
+from hf_specx.sampling.per_request import RequestProcessors, RowProcessors
 from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
 from .outputs import Outputs, Stream
-from .queue import KEPT_ROUNDS, RequestQueue
+from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
+from .requests import Entry
 
 
+REJECTION = ("token", "block")  # where the number of a row's candidates decides what is drawn for it
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
@@ -50,27 +52,35 @@ class Run:
         """A `target` that is given has read the prompts."""
         prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
         self.call, self.costs, self.stopping = call, costs, call.stopping
-        self.batch, self.finished = make_batch(prompt, call.layout.lockstep, call.queue), False
+        self.batch, self.finished = make_batch(call), False
         self.has_read = target is not None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors = self._make_processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        self.verifier = make_verifier(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
+        window = NOISE_WINDOW * (1 + most)
+        self.verifier = make_verifier(call.verification, prompt.input_ids, window, seeded=call.seeds is not None)
         # a draft that goes by times would differ from rank to rank
         self.round_timer = RoundTimer(None if call.shared else costs, call.verification in ("greedy", "coupled"))
         model = None if call.drafter.own_text else call.drafter.model
         self.draft_prompt = None if model is None else draft_prompt(model, prompt)
         # all ranks need the same numbers, and so do compiled forwards
         self.forces, self.drafter = not (call.synced or options.compile), call.drafter
-        masks = call.queue is not None or self.processors.mask_size > 0  # later requests may have some
-        if self.forces and masks and not (self.drafter.has_probs or self.drafter.parts):
+        may_have_masks = call.queue is not None or self.processors.mask_size > 0  # later requests may bring some
+        if self.forces and may_have_masks and not (self.drafter.has_probs or self.drafter.parts):
             self.drafter = SeveralDrafts([self.drafter])  # which adds forced tokens, as that of a model does itself
-        back, told = self.processors.max_rollback, ""
-        if back < most:
-            told = f"no row has more than {back} candidates: {self.processors.limited_by}"
-        described = call.verification, call.layout.target, call.layout.reason, rows, told
-        keeps = None if call.queue is None else KEPT_ROUNDS
-        self.report = SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching)
+        max_rollback, limited_by = self.processors.max_rollback, ""
+        if max_rollback < most:
+            limited_by = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
+        self.report = SpeculationReport(
+            call.verification,
+            call.layout.target,
+            call.layout.reason,
+            rows,
+            limited_by,
+            costs=costs,
+            keeps=None if call.queue is None else KEPT_ROUNDS,
+            matching=call.drafter.matching,
+        )
         config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)
@@ -86,7 +96,7 @@ class Run:
         fits = tokens_of_a_round(call.prompt.model)
         limit = NO_LIMIT if fits is None else (fits - 1, f"the target's experts take {fits} tokens of a row at once")
         if call.queue is not None:
-            return call.queue.processors(limit)
+            return RequestProcessors(self.batch.table, self.stopping.ends, limit)
         return Processors(call.processors, self.stopping.ends, limit)
 
     def begin(self) -> None:
@@ -96,7 +106,7 @@ class Run:
             self.stream.prompt(self.batch)
         if not self.has_read:
             self.target.prefill()
-        self.verifier.begin()  # `generate` draws its first random number after this forward
+        self.verifier.start()  # `generate` draws its first random number after this forward
         context = DraftContext(
             batch=self.batch,
             target=self.target,
@@ -119,8 +129,7 @@ class Run:
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
         call, batch, drafter, round_timer = self.call, self.batch, self.drafter, None
-        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in call.queue.entries)
-        fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
+        fixed = call.drafting.number is not None or any(row.drafts_alone for row in batch.table)
         # other ranks, and requests that come later, may have longer texts
         if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):
             step = drafter.cost(batch)
@@ -168,44 +177,46 @@ class Run:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
         batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
-        draft = batch.take(self.drafter.propose(batch, self.schedule(batch)))
+        draft = batch.write_draft(self.drafter.propose(batch, self.schedule(batch)))
         self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
         for row, error in self.stopping.dead(done, self.processors.barred).items():
-            if self.call.queue is None or not self.call.queue.entries[row].has_processors:
+            state = done.batch.table[row]
+            if state.request is None or not state.request.has_processors:
                 raise error
-            self.stopping.stopped_at.setdefault(row, done.batch.counts[row])
+            if state.stopped_at is None:
+                state.stopped_at = done.batch.counts[row]
             done.ended = sorted({*done.ended, row})
         for listener in self.listeners:
             listener.observe(done)
 
     def admit(self, done: Round) -> None:
-        """Let rows that ended leave, or read the prompts of the next requests in their places."""
-        queue = self.call.queue if self.call.layout.refills else None
-        coming = {} if queue is None else queue.followers(self.batch, done.ended)
-        leaving = [row for row in done.ended if row not in coming]
+        """Let rows that ended leave, or put the next requests in their places."""
+        call, batch = self.call, self.batch
+        entries: dict[int, Entry] = {}  # what comes in the place of each of these rows
+        if call.queue is not None and call.layout.refills:
+            entries = call.queue.followers(batch, done.ended)
+        leaving = [row for row in done.ended if row not in entries]
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
-        stay = None if self.finished else self.batch.retire(leaving)
+        stay = None if self.finished else batch.drop_rows(leaving)
         done = replace(done, stay=stay, finished=self.finished)
         if self.target.idles:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
-        told: list[Listener] = [self.schedule, self.drafter, self.target]
-        for listener in told:
+        listeners: list[Listener] = [self.schedule, self.drafter, self.target]
+        for listener in listeners:
             listener.observe(done)
         self.lap("verify")
-        if queue is not None:
-            queue.admit(self.batch, coming)  # only now: they were told of the text before
-        for row, entry in coming.items():
-            self.verifier.admit(row, entry.seed)
-            assert isinstance(self.processors, RequestProcessors)
-            self.processors.admit(row, entry.processors, entry.alike)
-            self.schedule.admit(row, entry.seeded and self.call.verification in ("token", "block"))
-        if coming:
-            self.target.admit(self.batch, list(coming))
-            self.drafter.admit(self.batch, list(coming))
-            self.lap("read")
+        if not entries:
+            return
+        for row, entry in entries.items():  # only now, since all were told of the text before
+            batch.admit(row, request_row(call, entry, is_refill=True), entry.input_ids)
+        rows = list(entries)
+        self.schedule.admit(batch, rows)
+        self.target.admit(batch, rows)
+        self.drafter.admit(batch, rows)
+        self.lap("read")
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase of the report."""
@@ -215,7 +226,7 @@ class Run:
 
     def finish(self) -> None:
         """End the call, and remember what it has shown."""
-        columns, report, draft = self.stopping.columns, self.report, self.drafter.runner
+        columns, report, draft = self.stopping.columns(self.batch), self.report, self.drafter.runner
         self.verifier.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
@@ -228,7 +239,7 @@ class Run:
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
-        prompt, columns = self.call.prompt, self.stopping.columns
+        prompt, columns = self.call.prompt, self.stopping.columns(self.batch)
         text = self.batch.output(columns)
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
@@ -250,14 +261,34 @@ def would_rest(call: Call, costs: Costs) -> bool:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):
         return False
-    return Auto(RoundTimer(costs), call.verification, make_batch(call.prompt, call.layout.lockstep)).is_idle()
+    return Auto(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
 
 
-def make_batch(prompt: Prompt, lockstep: bool = False, queue: RequestQueue | None = None) -> Batch:
-    """The text of a call, before its first token."""
+def make_batch(call: Call) -> Batch:
+    """The text of a call before its first token, with a `Row` for each prompt."""
+    prompt = call.prompt
+    width = prompt.input_ids.shape[1]
     name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
-    mask, width = prompt.kwargs.get(name), prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get(name)
     mask = None if mask is None or width == 0 else mask[:, -width:]
     pad = prompt.generation_config._pad_token_tensor
-    limits = [prompt.longest] * len(prompt.input_ids) if queue is None else [entry.limit for entry in queue.entries]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)
+    if call.queue is None:
+        seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
+        drafts_alone = call.seeds is not None and call.verification in REJECTION
+        table = [Row(limit=prompt.longest, seed=seed, drafts_alone=drafts_alone) for seed in seeds]
+    else:
+        table = [request_row(call, entry) for entry in call.queue.entries]
+    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
+
+
+def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
+    """The row of a request, as it begins."""
+    return Row(
+        limit=entry.limit,
+        seed=entry.seed,
+        drafts_alone=entry.seeded and call.verification in REJECTION,
+        is_refill=is_refill,
+        processors=RowProcessors(entry.processors, call.stopping.ends),
+        stopping=entry.stopping,
+        request=entry,
+    )

@@ -189,7 +189,7 @@ class RaggedRunner(ModelRunner):
         if batch.width > self.width:
             self.widen(batch.width - self.width)
         index = sent(rows, batch.ids.device)
-        width = max(batch.prompt_lengths[row] for row in rows)
+        width = max(batch.table[row].prompt_length for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
         fresh = self._reader(ids, mask.long())
@@ -198,7 +198,7 @@ class RaggedRunner(ModelRunner):
         self._note_texts(fresh, rows, index)
         self.prompt_hidden = fresh.prompt_hidden
         self.opening, self.after_prompt = rows == list(range(len(batch.counts))), fresh.after_prompt
-        self.cache.slots.limit = self.width + max(batch.limits) + MARGIN
+        self.cache.slots.limit = self.width + max(row.limit for row in batch.table) + MARGIN
         self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
         for row, number in zip(rows, fresh.padding, strict=True):

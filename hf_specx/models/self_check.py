@@ -193,11 +193,12 @@ def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int)
         tokens: [R, n], which rows emit one after another; the forward may begin before them.
     """
     rows, number = tokens.shape
-    again = min(most + 2 - number, min(batch.prompt_lengths) - 1)  # tokens of the prompts that are fed anew
+    shortest = min(row.prompt_length for row in batch.table)
+    again = min(most + 2 - number, shortest - 1)  # tokens of the prompts that are fed anew
     again = again if _can_feed_anew(runner, again) else 0
     odd = 0 if runner.even or rows == 1 else 1  # by so many tokens every other row is ahead
     before = [row % 2 * odd - again for row in range(rows)]
-    batch.put(tokens)
+    batch.write(tokens)
     if odd and not again:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
     count = min(most + 1, again + number - odd)

@@ -5,10 +5,10 @@ import sys
 import torch
 
 
-MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
-LATEST_STATES = 256  # columns whose generator state is kept, of about 5 kB; before them only those of
-LATEST_OF_ROW = 16  # the same of a row with a seed, whose stream is its own
-STATE_EVERY = 32  # one column in so many: 6 MB for a text of 32k tokens
+MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; more is drawn again when it is needed
+LATEST_STATES = 256  # the last so many columns have their generator state kept, of about 5 kB each
+LATEST_OF_ROW = 16  # the same for the noise of one row with a seed
+STATE_EVERY = 32  # of earlier columns one in so many has its state kept: 6 MB for a text of 32k tokens
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -34,8 +34,8 @@ class ReplayedNoise:
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
         # states of `generator`, by the emitted column that it draws next
         self.states: dict[int, torch.Tensor] = {0: source.get_state()}
-        self.coming = -1  # the column that it would draw now; -1 if it is in no such state
-        self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
+        self.next_column = -1  # the column that it would draw now; -1 if it is in no such state
+        self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
     def at(
         self, rows: list[int], counts: list[int], probs: torch.Tensor, ahead: int, dtype: torch.dtype | None = None
@@ -46,37 +46,39 @@ class ReplayedNoise:
         that of these.
         """
         self.like = probs.new_empty(0, probs.shape[-1], dtype=dtype)
-        if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.held):
+        if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.drawn):
             return self._draw(counts[0])[:, None]  # no row needs it again
         end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
         window = max(min(self.window, MOST_HELD // column_bytes), end)
-        wanted = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
-        for column in sorted({column for row, column in wanted if column not in self.held[row]}):
-            drawn = self._draw(column)
+        cells = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
+        missing = {column for row, column in cells if column not in self.drawn[row]}
+        for column in sorted(missing):
+            vectors = self._draw(column)
             for row in rows:
                 if 0 <= column - counts[row] < window:
-                    self.held[row][column] = drawn[row].clone()  # a view would keep the noise of all rows
-        noise = torch.stack([self.held[row][column] for row, column in wanted]).view_as(probs)
-        for row, held in enumerate(self.held):
+                    self.drawn[row][column] = vectors[row].clone()  # a view would keep the noise of all rows
+        noise = torch.stack([self.drawn[row][column] for row, column in cells]).view_as(probs)
+        for row, vectors_of_row in enumerate(self.drawn):
             first = counts[row] if row in rows else sys.maxsize  # a row that has left needs none
-            for column in [column for column in held if column < first]:
-                del held[column]
+            for column in [column for column in vectors_of_row if column < first]:
+                del vectors_of_row[column]
         return noise
 
     def _draw(self, column: int) -> torch.Tensor:
         start = next(t for t in range(column, -1, -1) if t in self.states)
-        if not start <= self.coming <= column:
+        if not start <= self.next_column <= column:
             self.generator.set_state(self.states[start])
-            self.coming = start
-        while self.coming <= column:
-            drawn = self.like.new_empty(self.rows, self.like.shape[-1])
-            drawn.exponential_(generator=self.generator)
-            self.coming += 1
-            if self.coming > next(reversed(self.states)):
-                self.states[self.coming] = self.generator.get_state()
-                if (old := self.coming - self.latest) % STATE_EVERY:
+            self.next_column = start
+        while self.next_column <= column:
+            vectors = self.like.new_empty(self.rows, self.like.shape[-1])
+            vectors.exponential_(generator=self.generator)
+            self.next_column += 1
+            if self.next_column > next(reversed(self.states)):
+                self.states[self.next_column] = self.generator.get_state()
+                old = self.next_column - self.latest
+                if old % STATE_EVERY:
                     self.states.pop(old, None)
-        return drawn
+        return vectors
 
     def finish(self, columns: int) -> None:
         """Leave the default generator as `generate` does after so many emitted columns."""

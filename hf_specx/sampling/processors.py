@@ -9,7 +9,7 @@ candidates: see `rewindable`. A call with any other is decoded by transformers' 
 import sys
 from collections import ChainMap
 from collections.abc import Hashable, Sequence, Set
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class Processors:
         `limit` is the most candidates that the target takes, and why.
         """
         self.ends = ends
-        self.memory: dict[Hashable, Any] = {}  # what is computed once for a call
+        self.cache: dict[Hashable, Any] = {}  # what is computed once for a call
         self.applied = in_runs(processors)
         self.max_rollback, self.limited_by = limit
         self.mask_size = 0
@@ -115,56 +115,68 @@ class Processors:
         Candidates are written after each row's end, `ahead` of them before the first position; `draft` says how many
         each row has, and is None while they are being drafted.
         """
-        scores, prefixes, cells = logits.float(), None, None
+        scores = logits.float()
+        positions = Positions(self, batch, draft, ahead, scores.shape[1])
         for processor in self.applied:
-            found = None
-            if isinstance(processor, RoundProcessor):
-                found = processor(batch, draft, scores, ahead)
-            elif type(processor) in OF_TEXT:
-                prefixes = prefixes or Prefixes(batch, ahead, scores.shape[1], self.memory)
-                found = OF_TEXT[type(processor)](processor, prefixes, scores)
-            elif type(processor) in WARPERS or isinstance(processor, HeadWarper):
-                found = warp([processor], scores.flatten(0, 1)).view_as(scores)
-            if found is None:
-                cells = cells or self._cells(batch, draft, scores.shape[1], ahead)
-                found = self._by_length(processor, batch, scores, cells)
-            scores = found
+            scores = positions.apply(processor, scores)
         return scores
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         """As `RoundProcessor.allowed`, of all of them together."""
-        masked = [one for one in self.applied if isinstance(one, RoundProcessor) and one.vocab_size]
+        masked = [each for each in self.applied if isinstance(each, RoundProcessor) and each.vocab_size]
         if not masked:
             return None
-        rows = zip(*[one.allowed(batch, ahead, wanted) for one in masked], strict=True)
+        rows = zip(*[each.allowed(batch, ahead, wanted) for each in masked], strict=True)
         return [None if any(mask is None for mask in masks) else reduce(torch.logical_and, masks) for masks in rows]
 
-    def _cells(
-        self, batch: Batch, draft: Draft | None, positions: int, ahead: int
-    ) -> dict[int, list[tuple[int, int]]]:
+
+class Positions:
+    """P consecutive positions of the R decoding rows, at which processors are called; see `Processors`."""
+
+    def __init__(self, processors: Processors, batch: Batch, draft: Draft | None, ahead: int, number: int):
+        self.processors, self.batch, self.draft, self.ahead, self.number = processors, batch, draft, ahead, number
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        return Prefixes(self.batch, self.ahead, self.number, self.processors.cache)
+
+    @cached_property
+    def cells(self) -> dict[int, list[tuple[int, int]]]:
         """The (row index, position) pairs that `generate` could reach, by the number of tokens emitted before them."""
-        cells: dict[int, list[tuple[int, int]]] = {}
-        for index, candidates in enumerate(batch.candidates(ahead + positions - 1)):
-            row, last = batch.rows[index], positions - 1 if draft is None else draft.lengths[index]
+        batch, cells = self.batch, dict[int, list[tuple[int, int]]]()
+        for index, candidates in enumerate(batch.candidates(self.ahead + self.number - 1)):
+            row = batch.rows[index]
+            last = self.number - 1 if self.draft is None else self.draft.lengths[index]
             for position in range(last + 1):
-                emitted = batch.counts[row] + ahead + position
-                if self.ends.isdisjoint(candidates[: ahead + position]) and emitted < batch.limits[row]:
+                before = self.ahead + position
+                emitted = batch.counts[row] + before
+                goes_on = self.processors.ends.isdisjoint(candidates[:before])
+                if goes_on and emitted < batch.table[row].limit:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 
-    def _by_length(
-        self, processor: Any, batch: Batch, scores: torch.Tensor, cells: dict[int, list[tuple[int, int]]]
-    ) -> torch.Tensor:
+    def apply(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [R, P, V] after a processor."""
+        if isinstance(processor, RoundProcessor):
+            return processor(self.batch, self.draft, scores, self.ahead)
+        result = None
+        if type(processor) in OF_TEXT:
+            result = OF_TEXT[type(processor)](processor, self.prefixes, scores)
+        elif type(processor) in WARPERS or isinstance(processor, HeadWarper):
+            result = warp([processor], scores.flatten(0, 1)).view_as(scores)
+        return self._by_length(processor, scores) if result is None else result
+
+    def _by_length(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
         """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
-        result = scores.clone()
-        for emitted, members in cells.items():
+        batch, result = self.batch, scores.clone()
+        for emitted, members in self.cells.items():
             index, position = sent(members, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
-            found = processor(prefix, every)[row]
-            result = result.to(found.dtype)  # later processors get the precision that they get in `generate`
-            result[index, position] = found
+            processed = processor(prefix, every)[row]
+            result = result.to(processed.dtype)  # later processors get the precision that they get in `generate`
+            result[index, position] = processed
         return result
 
 
@@ -219,16 +231,16 @@ class HeadWarper:
 
 def in_runs(processors: Sequence[Any]) -> list[Any]:
     """The same processors in order, each run of warpers that starts with top-k or top-p as one `HeadWarper`."""
-    found: list[Any] = []
+    applied: list[Any] = []
     for processor in processors:
         drops = getattr(processor, "filter_value", -torch.inf) == -torch.inf  # so that later warpers ignore them
-        if drops and type(processor) in AFTER and found and isinstance(found[-1], HeadWarper):
-            found[-1].warpers.append(processor)
+        if drops and type(processor) in AFTER and applied and isinstance(applied[-1], HeadWarper):
+            applied[-1].warpers.append(processor)
         elif drops and type(processor) in FIRST and processor.min_tokens_to_keep < HEAD:
-            found.append(HeadWarper([processor]))
+            applied.append(HeadWarper([processor]))
         else:
-            found.append(processor)
-    return found
+            applied.append(processor)
+    return applied
 
 
 def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:

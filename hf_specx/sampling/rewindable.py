@@ -131,7 +131,7 @@ class TokenMasks(RoundProcessor):
             lengths = {}  # by row: how many tokens it has here, if it wants a mask
             for index, row in enumerate(batch.rows):
                 length = batch.counts[row] + ahead + position
-                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.limits[row]
+                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.table[row].limit
                 if is_wanted and self._show_candidates(row, batch.counts[row], candidates[index][: ahead + position]):
                     lengths[row] = length
             self._compute_masks(lengths)
@@ -154,7 +154,7 @@ class TokenMasks(RoundProcessor):
         """Show the first `count` emitted tokens of a row, of which masks before their end are not needed again."""
         shown = self.shown.setdefault(row, ShownTokens())
         for number in range(min(shown.num_emitted, count), count):  # a text may have been cut
-            self._show(row, number, batch.emitted[row][number])
+            self._show(row, number, batch.table[row].emitted[number])
         if shown.num_emitted != count:
             shown.num_emitted = count
             shown.masks = {length: mask for length, mask in shown.masks.items() if length >= count}
@@ -202,7 +202,7 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost_rows = []
         for row, shown in self.shown.items():
-            text = batch.emitted[row][:-1]
+            text = batch.table[row].emitted[:-1]
             common = list(takewhile(lambda pair: pair[0] == pair[1], zip(shown.tokens, text, strict=False)))
             if self.is_moving or len(shown.tokens) - len(common) > self.max_rollback:
                 lost_rows.append(str(row))

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Round
 
@@ -21,15 +21,14 @@ PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
 
 
 class Stopping:
-    """When rows end.
+    """When rows end; where each has ended its `Row` says.
 
     With an end-of-sequence criterion a row that any criterion stops is finished and padded. Without one, `generate`
     keeps emitting tokens into a stopped row until all rows have stopped, and so does this.
 
     Attributes:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        stopped_at: for each row that has stopped, the number of its emitted tokens then.
-        dead_ends: where rows have no next token, the first of each: tokens before it, and the error.
+        pads_finished_rows: whether there is an end-of-sequence criterion.
         ends: the tokens of all end-of-sequence criteria.
         max_new_tokens: the most tokens that a row emits.
     """
@@ -42,27 +41,25 @@ class Stopping:
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
-        self.stopped_at: dict[int, int] = {}
-        self.dead_ends: dict[int, tuple[int, Exception]] = {}
         self.pads_finished_rows = False
         self.ends = set[int]()
-        self._beyond: list[tuple[int, int, MaxLengthCriteria]] = []
-        columns = []
+        self._reminders: list[tuple[int, int, MaxLengthCriteria]] = []  # see `remind`
+        lengths = []
         for criterion in criteria:
             self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
                 self.ends.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
-                columns.append(criterion.max_length)
+                lengths.append(criterion.max_length)
                 if criterion.max_position_embeddings is not None:
                     first = max(criterion.max_position_embeddings, width) + 1  # column beyond the model's positions
-                    self._beyond.append((first - width, first, criterion))
+                    self._reminders.append((first - width, first, criterion))
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
                 self.stateful.append(type(criterion).__name__)
         # `generate` checks the length after a token, so it always emits one
-        self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
+        self.max_new_tokens = max(min(lengths, default=max_length) - width, 1)
 
     def ahead(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """[R, n] bool: whether the criteria of the text stop a row with the first 1, 2, ... of its tokens [R, n].
@@ -71,16 +68,24 @@ class Stopping:
         their own. On a CPU that is known, and what lies beyond [R] `accepted` and one is not asked for.
         """
         rows, most = tokens.shape
-        if not self.criteria:
+        if not self._reads_text(batch):
             return tokens.new_zeros(rows, 0)
         new = [most] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
-        batch.put(tokens)
-        return self._stops(batch, [min(pair) for pair in zip(new, map(batch.room, batch.rows), strict=True)], most)
+        batch.write(tokens)
+        numbers = [min(number, batch.room(row)) for number, row in zip(new, batch.rows, strict=True)]
+        return self._stops(batch, numbers, most)
 
-    def _stops(self, batch: Batch, new: list[int], most: int) -> torch.Tensor:
-        """[R, most]: each criterion is called on the whole batch, at every length that a row has with `new` [R]."""
+    def _reads_text(self, batch: Batch) -> bool:
+        """Whether there are criteria of the text."""
+        return bool(self.criteria)
+
+    def _stops(self, batch: Batch, numbers: list[int], most: int) -> torch.Tensor:
+        """[R, most]: the criteria are called on the whole batch, at every length of a row with 1 to `numbers` [R] more
+        tokens.
+        """
         before = [batch.counts[row] for row in batch.rows]
-        counts = sorted({count + n for count, number in zip(before, new, strict=True) for n in range(1, number + 1)})
+        asked = {count + n for count, number in zip(before, numbers, strict=True) for n in range(1, number + 1)}
+        counts = sorted(asked)
         stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts], 1)  # [B, lengths]
         where = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(most)] for count in before]
         return stops[batch.index[:, None], sent(where, stops.device)]
@@ -90,40 +95,42 @@ class Stopping:
 
         The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
         """
-        kept = []
-        for row, new, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
-            room = batch.room(row)
+        numbers = []
+        for row, ids, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
+            room, count = batch.room(row), batch.counts[row]
             number = min(number, room)
             last = room if number == room else 0
             for position in range(number):
-                if new[position] in self.ends or (stopped and stopped[position]):
+                if ids[position] in self.ends or (stopped and stopped[position]):
                     last = position + 1
                     break
-            if last:
-                self.stopped_at.setdefault(row, batch.counts[row] + last)
-            kept.append(last if last and self.pads_finished_rows else number)
-            self.remind(row, batch.counts[row] + kept[-1])
-        return kept
+            if last and batch.table[row].stopped_at is None:
+                batch.table[row].stopped_at = count + last
+            if last and self.pads_finished_rows:
+                number = last
+            numbers.append(number)
+            self.remind(batch.table[row], count + number)
+        return numbers
 
-    def remind(self, row: int, emitted: int) -> None:
+    def remind(self, row: Row, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
-        for reminder in [each for each in self._beyond if each[0] <= emitted]:
-            reminder[2](torch.empty(1, reminder[1], dtype=torch.int64, device="meta"), None)
-            self._beyond.remove(reminder)
+        for reminder in [each for each in self._reminders if each[0] <= emitted]:
+            _, length, criterion = reminder
+            criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)
+            self._reminders.remove(reminder)
 
     def leaving(self, batch: Batch) -> list[int]:
         """The rows that leave the batch, cut to where they end; the batch has the new tokens."""
-        if self.pads_finished_rows:
-            ends = self.stopped_at
-        elif len(self.stopped_at) == len(batch.counts):
-            ends = dict.fromkeys(batch.rows, self.columns)
-        else:
-            ends = dict.fromkeys(batch.rows, self.max_new_tokens)
+        together = None
+        if not self.pads_finished_rows:
+            going = any(row.stopped_at is None for row in batch.table)
+            together = self.max_new_tokens if going else self.columns(batch)
         leaving = []
         for row in batch.rows:
-            if row in ends and batch.counts[row] >= ends[row]:
+            end = batch.table[row].stopped_at if together is None else together
+            if end is not None and batch.counts[row] >= end:
                 leaving.append(row)
-                batch.truncate(row, ends[row])
+                batch.truncate(row, end)
         return leaving
 
     def by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
@@ -137,16 +144,15 @@ class Stopping:
 
         Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
         """
+        stops = [row.stopped_at for row in batch.table]
         if self.pads_finished_rows:
-            return [self.stopped_at.get(row, count) for row, count in enumerate(batch.counts)]
-        going = [count + 1 for row, count in enumerate(batch.counts) if row not in self.stopped_at]
-        columns = max([*going, *self.stopped_at.values()])
+            return [count if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True)]
+        columns = max(count + 1 if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True))
         return [min(count, columns) for count in batch.counts]
 
-    @property
-    def columns(self) -> int:
-        """How many columns `generate` has emitted when the last row stops."""
-        return max(self.stopped_at.values())
+    def columns(self, batch: Batch) -> int:
+        """How many columns `generate` has emitted when the last row has stopped."""
+        return max(row.stopped_at for row in batch.table if row.stopped_at is not None)
 
     def dead(self, done: Round, barred: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
         """The errors that `generate` would raise for rows: without a token to choose, as soon as that is in the text.
@@ -154,16 +160,21 @@ class Stopping:
         A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
         text; neither is an error. `barred` has those of `prefix_allowed_tokens_fn`, see `Processors`.
         """
-        for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
-            for count in range(first, first + number) if barred else ():
-                if (row, count) in barred:
-                    self.dead_ends.setdefault(row, (count, barred[row, count]))
+        table = done.batch.table
+        for number, first, emitted, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
+            row = table[number]
+            for count in range(first, first + emitted) if barred else ():
+                if row.dead_end is None and (number, count) in barred:
+                    row.dead_end = count, barred[number, count]
             count = first + position
-            if position < number and count < self.dead_ends.get(row, (count + 1,))[0]:
-                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
-                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
-                self.dead_ends[row] = (count, RuntimeError(told))
-        if not self.dead_ends:
+            if position < emitted and (row.dead_end is None or count < row.dead_end[0]):
+                message = (
+                    f"row {number} has no next token after {count} new ones: the target's logits are not finite "
+                    "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
+                )
+                row.dead_end = count, RuntimeError(message)
+        dead_ends = {number: row.dead_end for number, row in enumerate(table) if row.dead_end is not None}
+        if not dead_ends:
             return {}
         settled = self.settled(done.batch)
-        return {row: error for row, (count, error) in self.dead_ends.items() if count < settled[row]}
+        return {number: error for number, (count, error) in dead_ends.items() if count < settled[number]}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.common.round import Draft, Verdict
 
 from .noise import ReplayedNoise
@@ -15,27 +15,32 @@ from .verify import pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
+PURPOSES = ("drafting", "accepting", "choosing")  # of random numbers under rejection
 
 
 class Verifier:
-    """Draws and judges the candidates of one call; it keeps the state of its noise.
+    """Draws and judges the candidates of one call.
 
-    With `seeds` each row has random numbers of its own, and the default generator is not read. `streams` are where
-    they come from: one for all rows, or one for each.
+    Attributes:
+        seeded: whether each row has random numbers of its own, by its seed; the default generator is then not read.
+        shared_noise: where the numbers of all rows come from, if they are not `seeded`.
     """
 
-    seeds: list[int] | None = None
+    seeded: bool = False
+    shared_noise: Any = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Take up the noise where `generate` would: after the target has read the prompts."""
-        self.streams = [self.stream(None)] if self.seeds is None else list(map(self.stream, self.seeds))
+        if not self.seeded:
+            self.shared_noise = self.make_noise(None)
 
-    def admit(self, row: int, seed: int) -> None:
-        """A new prompt with a seed of its own has the place of a row."""
-        if self.seeds is not None:
-            self.streams[row] = self.stream(seed)
+    def noise_of(self, row: Row) -> Any:
+        """Where the numbers of a row with a seed come from."""
+        if row.noise is None:
+            row.noise = self.make_noise(row.seed)
+        return row.noise
 
-    def stream(self, seed: int | None) -> Any:
+    def make_noise(self, seed: int | None) -> Any:
         """Where the numbers of a row with this seed come from; with None, those of all rows."""
         return None
 
@@ -65,27 +70,27 @@ class GreedyVerifier(Verifier):
         choices = scores.argmax(-1)
         overlap = (draft.tokens == choices[:, :-1]).float()
         undefined = torch.zeros_like(choices, dtype=torch.bool)
-        found = verify_match(draft.tokens, choices, draft.proposed)
-        return found._replace(overlap=overlap, undefined=undefined)
+        verdict = verify_match(draft.tokens, choices, draft.proposed)
+        return verdict._replace(overlap=overlap, undefined=undefined)
 
 
 class RejectionVerifier(Verifier):
     """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
     Their seeds are drawn from the default generator of the device of `input_ids`, so `torch.manual_seed` fixes them.
-    With `seeds` a row's tokens are independent of other rows if its numbers of candidates are, except in lockstep.
+    If `seeded`, a row's tokens are independent of other rows if its numbers of candidates are, except in lockstep.
     """
 
-    def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
+    def __init__(self, block: bool, device: torch.device, seeded: bool = False):
         self.algorithm = verify_block if block else verify_token
-        self.device, self.seeds = device, seeds
+        self.device, self.seeded = device, seeded
 
-    def stream(self, seed: int | None) -> dict[str, torch.Generator]:
+    def make_noise(self, seed: int | None) -> dict[str, torch.Generator]:
         """A generator for each purpose."""
         source = None if seed is None else torch.Generator("cpu").manual_seed(int(seed))
-        device, purposes = self.device if seed is None else "cpu", ("drafting", "accepting", "choosing")
-        own = torch.randint(2**62, (3,), generator=source, device=device).tolist()
-        return {name: torch.Generator("cpu").manual_seed(number) for name, number in zip(purposes, own, strict=True)}
+        device = self.device if seed is None else "cpu"
+        seeds = torch.randint(2**62, (len(PURPOSES),), generator=source, device=device).tolist()
+        return {name: torch.Generator("cpu").manual_seed(each) for name, each in zip(PURPOSES, seeds, strict=True)}
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -101,22 +106,23 @@ class RejectionVerifier(Verifier):
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, most, draft.lengths)
-        found = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
-        return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
+        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
-        """Numbers from [0, 1) for the decoding rows, [R, most] float64, the first for the place `first`.
+        """Numbers from [0, 1) for the decoding rows, [R, most] float64, from the candidate `first` on.
 
         They are drawn on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
-        A row with streams of its own draws none beyond its place in `lengths` [R], so that what it gets depends on
-        nothing but how many it had before; the others are 0.
+        A row with a seed of its own draws none beyond its `lengths` [R], so that what it gets depends on nothing but
+        how many it had before; the others are 0.
         """
         noise = torch.zeros(len(batch.rows), most, dtype=torch.float64, device="cpu")
-        if self.seeds is None:
-            noise.uniform_(generator=self.streams[0][purpose])
+        if not self.seeded:
+            noise.uniform_(generator=self.shared_noise[purpose])
         else:
-            for of_row, row, length in zip(noise, batch.rows, lengths, strict=True):
-                of_row[: max(0, length - first)].uniform_(generator=self.streams[row][purpose])
+            for row_noise, row, length in zip(noise, batch.rows, lengths, strict=True):
+                generators = self.noise_of(batch.table[row])
+                row_noise[: max(0, length - first)].uniform_(generator=generators[purpose])
         return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
 
@@ -125,22 +131,25 @@ class CoupledVerifier(Verifier):
     generator.
 
     It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `ReplayedNoise`.
-    With `seeds` each row gets the noise of `generate` for it alone under its seed.
+    If `seeded`, each row gets the noise of `generate` for it alone under its seed.
     """
 
-    def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
-        self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
+    def __init__(self, rows: int, device: torch.device, window: int, seeded: bool = False):
+        self.rows, self.device, self.window, self.seeded = rows, device, window, seeded
         self.dtype: torch.dtype | None = None  # of the target's probabilities
 
-    def stream(self, seed: int | None) -> ReplayedNoise:
+    def make_noise(self, seed: int | None) -> ReplayedNoise:
         return ReplayedNoise(self.rows if seed is None else 1, self.device, self.window, seed)
 
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
-        if self.seeds is None:
-            return self.streams[0].at(batch.rows, batch.counts, probs, ahead, self.dtype)
-        own = zip(batch.rows, probs.split(1), strict=True)
-        return torch.cat([self.streams[row].at([0], [batch.counts[row]], one, ahead, self.dtype) for row, one in own])
+        if not self.seeded:
+            return self.shared_noise.at(batch.rows, batch.counts, probs, ahead, self.dtype)
+        noise = []
+        for row, row_probs in zip(batch.rows, probs.split(1), strict=True):
+            replayed = self.noise_of(batch.table[row])
+            noise.append(replayed.at([0], [batch.counts[row]], row_probs, ahead, self.dtype))
+        return torch.cat(noise)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -152,21 +161,21 @@ class CoupledVerifier(Verifier):
         choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        found = verify_match(draft.tokens, choices, draft.proposed)
-        return found._replace(overlap=overlaps(probs, draft), undefined=undefined)
+        verdict = verify_match(draft.tokens, choices, draft.proposed)
+        return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def finish(self, columns: int) -> None:
-        if self.seeds is None:
-            self.streams[0].finish(columns)
+        if not self.seeded:
+            self.shared_noise.finish(columns)
 
 
-def make_verifier(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Verifier:
+def make_verifier(verification: str, input_ids: torch.Tensor, window: int, seeded: bool = False) -> Verifier:
     """The verifier of a call with prompts [B, L]; `verification` is "greedy", "token", "block" or "coupled"."""
     if verification == "greedy":
         return GreedyVerifier()
     if verification == "coupled":
-        return CoupledVerifier(len(input_ids), input_ids.device, window, seeds)
-    return RejectionVerifier(verification == "block", input_ids.device, seeds)
+        return CoupledVerifier(len(input_ids), input_ids.device, window, seeded)
+    return RejectionVerifier(verification == "block", input_ids.device, seeded)
 
 
 def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
@@ -18,7 +19,7 @@ class Forced(Schedule):
         super().__init__(MAX_DRAFT_TOKENS)
         self.numbers, self.between, self.rounds = numbers, between, 0
 
-    def number(self, row: int) -> int:
+    def number(self, batch: Batch, row: int) -> int:
         return self.numbers[(self.rounds + self.between * row) % len(self.numbers)]
 
     def observe(self, done: Round) -> None:

@@ -16,6 +16,7 @@ from repeating import LAYOUTS, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
+from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.schedule import Schedule
 
@@ -124,7 +125,7 @@ class EachByItsPast(ByThePast):
         super().__init__(*given)
         self.own = dict[int, int]()
 
-    def number(self, row: int) -> int:
+    def number(self, batch: Batch, row: int) -> int:
         return self.own.get(row, self.wanted)
 
     def observe(self, done: Round) -> None:

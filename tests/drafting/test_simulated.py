@@ -7,7 +7,7 @@ import torch
 from all_pairs import once
 from rounds import made_round
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.drafting.costs import Costs, RoundTimer
 from hf_specx.drafting.draft_length import COMPILED, PRIOR_ALPHA, expected_tokens
 from hf_specx.drafting.schedule import Auto
@@ -36,7 +36,7 @@ class Line(RoundTimer):
 
 def prompted(rows: int, room: int) -> Batch:
     """Prompts of ten tokens, each with room for so many more."""
-    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, False, [room] * rows)
+    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, table=[Row(limit=room) for _ in range(rows)])
 
 
 class Call:

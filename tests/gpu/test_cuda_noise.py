@@ -5,7 +5,7 @@ import torch
 from device import DEVICE, on_device
 from plain import generator_state
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.sampling.noise import ReplayedNoise
 from hf_specx.sampling.verifiers import CoupledVerifier, RejectionVerifier
 from hf_specx.sampling.verify import race
@@ -16,8 +16,9 @@ SHAPES = [(1, 48), (3, 1000), (8, 151936)]  # the last one is drawn by more than
 DTYPES = [torch.float32, torch.float64]
 
 
-def text(rows: int) -> Batch:
-    return Batch(torch.ones(rows, 4, dtype=torch.int64, device=DEVICE), None, 0)
+def text(rows: int, seeds: list[int] | None = None, device: torch.device = DEVICE) -> Batch:
+    table = [Row(seed=seed) for seed in seeds or [None] * rows]
+    return Batch(torch.ones(rows, 4, dtype=torch.int64, device=device), None, 0, table=table)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,17 +55,18 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
     for seed in seeds:
         torch.manual_seed(seed)
         expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
-    verifier = CoupledVerifier(3, DEVICE, 4, seeds)
-    verifier.begin()
-    drawn = verifier.noise(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
+    verifier = CoupledVerifier(3, DEVICE, 4, seeded=True)
+    verifier.start()
+    drawn = verifier.noise(text(3, seeds), torch.empty(3, 4, 9, device=DEVICE), 0)
     assert torch.equal(drawn, torch.stack(expected))
 
 
 def test_numbers_for_rejection_are_those_of_a_cpu():
     drawn = []
-    for batch in (text(2), Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)):
-        verifier = RejectionVerifier(True, batch.ids.device, [7, 8])
-        verifier.begin()
+    for device in (DEVICE, torch.device("cpu")):
+        batch = text(2, [7, 8], device)
+        verifier = RejectionVerifier(True, device, seeded=True)
+        verifier.start()
         drawn.append(verifier.uniforms("accepting", batch, 5, [5, 2]))
     found, expected = drawn
     assert found.device.type == DEVICE.type

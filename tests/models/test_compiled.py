@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, generate
 from hf_specx.common.architectures import LAYOUTS_OF
+from hf_specx.common.batch import Batch
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, compiled_forwards
 from hf_specx.models.attention import SWITCH
 from hf_specx.models.choose import layouts_of, make_runner
@@ -196,7 +196,7 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
     mask = torch.ones(2, 11, dtype=torch.int64)
     mask[1, :9] = 0
     prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
-    runner, batch = make_runner("ragged", prompt, compiled=True), make_batch(prompt)
+    runner, batch = make_runner("ragged", prompt, compiled=True), Batch(prompt.input_ids, mask, 0)
     runner.prefill()
     runner.opening = False
     batch.emit(torch.arange(1, 39).view(2, 19), [19, 1])  # filled up to 20

@@ -82,7 +82,7 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
         logits = feed(self, batch, count, ahead, keep)
         if self.model is target:
             for place, row in enumerate(batch.rows):
-                text, pads = batch.row(row)[:-1], self.width - batch.prompt_lengths[row]
+                text, pads = batch.row(row)[:-1], self.width - batch.table[row].prompt_length
                 held = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.columns(place, row)]
                 found.append((row, batch.counts[row], text, held))
         return logits

@@ -17,7 +17,6 @@ from transformers.masking_utils import flash_attention_mask
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.common.batch import Batch
-from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, host_cache, ragged
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import prepare
@@ -146,7 +145,8 @@ def test_kernels_that_take_no_mask_by_position(model_type: str, monkeypatch: pyt
 def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[ModelRunner, Batch]:
     """Two rows with room for so many tokens behind prompts, which are not read yet."""
     prompt = prepare(target, room, prompts(2, width))
-    return make_runner(CUT[way]["layout"], prompt, compiled=way == "compiled"), make_batch(prompt)
+    batch = Batch(prompt.input_ids, prompt.kwargs["attention_mask"], 0)
+    return make_runner(CUT[way]["layout"], prompt, compiled=way == "compiled"), batch
 
 
 @pytest.mark.parametrize("way", CUT)
@@ -161,7 +161,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
         torch.testing.assert_close(runner.decode_step(batch, 0), torch.cat(expected), rtol=0, atol=1e-9)
-        batch.put(torch.ones(2, 7, dtype=torch.int64))  # candidates, all of which are rejected
+        batch.write(torch.ones(2, 7, dtype=torch.int64))  # candidates, all of which are rejected
         for ahead in range(1, 8):
             runner.decode_step(batch, ahead)
         for row in range(2):

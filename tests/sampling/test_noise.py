@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.batch import Batch, Row
 from hf_specx.common.round import Draft
 from hf_specx.sampling import noise as module
 from hf_specx.sampling import verifiers
@@ -30,7 +30,7 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     for counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
         noise.at([0, 1], counts, like, ahead=0)
     assert positions == list(range(8))
-    assert [sorted(held) for held in noise.held] == [[2, 3, 4], [5, 6, 7]]
+    assert [sorted(vectors) for vectors in noise.drawn] == [[2, 3, 4], [5, 6, 7]]
     noise.at([0, 1], [4, 8], like, ahead=0)  # 5 and 6 were beyond the window of the row behind
     assert positions[8:] == [5, 6, 8, 9, 10]
 
@@ -41,16 +41,17 @@ def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkey
     noise = ReplayedNoise(2, torch.device("cpu"), window=100)
     for counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
         noise.at([0, 1], counts, torch.empty(2, 3, 7), ahead=0)
-    assert len(noise.held[0]) == held
+    assert len(noise.drawn[0]) == held
 
 
 @pytest.mark.parametrize("seeds", [None, [3, 4]])
 def test_noise_has_the_precision_of_the_target(seeds: list | None, monkeypatch: pytest.MonkeyPatch):
     """On a GPU other numbers are drawn for another; a stateful processor may give one that the draft does not have."""
-    verifier, seen = CoupledVerifier(2, torch.device("cpu"), 4, seeds), []
+    verifier, seen = CoupledVerifier(2, torch.device("cpu"), 4, seeded=seeds is not None), []
     monkeypatch.setattr(verifiers, "race", lambda probs, noise: (seen.append(noise.dtype), race(probs, noise))[1])
-    verifier.begin()
-    batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
+    verifier.start()
+    table = [Row(seed=seed) for seed in seeds or [None, None]]
+    batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0, table=table)
     draft = Draft(torch.empty(2, 0, dtype=torch.int64), [0, 0])
     verifier.verify(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
     verifier.choose(batch, torch.zeros(2, 7), 1, [2, 2])

@@ -56,7 +56,7 @@ def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
     for _ in range(seed):
         emitted = torch.randint(0, 4, (rows,), generator=generator)
         batch.emit(torch.randint(1, VOCAB, (rows, 3), generator=generator), emitted.tolist())
-    batch.retire([row for row in range(rows) if row % 4 == 3])
+    batch.drop_rows([row for row in range(rows) if row % 4 == 3])
     return batch
 
 
@@ -64,7 +64,9 @@ def drafted(batch: Batch, seed: int = 0) -> Draft:
     """Candidates, of each row its own number."""
     generator = torch.Generator().manual_seed(seed + 100)
     lengths = [(row * 3 + seed) % 5 for row in batch.rows]
-    return batch.take(Draft(torch.randint(1, VOCAB, (len(lengths), max(lengths)), generator=generator), lengths))
+    return batch.write_draft(
+        Draft(torch.randint(1, VOCAB, (len(lengths), max(lengths)), generator=generator), lengths)
+    )
 
 
 def drawn(batch: Batch, positions: int) -> torch.Tensor:
@@ -110,7 +112,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: 
         tokens[range(len(accepted)), accepted] = torch.randint(1, VOCAB, (len(accepted),), generator=generator)
         batch.emit(tokens, [number + 1 for number in accepted])
         if seed == 2 and rows > 1:
-            batch.retire([0])
+            batch.drop_rows([0])
     assert name == "length penalty" or all(one_asked is processor for one_asked in asked)
 
 

@@ -14,7 +14,7 @@ class SharedNoise(RejectionVerifier):
     """
 
     def choose(self, batch, scores, ahead, lengths):
-        state = self.streams[0]["drafting"].get_state()
+        state = self.shared_noise["drafting"].get_state()
         token, probs = super().choose(batch, scores, ahead, lengths)
         again = torch.Generator().set_state(state)
         drawn = torch.rand(len(probs), generator=again, dtype=torch.float64)
@@ -22,7 +22,7 @@ class SharedNoise(RejectionVerifier):
         return token, probs
 
     def verify(self, batch, draft, scores):
-        right = self.verify
+        right = self.algorithm
 
         def wrong(candidates, q, p, uniforms, choice, proposed):
             accepted = right(candidates, q, p, uniforms, choice, proposed).accepted
@@ -31,11 +31,11 @@ class SharedNoise(RejectionVerifier):
                 choice = drawn[torch.arange(len(accepted)), accepted]
             return right(candidates, q, p, uniforms, choice, proposed)
 
-        self.verify = wrong
+        self.algorithm = wrong
         try:
             return super().verify(batch, draft, scores)
         finally:
-            self.verify = right
+            self.algorithm = right
 
 
 class GreedyDraft(RejectionVerifier):
@@ -48,11 +48,11 @@ class GreedyDraft(RejectionVerifier):
 class OneStream(RejectionVerifier):
     """A row's acceptance and its residual are drawn with what its drafts are drawn with."""
 
-    def begin(self):
-        super().begin()
-        for streams in self.streams:
-            for name in ("accepting", "choosing"):
-                streams[name].manual_seed(streams["drafting"].initial_seed())
+    def make_noise(self, seed):
+        generators = super().make_noise(seed)
+        for name in ("accepting", "choosing"):
+            generators[name].manual_seed(generators["drafting"].initial_seed())
+        return generators
 
 
 class Restarted(RejectionVerifier):
@@ -60,17 +60,18 @@ class Restarted(RejectionVerifier):
 
     def choose(self, batch, scores, ahead, lengths):
         if ahead == 0:
-            self.restart("drafting")
+            self.restart(batch, "drafting")
         return super().choose(batch, scores, ahead, lengths)
 
     def verify(self, batch, draft, scores):
-        self.restart("accepting", "choosing")
+        self.restart(batch, "accepting", "choosing")
         return super().verify(batch, draft, scores)
 
-    def restart(self, *names):
-        for streams in self.streams:
+    def restart(self, batch, *names):
+        for row in batch.table:
+            generators = self.noise_of(row)
             for name in names:
-                streams[name].manual_seed(streams[name].initial_seed())
+                generators[name].manual_seed(generators[name].initial_seed())
 
 
 def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verdict:

@@ -122,7 +122,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if placed is not None and (placed.ndim < 3 or len(rows) < len(self.held)):
             placed = None  # only images have positions that do not follow from slots
         for row in rows:
-            self.held[row] = self.prompted[row] = max(1, min(batch.prompt_lengths[row], states.shape[1])) - 1
+            self.held[row] = self.prompted[row] = max(1, min(batch.table[row].prompt_length, states.shape[1])) - 1
         first = self.target.first_position
         first = batch.starts.new_zeros(len(self.held), 1) if first is None else first[-3] if first.ndim == 3 else first
         self.offset = first.to(self.device) - 1 - sent(self.prompted, self.device)[:, None]

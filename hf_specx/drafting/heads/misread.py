@@ -81,7 +81,7 @@ class MisreadWatch:
         for proposed in self.rounds:
             most = proposed.tokens.shape[1]
             for row, length, before in zip(proposed.rows, proposed.lengths, proposed.before, strict=True):
-                text = batch.emitted[row]
+                text = batch.table[row].emitted
                 for place in range(most):
                     token, index = next(tokens), before + place + shift
                     # the first place of a block may be trained for nothing
