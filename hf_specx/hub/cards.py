@@ -17,7 +17,7 @@ from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.drafting.heads.load_model import AUTO_CLASSES
 
 from .folders import OF_CARD, check_out, without_folders
-from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
+from .known_pairs import EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
@@ -58,23 +58,18 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
 
 
 def known_config(name: str) -> PairConfig:
-    """The config of the embedded pair; of another well-known one with nothing but the ids and their class."""
+    """The config of a pair in the package; a ValueError for another name."""
     check_known_name(name)
-    if name == EMBEDDED:
-        return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
-    known = BY_NAME[name]
-    target, draft = (ModelSource(model, auto_class=known.auto_class) for model in (known.target, known.draft))
-    return PairConfig(target, draft)
+    return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
 
 
 def known_card(name: str) -> str:
-    """The card of a well-known pair, or of the embedded one; a ValueError for a name that is neither."""
-    config = known_config(name)
-    return render(config, EMBEDDED if name == EMBEDDED else f"{config.target.name} with {config.draft.name}")
+    """The card of a pair in the package; a ValueError for another name."""
+    return render(known_config(name), name)
 
 
 def write_cards(folder: str | Path) -> list[Path]:
-    """Write the cards of the embedded pair and of all well-known pairs into a folder; returns the files."""
+    """Write the cards of the pairs in the package into a folder; returns the files."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     files = [root / f"{name}.md" for name in NAMES]

@@ -11,7 +11,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
-from hf_specx.common.drafts import split_revision
+from hf_specx.common.drafts import check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
 from hf_specx.common.model_files import (
@@ -29,7 +29,6 @@ from hf_specx.drafting.heads.reading import is_head
 
 from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
-from .schema import check_place
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -55,7 +54,7 @@ def get_files(
 def find_files(name: str, **hub: Any) -> Files:
     """All files of a model but its weights, by a folder, or an id on the Hub perhaps with "@" and a revision."""
     name, revision = split_revision(name)
-    check_place(name, revision)
+    check_model_name(name, revision)
     return get_files(name, revision, **hub)
 
 
@@ -69,7 +68,7 @@ def find_draft_files(name: str, **hub: Any) -> Files:
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
     """Get a pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
-    check_place(str(name), revision)
+    check_model_name(str(name), revision)
     files = get_files(name, revision, **hub)
     path = files.root / CONFIG_NAME
     check_links(files.root, path)

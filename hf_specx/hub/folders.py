@@ -7,9 +7,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from hf_specx.common.drafts import HUB_ID
 from hf_specx.common.errors import require
 
-from .schema import HUB_ID
 from .secrets import without_secrets
 
 
