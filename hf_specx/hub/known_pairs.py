@@ -18,9 +18,8 @@ def embedded_folder() -> Path:
 
 def check_known_name(name: str) -> None:
     """Raise ValueError unless a name without an owner is that of a pair in the package."""
-    message = (
-        f"{name!r} is no folder here, no id on the Hub, which has an owner (owner/{name}), and no well-known pair"
-    )
+    message = f"{name!r} is no folder here, no id on the Hub, which has an owner (owner/{name}), and no well-known "
+    message += "pair"
     require(name in NAMES, f"{message}; {similar(name, NAMES)}known: {', '.join(NAMES)}.")
 
 
