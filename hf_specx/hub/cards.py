@@ -34,8 +34,9 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
         name: id or folder of its repository, "embedded", or both models' ids for a pair that is not published.
         published: whether its repository has the code to use it, in `custom_generate/`.
     """
-    models, weightless = (config.target, config.draft), config.suffix or config.early_exit
-    runs = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
+    models = (config.target, config.draft)
+    weightless = config.suffix or config.early_exit
+    by_machine = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
     helpers: dict[str, Any] = {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
     card = ModelCard.from_template(
         _metadata(config, published, name),
@@ -50,7 +51,7 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
         auto_class=auto_class_of(config.target),
         is_head=config.draft.model_type in HEADS,
         ids=shlex.join([model.name or "" for model in models]),
-        runs=[list(rows) for _, rows in runs],
+        runs=[list(measurements) for _, measurements in by_machine],
         json=json.dumps,
         **helpers,
     )
@@ -82,8 +83,8 @@ def write_cards(folder: str | Path) -> list[Path]:
 
 def auto_class_of(model: ModelSource) -> str:
     """The class of transformers that loads a model: one that we know, so that examples hold no other text."""
-    known = [each.__name__ for each in AUTO_CLASSES]
-    return str(model.auto_class) if model.auto_class in known else TEXT
+    names = [auto_class.__name__ for auto_class in AUTO_CLASSES]
+    return str(model.auto_class) if model.auto_class in names else TEXT
 
 
 def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
@@ -129,6 +130,7 @@ def code(text: str | int | None) -> str:
 
 
 def fence(text: str, language: str) -> str:
+    """A fenced block of code that the text cannot end."""
     ticks = "`" * max(3, _longest_run(text) + 1)
     return f"{ticks}{language}\n{text.strip()}\n{ticks}"
 

@@ -37,7 +37,7 @@ MEASURE = "measure it anew with specx tune"
 SLOWER = "its draft was slower than plain generate at every batch size, so the pair decodes plainly"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
-check_size = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
+check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
 check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE}")
 check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")
 check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")
@@ -52,7 +52,7 @@ MaybeFigure = Annotated[float | None, check_measured]
 MaybeAmount = Annotated[float | None, validator(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE}")]
 MaybeCount = Annotated[int | None, validator(lambda n: n >= 0, f"no count; {MEASURE}")]
 Probability = Annotated[float, check_probability]
-Times = Annotated[dict[str, float], of_items(check_size, check_measured), check_times]
+Times = Annotated[dict[str, float], of_items(check_number_text, check_measured), check_times]
 HubId = Annotated[str | None, validator(HUB_ID.fullmatch, NO_ID)]
 CommitOrBranch = Annotated[
     str | None, validator(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
@@ -200,10 +200,11 @@ class SavedCosts:
 
     hardware: str
     dtype: str
-    table: Annotated[dict[str, dict[str, Any]], of_items(check_size, check_row)]  # a `CostRow` for each batch size
+    # a `CostRow` for each batch size
+    table: Annotated[dict[str, dict[str, Any]], of_items(check_number_text, check_row)]
     alpha: Annotated[dict[str, float], of_items(values=check_probability)]
     rounds: Annotated[
-        dict[str, dict[str, float]], of_items(check_size, of_items(check_candidates, check_measured))
+        dict[str, dict[str, float]], of_items(check_number_text, of_items(check_candidates, check_measured))
     ] = field(default_factory=dict)
 
 
