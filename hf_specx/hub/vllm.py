@@ -50,9 +50,11 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None
-    for method in OTHER_METHODS if kind is None else ():
-        message = f"the draft {draft['model']!r} has {method!r} in its name, which vLLM takes for that method; rename "
-        require(method not in draft["model"].lower(), f"{message}or move it.")
+    for other in OTHER_METHODS if kind is None else ():
+        message = (
+            f"the draft {draft['model']!r} has {other!r} in its name, which vLLM takes for that method; rename or "
+        )
+        require(other not in draft["model"].lower(), f"{message}move it.")
     require(kind != "domino", "the draft is a head of Domino, which vLLM does not serve; use transformers.")
     vocab_sizes = (config.target.vocab_size, config.draft.vocab_size)
     has_tokenizer = config.draft_tokenizer is not None
