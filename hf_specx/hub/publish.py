@@ -86,10 +86,8 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
-        problem = (
-            "has adapters of PEFT, which a pair does not save; make the pair of what its merge_and_unload() gives"
-        )
-        require(not has_adapters(model), f"{label_of(model)} {problem}.")
+        message = f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
+        require(not has_adapters(model), f"{message}merge_and_unload() gives.")
     return partial(_write, pair, sources)
 
 
@@ -133,7 +131,7 @@ def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, 
 
 
 def _check_draft(draft: Any, where: str) -> None:
-    """Raise ValueError unless a draft can be saved; of one without weights that is its numbers, and no pool of texts."""
+    """Raise ValueError unless a draft can be saved; of one without weights its numbers are, and no pool of texts."""
     kind, kinds = type(draft).__name__, "a model, a SuffixDraft or an EarlyExitDraft"
     is_kind = isinstance(draft, PreTrainedModel | WeightlessDraft)
     require(is_kind, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")

@@ -74,17 +74,17 @@ def read(cls: Any, values: Any, where: str) -> Any:
     missing = min(required - values.keys(), default=None)
     require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
     checked = object.__new__(_strict_class(cls))
-    made: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, value in values.items():
-        made[name] = _converted(hints[name], value, f"{where}: {name}")
+        converted[name] = _converted(hints[name], value, f"{where}: {name}")
         try:
-            setattr(checked, name, made[name])  # which `strict` checks
+            setattr(checked, name, converted[name])  # which `strict` checks
         except (StrictDataclassFieldValidationError, RecursionError) as error:
             problem = f" is {brief(value)}, not {_in_words(hints[name], cls)}; {ANEW}."  # or too deep to be looked at
             if isinstance(error.__cause__, ValueError):  # of a validator
                 problem = f"{str(error.__cause__).removesuffix('.')}."
             raise ValueError(f"{where}: {name}{problem}") from error
-    return cls(**made)
+    return cls(**converted)
 
 
 @cache
@@ -101,9 +101,9 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
     """A value from JSON with its objects made, and floats where whole numbers stand for them; as it is if it has
     another type than the hint says, which `strict` refuses."""
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    made = next((option for option in options if is_dataclass(option)), None)
-    if made is not None and not (value is None and NoneType in options):
-        return read(made, value, where)
+    inner_class = next((option for option in options if is_dataclass(option)), None)
+    if inner_class is not None and not (value is None and NoneType in options):
+        return read(inner_class, value, where)
     if isinstance(value, list) and get_origin(hint) is list:
         (item_hint,) = get_args(hint)
         return [_converted(item_hint, item, f"{where}[{index}]") for index, item in enumerate(value)]

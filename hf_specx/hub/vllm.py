@@ -51,10 +51,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None
     for other in OTHER_METHODS if kind is None else ():
-        message = (
-            f"the draft {draft['model']!r} has {other!r} in its name, which vLLM takes for that method; rename or "
-        )
-        require(other not in draft["model"].lower(), f"{message}move it.")
+        message = f"the draft {draft['model']!r} has {other!r} in its name, which vLLM takes for that method; rename "
+        require(other not in draft["model"].lower(), f"{message}or move it.")
     require(kind != "domino", "the draft is a head of Domino, which vLLM does not serve; use transformers.")
     vocab_sizes = (config.target.vocab_size, config.draft.vocab_size)
     has_tokenizer = config.draft_tokenizer is not None
