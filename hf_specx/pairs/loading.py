@@ -96,7 +96,7 @@ def load_pair(
     warn_of_another_target(config, loaded_target)
     draft_device: Any = draft_device_map
     if draft_device_map in (None, "auto"):
-        draft_device = {"": placement.home or last_device(loaded_target)}
+        draft_device = {"": placement.draft_device or last_device(loaded_target)}
     loaded_draft = models["draft"].load(
         loaded_target, **for_both | {"device_map": draft_device} | for_one_model["draft"]
     )

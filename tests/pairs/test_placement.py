@@ -49,7 +49,7 @@ def load(place: Placement) -> tuple[Counter, Counter, Any]:
         if isinstance(part, type(LARGE.model.layers[0])):
             held[home if home in runs else runs[0]] += LAYER_CACHE
         weights[home] += sum(x.numel() * x.element_size() for x in [*part.parameters(False), *part.buffers(False)])
-    home = place.home or next(device for device in reversed(placed.values()) if device in runs)
+    home = place.draft_device or next(device for device in reversed(placed.values()) if device in runs)
     return weights + held + Counter({home: DRAFT + DRAFT_CACHE}), +weights, home
 
 
@@ -92,7 +92,7 @@ def test_room_is_left_where_the_draft_is_asked_for(asked: Any, home: Any):
     limits = dict.fromkeys((0, 1, "cpu"), 4 * ALL)
     place, whole = (planned(limits, draft_device_map=where) for where in (asked, {"": "disk"}))
     left = {device for device, size in whole.target["max_memory"].items() if place.target["max_memory"][device] < size}
-    assert (place.home, left) == (None, {home})
+    assert (place.draft_device, left) == (None, {home})
 
 
 @pytest.mark.parametrize("device_map", [None, 1, "cuda:1", torch.device("cpu"), {"model": 0, "lm_head": "cuda:1"}])
