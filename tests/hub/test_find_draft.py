@@ -99,10 +99,10 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     model = AutoModelForCausalLM.from_pretrained(folder)
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
-    (found,) = resolve.LOADED[model].values()
-    draft = weakref.ref(found[0])
+    (loaded,) = resolve.LOADED[model].values()
+    draft = weakref.ref(loaded[0])
     assert len(loads) == 1
-    del model, found
+    del model, loaded
     gc.collect()
     assert draft() is None
     assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)

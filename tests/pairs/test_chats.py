@@ -46,8 +46,8 @@ def test_chats_and_texts_several_times_each(pair: DraftTargetPair, tmp_path):
 
 
 def test_the_targets_own_generation_config_is_the_default(pair: DraftTargetPair):
-    own = pair.target.generation_config
-    own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 6
+    settings = pair.target.generation_config
+    settings.do_sample, settings.temperature, settings.top_k, settings.max_new_tokens = True, 0.7, 9, 6
     expected = plain(pair, pair.tokenizer("a dog").input_ids, 3)
     assert pair.complete(["a dog"], seed=3, verification="coupled") == [expected]
     torch.manual_seed(3)

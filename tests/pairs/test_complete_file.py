@@ -43,15 +43,15 @@ def undisturbed(pair: DraftTargetPair, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seeds of the requests that were made, less that of the call."""
-    made: list[int] = []
+    indices: list[int] = []
 
     def noting(ids: list[int], seed: int) -> Request:
         if seed:  # else it only shows whether any can be completed
-            made.append(seed - SAMPLED["seed"])
+            indices.append(seed - SAMPLED["seed"])
         return Request(ids, seed=seed)
 
     monkeypatch.setattr("hf_specx.pairs.complete.Request", noting)
-    return made
+    return indices
 
 
 LEFT = {  # what an interrupted call may leave of twelve lines, and the prompts that are still to be completed
@@ -222,9 +222,9 @@ def test_models_that_take_whole_batches(tmp_path: Path):
     pair = DraftTargetPair(target, target, tokenizer)
     with pytest.warns(UserWarning, match="refused: 1"):
         out = pair.complete(["the cat", "", "on"], out=tmp_path / "done.jsonl", batch_size=2, max_new_tokens=5)
-    found = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     first, last = pair.complete(["the cat", "on"], max_new_tokens=5)
-    assert found == [first, None, last]
+    assert texts == [first, None, last]
 
 
 def test_calls_in_one_process_keep_off_each_other(pair: DraftTargetPair, tmp_path: Path):
