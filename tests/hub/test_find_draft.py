@@ -77,7 +77,7 @@ def test_code_of_a_folder_that_is_loaded_once(target: PreTrainedModel, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(folder)
     speculative = model.load_custom_generate(str(folder), trust_remote_code=True)
     assert torch.equal(seeded(speculative, model=model), expected(target))
-    with pytest.raises(ValueError, match="there is no draft: pass draft_model="):
+    with pytest.raises(ValueError, match="draft_model="):
         seeded(speculative, model=target)
 
 
@@ -114,7 +114,7 @@ def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel,
     put("target.revision", "1" * 40)(folder)
     other = tiny(seed=3, num_hidden_layers=1)
     other.config._commit_hash = "2" * 40
-    with pytest.warns(UserWarning, match="differs in parameters, revision from the one that the pair was measured w"):
+    with pytest.warns(UserWarning, match="parameters, revision"):
         output = by_string(other, folder, verification="coupled")
     assert torch.equal(output, seeded(other.generate))
 

@@ -130,12 +130,12 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
     files = {file: b"mine", "README.md": b"mine"}
     for name in ("main", "theirs"):
         hub.put(NAME, files, name)
-    with pytest.raises(ValueError, match=f"org/pair is no pair, and has .'{file}'., which a pair would replace"):
+    with pytest.raises(ValueError, match=f"no pair.*'{file}'"):
         a_pair().push_to_hub(NAME, revision=branch)
     assert hub.files(NAME) == hub.files(NAME, "theirs") == files
     assert not hub.branch(NAME, "next").exists()
     hub.put(NAME, {"README.md": b"mine"})
-    with pytest.warns(UserWarning, match="README.md of org/pair is not one of a pair, so it stays as it is"):
+    with pytest.warns(UserWarning, match="README.md of org/pair"):
         a_pair().push_to_hub(NAME, token="hf_owner")
     assert "specx_config.json" in hub.files(NAME)
     assert hub.files(NAME)["README.md"] == b"mine"
@@ -163,7 +163,7 @@ def test_a_repository_is_as_private_as_was_said(hub: HubOnDisk, private: bool):
     a_pair(1).push_to_hub(NAME, private=private)
     assert hub.files(NAME).keys() == before.keys()
     before, shown = hub.files(NAME), "private" if private else "public"
-    with pytest.raises(ValueError, match=f"is there already and is {shown}, which private={not private} does not"):
+    with pytest.raises(ValueError, match=f"is {shown}.*private={not private}"):
         a_pair(3).push_to_hub(NAME, private=not private)
     assert hub.files(NAME) == before
 

@@ -72,16 +72,16 @@ def test_grammars_are_told_apart(library: str):
 
 def test_what_cannot_be_told_from_others_says_what_it_does_or_is_refused(pair: DraftTargetPair, tmp_path: Path):
     processor, options = Holding(threading.Lock()), {"max_new_tokens": 2}
-    with pytest.raises(ValueError, match="lock cannot be told from others of its kind .*set an attribute fingerprint"):
+    with pytest.raises(ValueError, match="lock .*attribute fingerprint"):
         pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[processor], **options)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(ValueError, match="generator cannot be told from others of its kind"):
+    with pytest.raises(ValueError, match="generator"):
         plain_value(Holding(token for token in "ab"))
     pair.complete(["the cat"], logits_processor=[processor], **options)
     processor.fingerprint = "nothing"
     pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[processor], **options)
     processor.fingerprint = "something"
-    with pytest.raises(ValueError, match="was made with logits_processor=.*nothing"):
+    with pytest.raises(ValueError, match="logits_processor=.*nothing"):
         pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[processor], **options)
 
 

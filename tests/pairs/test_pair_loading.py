@@ -68,11 +68,11 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
     """Before a model is fetched: here there is none. Of a draft without weights they are refused too."""
     name = next(iter(options))
     shutil.copy(folder / CONFIG_NAME, tmp_path)
-    with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
+    with pytest.raises(ValueError, match=f"^{name}= .*{role}"):
         DraftTargetPair.from_pretrained(tmp_path, **{role: tiny()}, **options)
     put("suffix", {})(tmp_path)
     put("draft", {})(tmp_path)
-    with pytest.raises(ValueError, match="and the draft of this pair has no weights of its own"):
+    with pytest.raises(ValueError, match="no weights"):
         DraftTargetPair.from_pretrained(tmp_path, draft_device_map="cpu")
 
 
