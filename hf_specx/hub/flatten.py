@@ -59,7 +59,7 @@ def core_modules() -> list[Module]:
         if module not in needs:
             nodes = ast.walk(ast.parse(module.path.read_text(encoding="utf-8")))
             imports = [imported(node, module.room) for node in nodes]
-            needs[module] = sorted(each for each in imports if each is not None)
+            needs[module] = sorted(imported_module for imported_module in imports if imported_module is not None)
             waiting += needs[module]
     return list(TopologicalSorter({module: needs[module] for module in sorted(needs)}).static_order())
 

@@ -58,7 +58,7 @@ def check_out(path: Path | None, marker: str = "") -> None:
 def check_writable(folder: Path, named: Path) -> None:
     """Raise ValueError unless files can be made in a folder, or in the nearest one above it that is there; `named` is
     what the message names."""
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing):
             return

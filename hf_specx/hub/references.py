@@ -1,4 +1,4 @@
-"""Whether a loaded model is still what its repository on the Hub has at a commit, so that a reference means it."""
+"""Whether a loaded model is still what its repository on the Hub has at a commit, before a pair refers to it."""
 
 from pathlib import Path
 from typing import Any

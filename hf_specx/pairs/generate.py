@@ -87,9 +87,9 @@ def generate(
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
         check_before_loading(inputs, model, kwargs)
-        options = take_options(kwargs)
+        options = pop_options(kwargs)
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
-        draft, recommended, costs = take_draft(model, kwargs)
+        draft, recommended, costs = pop_draft(model, kwargs)
         strategy = SpeculativeDecoding(draft, **recommended | options)
         strategy.load(model)
         if "costs" in options:
@@ -99,9 +99,9 @@ def generate(
             return call_generate(strategy, owner, model, inputs, kwargs, reached)
 
 
-def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
-    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
-    draft = either(kwargs, "draft_model", "assistant_model")
+def pop_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
+    """The draft, popped from the arguments of a call or found, with the options that go with it, and its costs."""
+    draft = pop_either(kwargs, "draft_model", "assistant_model")
     if draft is not None:
         return draft, {}, Costs()
     exit_layer = setting("assistant_early_exit", model, kwargs)
@@ -214,9 +214,9 @@ def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, 
             check_names("generate", [name], names)
 
 
-def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `SpeculativeDecoding` out of the arguments of a call; None counts as not given."""
-    kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
+def pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of `SpeculativeDecoding`, popped from the arguments of a call; None counts as not given."""
+    kwargs |= {"draft_tokenizer": pop_either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
     asked = given_drafting(kwargs, kwargs.get("generation_config"))
     if options["num_draft_tokens"] is None and "num_assistant_tokens" in asked:
@@ -224,8 +224,8 @@ def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
-    """Take an argument that has two names, of which a call may use one; None if it is not given."""
+def pop_either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
+    """The value of an argument that has two names, of which a call may use one, popped; None if it is not given."""
     our_value = kwargs.pop(ours, None)
     their_value = kwargs.pop(theirs, None)
     require(our_value is None or their_value is None, f"{ours}= and {theirs}= mean the same; pass one of them.")

@@ -27,7 +27,7 @@ from .generate import (
     call_generate,
     check_before_loading,
     ending_streamer,
-    take_options,
+    pop_options,
 )
 from .loading import embedded_dtype, load_pair
 
@@ -182,7 +182,7 @@ class DraftTargetPair(NoModel):
 
     def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
-        options = take_options(kwargs)
+        options = pop_options(kwargs)
         of_pair = self.strategy
         of_pair.meet(self.target)
         if options:

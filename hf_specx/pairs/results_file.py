@@ -252,7 +252,7 @@ class Results:
         parts = parts_of(self.path)
         for part in parts:
             with locked(part, wait=True):
-                self._take_up(part)
+                self._merge(part)
         lines = self.own_lines
         with self._opened() as file:
             lines.read(file)
@@ -288,7 +288,7 @@ class Results:
             # more than once: a lock that is just made or given back may look free
             require(free_tries < FREE_TRIES or not part.exists(), message)
 
-    def _take_up(self, part: Path) -> None:
+    def _merge(self, part: Path) -> None:
         """Append the lines of another process, but those of prompts that have a result."""
         lines = ResultLines(part)
         with open(part, "rb") as source, self._opened() as file:
