@@ -51,7 +51,7 @@ class FoundModel(NamedTuple):
 
 
 def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """A pair's own target or draft in checked files; if it is not the measured one, the config forgets what was measured.
+    """A pair's own target or draft in checked files; if it is not the measured one, the config forgets measurements.
 
     `trust` is `trust_remote_code` and `use_safetensors`, as `get_model` takes them.
     """

@@ -55,7 +55,7 @@ def load_pair(
     draft_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> "DraftTargetPair":
-    """Load the models and tokenizers of a pair once all its files are checked; what is wrong or unsafe is a ValueError.
+    """Load the models and tokenizers of a pair once all files are checked; what is wrong or unsafe is a ValueError.
 
     Args:
         name_or_path: a local folder, else an id on the Hub or "embedded".
