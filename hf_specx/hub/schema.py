@@ -70,7 +70,7 @@ def read(cls: Any, values: Any, where: str) -> Any:
     hints = get_type_hints(cls)
     unknown = min(values.keys() - hints.keys(), default=None)
     require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
-    required = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+    required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
     missing = min(required - values.keys(), default=None)
     require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
     checked = object.__new__(_strict_class(cls))
