@@ -16,7 +16,7 @@ from hf_specx.hub.cards import known_card, known_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
+from hf_specx.hub.known_pairs import embedded_folder, is_embedded, is_known
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.pairs.complete import chat_text
@@ -68,17 +68,9 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     return pair
 
 
-def check_published(name: str) -> None:
-    """Raise ValueError for a well-known pair that is nowhere."""
-    if is_known(name) and not is_embedded(name):
-        ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
-        raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-
-
 def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
-    check_published(name)
     how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
     return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **how)
 
@@ -135,7 +127,6 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
     It is loaded only where models that it names by id are to be inside, or where models inside may have code.
     """
     name, revision = split_revision(named)
-    check_published(name)
     place = embedded_folder() if is_embedded(name) else name
     config = get_pair(place, revision)[1]
     models = {"target": config.target} | ({} if config.weightless_draft() else {"draft": config.draft})

@@ -1,6 +1,6 @@
 """Copies of models that share all weights with them and have a few other parts: the model itself is never changed.
 
-Other parts are position tables that count the slots before a token: they are told its column in `generate` instead.
+Other parts are position tables that count the slots before a token: they get its column in `generate` instead.
 """
 
 import inspect
@@ -30,17 +30,17 @@ def altered(model: Any, parts: Mapping[nn.Module, nn.Module]) -> Any:
     children = {name: module if module is None else altered(module, parts) for name, module in model._modules.items()}
     if all(child is model._modules[name] for name, child in children.items()):
         return model
-    made = shallow(model)
-    made._modules = children
-    return made
+    copy = shallow(model)
+    copy._modules = children
+    return copy
 
 
 def without_limits(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """For the Mamba-2 layers of a model, these without limits to the time step (5.23), as in single steps."""
-    found = {module: shallow(module) for module in model.modules() if hasattr(module, "time_step_limit")}
-    for made in found.values():
-        made.time_step_limit = NO_LIMIT
-    return found
+    copies = {module: shallow(module) for module in model.modules() if hasattr(module, "time_step_limit")}
+    for copy in copies.values():
+        copy.time_step_limit = NO_LIMIT
+    return copies
 
 
 class ColumnTable(nn.Module):
@@ -60,34 +60,40 @@ class ColumnTable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Vectors [R, q, D]."""
-        given = self.signature.bind(*args, **kwargs).arguments
-        name, tokens = next(iter(given.items()))
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        name, tokens = next(iter(arguments.items()))
         rows, count, *rest = tokens.shape if isinstance(tokens, torch.Tensor) else tokens
         columns = self.columns.flatten()  # [R * q]
 
         def as_rows(*shape: int) -> Any:
             return tokens.reshape(*shape, *rest) if isinstance(tokens, torch.Tensor) else shape
 
-        position_ids = given.get("position_ids")
+        position_ids = arguments.get("position_ids")
         if position_ids is not None:
-            given[name] = as_rows(1, rows * count)
-            given["position_ids"] = columns.to(position_ids.device).view(-1, *[1] * (position_ids.ndim - 1))
-            return self.table(**given).reshape(rows, count, -1)
-        given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
+            arguments[name] = as_rows(1, rows * count)
+            arguments["position_ids"] = columns.to(position_ids.device).view(-1, *[1] * (position_ids.ndim - 1))
+            return self.table(**arguments).reshape(rows, count, -1)
+        arguments[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
         vectors = torch.zeros((), dtype=torch.float32, device=columns.device)  # takes on the dtype of the table
         for column in sorted(self.numbers):
-            given[COUNT] = column
-            found = self.table(**given)  # [R * q or 1, 1, D] or [1, D]
-            here = (columns.to(found.device) == column)[:, None]
-            vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
+            arguments[COUNT] = column
+            at_column = self.table(**arguments)  # [R * q or 1, 1, D] or [1, D]
+            is_column = (columns.to(at_column.device) == column)[:, None]
+            vectors = torch.where(is_column, at_column.flatten(0, -2), vectors.to(at_column))
         return vectors.view(rows, count, -1)
 
 
-def column_tables(model: PreTrainedModel, told: bool, even: bool) -> dict[nn.Module, ColumnTable]:
-    """What is to stand in the places of a model's position tables; nothing where it is `told` positions.
+def column_tables(
+    model: PreTrainedModel, takes_positions: bool, slots_are_columns: bool
+) -> dict[nn.Module, ColumnTable]:
+    """The replacements of a model's position tables; none for a model that `takes_positions` as an argument.
 
-    Where slots are the columns of `generate`, in rows that are `even`, only tables that skip pad ids are replaced.
+    Where a token's slot is its column in `generate`, only tables that skip pad ids are replaced.
     """
-    modules = () if told else (model.get_decoder() or model).modules()
-    tables = [m for m in modules if COUNT in inspect.signature(m.forward).parameters]
-    return {t: ColumnTable(t) for t in tables if not even or getattr(t, "padding_idx", None) is not None}
+    if takes_positions:
+        return {}
+    modules = (model.get_decoder() or model).modules()
+    tables = [module for module in modules if COUNT in inspect.signature(module.forward).parameters]
+    if slots_are_columns:
+        tables = [table for table in tables if getattr(table, "padding_idx", None) is not None]
+    return {table: ColumnTable(table) for table in tables}

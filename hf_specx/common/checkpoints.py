@@ -43,8 +43,8 @@ class Files(NamedTuple):
 def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict[str, Any]:
     """What is in the config of a repository or folder, or in another such file."""
     path = find_file(name, file, **hub)
-    told = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
-    require(path is not None, f"{told}give a folder or a repository of one.")
+    message = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
+    require(path is not None, f"{message}give a folder or a repository of one.")
     try:
         raw = json.loads(Path(str(path)).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -55,17 +55,17 @@ def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict
 
 def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dict[str, torch.Tensor]:
     """The tensors of a repository or folder; of safetensors perhaps only their names and shapes."""
-    found = next((file for file in WEIGHTS if find_file(name, file, **hub) is not None), None)
-    require(found is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
-    files = [str(found)]
-    if str(found).endswith(".index.json"):
-        listed = read_config(name, str(found), **hub).get("weight_map")
-        files = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else [""]
+    first = next((file for file in WEIGHTS if find_file(name, file, **hub) is not None), None)
+    require(first is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
+    files = [str(first)]
+    if str(first).endswith(".index.json"):
+        weight_map = read_config(name, str(first), **hub).get("weight_map")
+        files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [""]
     weights: dict[str, torch.Tensor] = {}
     for file in files:
-        plain = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin", ".pt"))
-        path = find_file(name, file, **hub) if plain else None
-        require(path is not None, f"{name}: {found} names {file!r}, no file of weights beside it; get it again.")
+        is_name = Path(file).name == file and "\\" not in file and file.endswith((".safetensors", ".bin", ".pt"))
+        path = find_file(name, file, **hub) if is_name else None
+        require(path is not None, f"{name}: {first} names {file!r}, no file of weights beside it; get it again.")
         weights |= _tensors(Path(str(path)), "meta" if names_alone else "cpu")
     return weights
 
@@ -81,10 +81,10 @@ def read_pickle(path: Path) -> Any:
 def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
     """The path of a file on this machine, got from the Hub if need be; None if there is no such file."""
     try:
-        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
+        path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
         raise ValueError(not_found(name, error)) from error
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 def not_found(name: str | Path, error: OSError) -> str:
@@ -95,10 +95,10 @@ def not_found(name: str | Path, error: OSError) -> str:
 def _tensors(path: Path, where: str) -> dict[str, torch.Tensor]:
     """The tensors in a file; of a pickle nothing else is made."""
     try:
-        found = load_state_dict(str(path), where, weights_only=True)
+        tensors = load_state_dict(str(path), where, weights_only=True)
     except Exception as error:  # of types that only pickle and safetensors have
-        told = f"{path} cannot be read as tensors alone ({error}); convert it to safetensors if you trust it."
-        raise ValueError(told) from error
-    tensors = isinstance(found, dict) and all(isinstance(value, torch.Tensor) for value in found.values())
-    require(tensors, f"{path} is no dict of tensors; save the weights alone, as model.safetensors.")
-    return found
+        message = f"{path} cannot be read as tensors alone ({error}); convert it to safetensors if you trust it."
+        raise ValueError(message) from error
+    is_tensors = isinstance(tensors, dict) and all(isinstance(value, torch.Tensor) for value in tensors.values())
+    require(is_tensors, f"{path} is no dict of tensors; save the weights alone, as model.safetensors.")
+    return tensors

@@ -21,22 +21,22 @@ def execution_device(model: PreTrainedModel) -> torch.device:
 
     It is taken from accelerate's hooks on the model or its input embeddings; without hooks it is `model.device`.
     """
-    found = [*_named(getattr(model, "_hf_hook", None)), *_of_hooks(model, "get_input_embeddings")]
-    return found[0] if found else model.device
+    devices = [*_devices_of(getattr(model, "_hf_hook", None)), *_of_hooks(model, "get_input_embeddings")]
+    return devices[0] if devices else model.device
 
 
 def last_device(model: PreTrainedModel) -> torch.device:
     """The device where a model's logits are computed; another one, if its layers are spread over devices."""
-    found = [*_of_hooks(model, "get_output_embeddings")]
-    return found[-1] if found else execution_device(model)
+    devices = [*_of_hooks(model, "get_output_embeddings")]
+    return devices[-1] if devices else execution_device(model)
 
 
 def hardware(device: torch.device) -> str:
     """The name of a processor, as a key for measured times; for a CPU also the number of threads."""
     if device.type == "cpu":
         return f"{_cpu_name(CPU_FACTS)}, {torch.get_num_threads()} threads"
-    named = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    return device.type if named is None else named(device)
+    get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if get_name is None else get_name(device)
 
 
 def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -51,8 +51,8 @@ def moved(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
 
 def joined(states: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Tensors [..., N] as one on a device; those that lie together on another one go there at once."""
-    runs = [list(run) for _, run in itertools.groupby(states, key=lambda each: each.device)]
-    parts = [run[0] if len(run) == 1 else torch.cat(run, -1) for run in runs]
+    by_device = [list(group) for _, group in itertools.groupby(states, key=lambda state: state.device)]
+    parts = [group[0] if len(group) == 1 else torch.cat(group, -1) for group in by_device]
     return parts[0] if len(parts) == 1 else torch.cat([moved(x, device) for x in parts], -1)
 
 
@@ -72,9 +72,10 @@ def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
 
 
 def _free_bytes(device: torch.device) -> int | None:
+    """How much memory is free; None if that is not known."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it out first
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it out first
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
     if device.type != "cpu" or not MEMORY_FACTS.is_file():
         return None
     facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
@@ -96,21 +97,27 @@ def cached_numbers(config: PreTrainedConfig) -> int:
 
 
 def _cached_by_layer(config: Any) -> int:
-    def of(name: str, default: int = 0) -> int:
+    """How many numbers the self-attention of one layer keeps of a token."""
+
+    def size(name: str, default: int = 0) -> int:
         value = getattr(config, name, None)
         return (max(value, default=0) if isinstance(value, list | tuple) else value) or default
 
-    heads, latent, rope = of("num_attention_heads"), of("kv_lora_rank"), of("qk_rope_head_dim")
+    heads = size("num_attention_heads")
     if not heads:
         return 0
-    if latent and of("index_topk"):  # sparse attention, which some versions cache expanded
-        return heads * (of("qk_nope_head_dim") + rope + of("v_head_dim"))
-    head = of("head_dim") or config.hidden_size // heads
-    return latent + rope if latent else 2 * head * of("num_key_value_heads", heads)
+    latent, rope = size("kv_lora_rank"), size("qk_rope_head_dim")
+    if latent and size("index_topk"):  # sparse attention, which some versions cache expanded
+        return heads * (size("qk_nope_head_dim") + rope + size("v_head_dim"))
+    if latent:
+        return latent + rope
+    head_dim = size("head_dim") or config.hidden_size // heads
+    return 2 * head_dim * size("num_key_value_heads", heads)
 
 
 @cache  # the file of a large machine takes long
 def _cpu_name(path: Path) -> str:
+    """The name of this machine's processor, as a file of the system has it."""
     facts = path.read_text(errors="replace").splitlines() if path.is_file() else []
     names = (fact.partition(":")[2].strip() for fact in facts if fact.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
@@ -123,13 +130,13 @@ def _of_hooks(model: PreTrainedModel, getter: str) -> Iterator[torch.device]:
     except (AttributeError, NotImplementedError):
         part = None
     for module in (part if isinstance(part, nn.Module) else model).modules():
-        yield from _named(getattr(module, "_hf_hook", None))
+        yield from _devices_of(getattr(module, "_hf_hook", None))
 
 
-def _named(hook: object) -> Iterator[torch.device]:
+def _devices_of(hook: object) -> Iterator[torch.device]:
     """The devices that a hook names: several for a chain of hooks, none for one that only moves outputs."""
-    for each in getattr(hook, "hooks", ()):
-        yield from _named(each)
+    for inner_hook in getattr(hook, "hooks", ()):
+        yield from _devices_of(inner_hook)
     device = getattr(hook, "execution_device", None)
     if device is not None:
         yield torch.device(device)

@@ -1,4 +1,8 @@
-"""How models and drafts are named, in Python and in every command alike. Nothing here imports torch."""
+"""How models and drafts are named, in Python and in every command alike. Nothing here imports torch.
+
+A model is named by a folder, or by an id on the Hub, perhaps with "@" and a revision. A draft is named like a model,
+or by one of the words of `HELP_DRAFT`. A folder wins over a word of the same name.
+"""
 
 import re
 from pathlib import Path
@@ -7,6 +11,7 @@ from typing import Any, NamedTuple
 from hf_specx.common.errors import require, similar
 
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
 SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command
 HELP_DRAFT = (
@@ -29,30 +34,47 @@ class NamedDraft(NamedTuple):
 
 
 def read_draft(name: str, *words: str) -> NamedDraft:
-    """Read the name of a draft; `words` are those of `ELSEWHERE` that this command has."""
-    if name in (SUFFIX, *words):
+    """Parse the name of a draft; `words` are those of `ELSEWHERE` that this command has."""
+    if name in words:
+        return NamedDraft()
+    if _is_folder(name):
+        return NamedDraft(model=name)
+    if name == SUFFIX:
         return NamedDraft()
     require(name not in ELSEWHERE, f"the draft {name} cannot be used here: {ELSEWHERE.get(name)}.")
     if name.startswith((EXIT, LAYERS)):
         kind, _, number = name.partition(":")
-        known = re.fullmatch("[1-9][0-9]*", number) is not None
-        require(known, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
+        is_number = re.fullmatch("[1-9][0-9]*", number) is not None
+        require(is_number, f"the draft {name!r} names no number of layers; give one of 1 or more, like {kind}:4.")
         return NamedDraft(layers=int(number))
     model = name.removeprefix(OF_HEADS)
-    meant = similar(name, (SUFFIX, *words))
-    is_name = ":" not in model and not meant and re.fullmatch(r"(exit|layer)s?[\W_]?\d*", model) is None
-    told = f"the draft {name!r} means nothing; {meant}give one of: {HELP_DRAFT}"
-    require(bool(model) and (is_name or "/" in model or Path(model).is_dir()), told)
+    suggestion = similar(name, (SUFFIX, *words))
+    is_name = ":" not in model and not suggestion and re.fullmatch(r"(exit|layer)s?[\W_]?\d*", model) is None
+    message = f"the draft {name!r} means nothing; {suggestion}give one of: {HELP_DRAFT}"
+    require(bool(model) and (is_name or "/" in model or Path(model).is_dir()), message)
     return NamedDraft(model=model)
 
 
 def check_head(name: str, model: Any) -> None:
-    """Whether a loaded draft is a head, where its name says so."""
-    told = f"what follows {OF_HEADS} is a model and no head; leave {OF_HEADS} out."
-    require(not name.startswith(OF_HEADS) or not model.can_generate(), told)
+    """Raise ValueError if a draft is named as a head, and what was loaded is none."""
+    message = f"what follows {OF_HEADS} is a model and no head; leave {OF_HEADS} out."
+    require(not name.startswith(OF_HEADS) or not model.can_generate(), message)
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """A name, and the commit, branch or tag behind its "@", as in org/model@v1; a folder with an "@" stays whole."""
     first, at, revision = name.rpartition("@")
     return (first, revision) if at and revision and not Path(name).is_dir() else (name, None)
+
+
+def check_model_name(name: str, revision: str | None) -> None:
+    """Raise ValueError unless this is a folder, or can be an id on the Hub; of a folder there is no revision."""
+    is_folder = _is_folder(name)
+    is_name = is_folder or HUB_ID.fullmatch(name) is not None
+    require(is_name, f"{name!r} is neither a folder nor an id on the Hub; name one of them.")
+    message = f"{name!r} is a folder, which has no revision {revision!r}; leave that out."
+    require(revision is None or not is_folder, message)
+
+
+def _is_folder(name: str) -> bool:
+    return name != "" and Path(name).is_dir()  # the path of an empty text is that of the current folder

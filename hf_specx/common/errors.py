@@ -39,7 +39,7 @@ def require_option(ok: bool, option: str, value: Any, rest: str) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is what torch or Python raises where memory is not enough; on the CPU torch says it in words."""
-    names = {each.__name__ for each in type(error).mro()}
+    names = {cls.__name__ for cls in type(error).mro()}
     in_words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return in_words or bool(names & {"MemoryError", "OutOfMemoryError"})
 
@@ -64,20 +64,21 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
-def similar(name: str, known: Iterable[str]) -> str:
-    """A question after the name that was meant, if there is one."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.75)
-    return f"did you mean {near[0]!r}? " if near else ""
+def similar(name: str, names: Iterable[str]) -> str:
+    """The question whether the closest of these names was meant; "" if none is close."""
+    matches = difflib.get_close_matches(name, list(names), 1, 0.75)
+    return f"did you mean {matches[0]!r}? " if matches else ""
 
 
-def check_names(where: str, given: Iterable[str], known: Iterable[str], more: str = "") -> None:
-    """Raise a TypeError, as Python does, for an argument of `where` that is not known."""
-    known = list(known)
-    name = min(set(given) - set(known), default=None)
-    if name is not None:
-        raise TypeError(f"{where} has no argument {name!r}; {similar(SAME.get(name, name), known)}{more}".rstrip())
+def check_names(where: str, names: Iterable[str], parameters: Iterable[str], more: str = "") -> None:
+    """Raise a TypeError, as Python does, for an argument of `where` that is none of its parameters."""
+    parameters = list(parameters)
+    unknown = min(set(names) - set(parameters), default=None)
+    if unknown is not None:
+        suggestion = similar(SAME.get(unknown, unknown), parameters)
+        raise TypeError(f"{where} has no argument {unknown!r}; {suggestion}{more}".rstrip())
 
 
-def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    """Validate a choice."""
-    require_option(value in known, name, value, f"is unknown; choose one of {', '.join(known)}.")
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise an OptionError for a value that is none of the choices."""
+    require_option(value in choices, name, value, f"is unknown; choose one of {', '.join(choices)}.")

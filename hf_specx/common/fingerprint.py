@@ -27,7 +27,7 @@ def fingerprint_of(settings: dict[str, Any], tensors: Iterable[tuple[str, str, t
 
     It does not depend on the device that they are on, nor on their order.
     """
-    total = hashlib.sha256(json.dumps(_counted(settings), sort_keys=True, default=str).encode())
+    total = hashlib.sha256(json.dumps(_without_noise(settings), sort_keys=True, default=str).encode())
     for name, line in sorted((name, _line(kind, bits)) for name, kind, bits in tensors):
         total.update(f"\n{name} {line}".encode())
     return FORM + total.hexdigest()
@@ -39,8 +39,8 @@ def model_fingerprint(model: Any) -> str:
     Of a model whose weights are nowhere in memory it has where that came from.
     """
     state = state_of(model)
-    absent = any(getattr(value, "is_meta", False) for value in state.values())
-    settings = model.config.to_dict() | {"weights": model.name_or_path if absent else None}
+    is_absent = any(getattr(value, "is_meta", False) for value in state.values())
+    settings = model.config.to_dict() | {"weights": model.name_or_path if is_absent else None}
     settings |= {"adapters": _adapters_in_use(model) or None}
     return fingerprint_of(settings, _state_tensors(state))
 
@@ -56,11 +56,11 @@ def _adapters_in_use(model: torch.nn.Module) -> dict[str, str]:
     return layers
 
 
-def _counted(value: Any) -> Any:
+def _without_noise(value: Any) -> Any:
     """Settings without those that do not change a model, also in the settings of its parts."""
     if not isinstance(value, dict):
         return value
-    items = ((str(name), _counted(item)) for name, item in value.items() if name not in NO_SETTINGS)
+    items = ((str(name), _without_noise(item)) for name, item in value.items() if name not in NO_SETTINGS)
     return {name: item for name, item in items if item is not None}
 
 
@@ -69,13 +69,14 @@ class Offloaded(NamedTuple):
 
     stored: Mapping[str, torch.Tensor]
     name: str
-    here: torch.Tensor  # a meta tensor
+    placeholder: torch.Tensor  # a meta tensor
 
     def load(self) -> torch.Tensor:
+        """The weight; its placeholder if it is nowhere."""
         try:
             return self.stored[self.name]
         except KeyError:
-            return self.here
+            return self.placeholder
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
@@ -99,12 +100,12 @@ def state_of(module: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = dict(module.named_buffers()) | module.state_dict()
     for path, part in module.named_modules():
         hook: Any = getattr(part, "_hf_hook", None)
-        for each in getattr(hook, "hooks", [hook]):
-            stored: Any = getattr(each, "weights_map", None)  # of accelerate
+        for inner_hook in getattr(hook, "hooks", [hook]):
+            stored: Any = getattr(inner_hook, "weights_map", None)  # of accelerate
             for name in () if stored is None else [*dict(part.named_parameters()), *dict(part.named_buffers())]:
-                whole = f"{path}.{name}".removeprefix(".")
-                if getattr(state.get(whole), "is_meta", False):
-                    state[whole] = Offloaded(stored, name, state[whole])
+                full_name = f"{path}.{name}".removeprefix(".")
+                if getattr(state.get(full_name), "is_meta", False):
+                    state[full_name] = Offloaded(stored, name, state[full_name])
     return state
 
 
@@ -132,6 +133,7 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes [N] of a tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -144,6 +146,7 @@ def _line(kind: str, bits: torch.Tensor | None) -> str:
     if whole.storage_offset() % 8:
         whole = whole.clone()
     words = whole.view(torch.int64)
-    sums = [words.view(rows, COLUMNS).sum(0), words[:: max(1, len(words) // SAMPLES)][: SAMPLES + 1]]
-    digest = hashlib.sha256(b"".join(bytes(_bytes(each).tolist()) for each in (*sums, rest)))
+    column_sums = words.view(rows, COLUMNS).sum(0)
+    samples = words[:: max(1, len(words) // SAMPLES)][: SAMPLES + 1]
+    digest = hashlib.sha256(b"".join(bytes(_bytes(part).tolist()) for part in (column_sums, samples, rest)))
     return f"{kind} {digest.hexdigest()}"

@@ -28,30 +28,34 @@ OF_SEVERAL_PROCESSES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  #
 
 def check_reference(name: str) -> None:
     """Raise ValueError unless a repository that a config names can be loaded by its name."""
-    told = f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
-    told += "rename it or work elsewhere, or load the model yourself and pass it."
-    require(not Path(name).exists(), told)
+    message = f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
+    message += "rename it or work elsewhere, or load the model yourself and pass it."
+    require(not Path(name).exists(), message)
 
 
 def check_links(root: Path, folder: Path) -> None:
-    """Whether a file, or all files of a model in a folder, are in the pair's folder, and no links to other places."""
-    home = root.resolve()
-    allowed = home.parent.parent if home.parent.name == "snapshots" else home  # the Hub's cache links to its blobs
+    """Raise ValueError if a file, or one of a model in a folder, is a link out of the pair's folder."""
+    allowed = root.resolve()
+    if allowed.parent.name == "snapshots":  # the Hub's cache links to its blobs
+        allowed = allowed.parent.parent
     for path in (folder, *folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATE_DIR}/*")):
-        told = f"{path} is a link out of the pair's folder; put the file itself there."
-        require(path.resolve().is_relative_to(allowed), told)
+        message = f"{path} is a link out of the pair's folder; put the file itself there."
+        require(path.resolve().is_relative_to(allowed), message)
 
 
 def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
-    """Whether a model's settings can be loaded; only trusted ones that are always the same (`pinned`) bring code."""
+    """Raise ValueError unless a model's settings can be loaded.
+
+    Only trusted ones that are `pinned`, and so are always the same, may bring code.
+    """
     path, generation = folder / "config.json", folder / "generation_config.json"
     require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
     config, settings = _object_in(path), _object_in(generation)
     require(config is not None, f"{path} is not a JSON object; {AGAIN}.")
-    told = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
-    require(not generation.exists() or settings is not None, told)
-    told = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the model."
-    require(not (folder / "adapter_config.json").exists(), told)
+    message = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
+    require(not generation.exists() or settings is not None, message)
+    message = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the "
+    require(not (folder / "adapter_config.json").exists(), f"{message}model.")
     _check_code(path, config, trust_remote_code, pinned)
 
 
@@ -65,27 +69,30 @@ def check_generation(folder: Path) -> None:
 
 
 def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool) -> None:
-    """Whether a model's config asks for code that may not run, or for files that are not checked."""
+    """Raise ValueError if a model's config asks for code that may not run, or for files that are not checked."""
     config, *parts = _objects(settings)
-    unknown = "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING
-    brings, told = unknown or any("auto_map" in part for part in parts), f"the model in {path.parent} brings code of "
-    require(not brings or trust_remote_code, f"{told}its own, which is not run; {TRUST}.")
-    told += "its own, and the pair names its repository without a full commit, so that the code may change; "
-    require(not brings or pinned, f"{told}write the commit that you have read as its revision in the pair's config.")
-    trusted = trust_remote_code and pinned
+    is_unknown_type = "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING
+    brings_code = is_unknown_type or any("auto_map" in part for part in parts)
+    message = f"the model in {path.parent} brings code of its own, "
+    require(not brings_code or trust_remote_code, f"{message}which is not run; {TRUST}.")
+    message += (
+        "and the pair names its repository without a full commit, so that the code may change; write the commit "
+    )
+    require(not brings_code or pinned, f"{message}that you have read as its revision in the pair's config.")
+    is_trusted = trust_remote_code and pinned
     for part in (config, *parts):
-        if trusted:
+        if is_trusted:
             _check_own_code(path, part)
         for name, kernel in _kernels(part):
+            commit = FULL_COMMIT.fullmatch(kernel.partition("@")[2].partition(":")[0])
             message = (
                 f"{path} has {name}={kernel!r}, code from elsewhere, so that it names code for parts of the model; "
+                "take it out, or trust it at a full commit."
             )
-            message += "take it out, or trust it at a full commit."
-            fixed = FULL_COMMIT.fullmatch(kernel.partition("@")[2].partition(":")[0])
-            require(bool(trusted and fixed), message)
+            require(is_trusted and commit is not None, message)
         for name in FILES_FOR_MODELS:
-            told = f"{path} has {name}={part.get(name)!r}, which was not checked; take it out."
-            require(not part.get(name), told)
+            message = f"{path} has {name}={part.get(name)!r}, which was not checked; take it out."
+            require(not part.get(name), message)
 
 
 def _kernels(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -98,27 +105,27 @@ def _kernels(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check_own_code(path: Path, config: dict[str, Any]) -> None:
-    """Whether trusted code is that of the repository itself, and of none whose main branch anybody may change."""
+    """Raise ValueError if trusted code is that of another repository, whose main branch anybody may change."""
     for name in _everything(config.get("auto_map")):
-        told = f"{path} takes code from {name!r}, another repository at no commit; put the code into its own."
-        require(not isinstance(name, str) or "--" not in name, told)
+        message = f"{path} takes code from {name!r}, another repository at no commit; put the code into its own."
+        require(not isinstance(name, str) or "--" not in name, message)
 
 
 def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> None:
-    """Whether a tokenizer can be loaded, and is there if it is expected."""
+    """Raise ValueError unless a tokenizer can be loaded, and is there if it is expected."""
     path = folder / "tokenizer_config.json"
-    told = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
-    require(path.exists() or not expected, told)
+    message = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
+    require(path.exists() or not expected, message)
     config = _object_in(path) or {}
-    told = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
-    require("auto_map" not in config or trust_remote_code, told)
-    for each in (path, folder / "config.json"):
-        found = _object_in(each) or {}
+    message = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
+    require("auto_map" not in config or trust_remote_code, message)
+    for file in (path, folder / "config.json"):
+        settings = _object_in(file) or {}
         if trust_remote_code:  # else the code that config.json may name is passed over
-            _check_own_code(each, found)
-        name = found.get("tokenizer_class")
-        told = f"{each} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
-        require(name is None or str(name).endswith(TOKENIZER_CLASSES), told)
+            _check_own_code(file, settings)
+        name = settings.get("tokenizer_class")
+        message = f"{file} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
+        require(name is None or str(name).endswith(TOKENIZER_CLASSES), message)
     for name in FILES_FOR_TOKENIZERS:
         require(not config.get(name), f"{path} has {name}={config.get(name)!r}, no file of its own; take it out.")
 
@@ -130,29 +137,32 @@ def shards(folder: Path) -> list[str]:
         names = [name for name in (SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS) if (folder / name).exists()]
         return names[:1] or [SAFE_WEIGHTS_NAME]
     files, metadata = ((_object_in(index) or {}).get(name) for name in ("weight_map", "metadata"))
-    known = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
-    require(bool(known), f"{index} does not say which file has which weights; {AGAIN}.")
+    is_map = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
+    require(bool(is_map), f"{index} does not say which file has which weights; {AGAIN}.")
     require(isinstance(metadata, dict), f"{index} has no metadata, so it may be cut; {AGAIN}.")
     names = sorted(set(files.values()))  # type: ignore[union-attr]
     for name in names:
         is_plain = Path(name).name == name and "\\" not in name and name not in (".", "..")
         require(is_plain, f"{index} names {name!r}, which is outside the model's folder; {AGAIN}.")
-        told = f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; "
-        require(name.endswith(".safetensors"), f"{told}save the model anew.")
+        message = f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; "
+        require(name.endswith(".safetensors"), f"{message}save the model anew.")
     return names
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the files of a model's weights are there, whole, and the only ones."""
-    names, found = shards(folder), {path.name for path in folder.iterdir()}
-    pickles = [name for name in sorted(found) if Path(name).suffix in PICKLES]
-    told = f"{folder} has its weights in {next(iter(pickles), None)}, a pickle, which may run code; convert it to "
-    told += "safetensors, or load it yourself with use_safetensors=False if you trust it; of a draft head "
-    told += "DraftHead.from_pretrained(..., target=...) takes tensors alone, and save_pretrained() writes safetensors."
-    require(not pickles or not found.isdisjoint(names), told)
-    part = min(filter(OF_SEVERAL_PROCESSES.fullmatch, found), default=None)
-    told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
-    require(part is None, told)
+    """Raise ValueError unless the files of a model's weights are there, whole, and the only ones."""
+    names = shards(folder)
+    present = {path.name for path in folder.iterdir()}
+    pickles = [name for name in sorted(present) if Path(name).suffix in PICKLES]
+    message = (
+        f"{folder} has its weights in {next(iter(pickles), None)}, a pickle, which may run code; convert it to "
+        "safetensors, or load it yourself with use_safetensors=False if you trust it; of a draft head "
+        "DraftHead.from_pretrained(..., target=...) takes tensors alone, and save_pretrained() writes safetensors."
+    )
+    require(not pickles or not present.isdisjoint(names), message)
+    part = min(filter(OF_SEVERAL_PROCESSES.fullmatch, present), default=None)
+    message = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
+    require(part is None, message)
     _shapes(folder)
 
 
@@ -161,23 +171,23 @@ def check_layers(folder: Path) -> None:
     number, path = len(_shapes(folder)), folder / "config.json"
     for settings in _objects(_object_in(path) or {}):
         for name, value in settings.items():
-            told = f"{path} has {name}={value}, and there are {number} weights; {AGAIN}."
             # max_window_layers makes none, and first layers of a model keep its number
-            counts = "layer" in name and isinstance(value, int) and not name.startswith("max_")
-            require(not counts or value <= number, told)
+            is_count = "layer" in name and isinstance(value, int) and not name.startswith("max_")
+            message = f"{path} has {name}={value}, and there are {number} weights; {AGAIN}."
+            require(not is_count or value <= number, message)
 
 
 def check_size(folder: Path, needed: int) -> None:
-    """Whether a model of so many parameters can be what the weights are of; before it takes memory."""
-    found = sum(map(math.prod, _shapes(folder)))
-    told = f"{folder} has {found} numbers in its weights, and the model of its config {needed}; {AGAIN}."
-    require(needed <= 2 * found, told)
+    """Raise ValueError if a model has far more parameters than the files, before it takes memory."""
+    available = sum(map(math.prod, _shapes(folder)))
+    message = f"{folder} has {available} numbers in its weights, and the model of its config {needed}; {AGAIN}."
+    require(needed <= 2 * available, message)
 
 
 def shapes_in(path: Path) -> list[list[int]]:
     """The shapes of the tensors in a file of whole safetensors, of which only the header is read."""
-    told = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {AGAIN}."
-    require(path.is_file(), told)
+    message = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {AGAIN}."
+    require(path.is_file(), message)
     try:
         with safe_open(str(path), framework="pt") as file:
             return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
@@ -186,6 +196,7 @@ def shapes_in(path: Path) -> list[list[int]]:
 
 
 def _shapes(folder: Path) -> list[list[int]]:
+    """The shapes of all weights of a model."""
     return [shape for name in shards(folder) for shape in shapes_in(folder / name)]
 
 
@@ -197,9 +208,12 @@ def _objects(values: Any) -> Iterator[dict[str, Any]]:
 def _everything(value: Any) -> Iterator[Any]:
     """A value, and all values that are in it, in dicts and lists of any depth."""
     waiting: list[Any] = [value]
-    for each in waiting:
-        yield each
-        waiting.extend(each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+    for item in waiting:  # which grows meanwhile
+        yield item
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
 
 
 def _object_in(path: Path) -> dict[str, Any] | None:

@@ -21,18 +21,19 @@ class Vocabulary(NamedTuple):
     largest: int
 
 
-KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyDictionary()
+VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyDictionary()
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     """The vocabulary of a tokenizer; found anew only where tokens were added to it."""
-    found = KNOWN.get(tokenizer)
+    vocabulary = VOCABULARIES.get(tokenizer)
     size = len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.get_vocab())  # the second takes longer
-    if found is None or found.size != size:
+    if vocabulary is None or vocabulary.size != size:
         ids = tokenizer.get_vocab()
         digest = hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
-        found = KNOWN[tokenizer] = Vocabulary(size, digest, max(ids.values(), default=-1))
-    return found
+        vocabulary = Vocabulary(size, digest, max(ids.values(), default=-1))
+        VOCABULARIES[tokenizer] = vocabulary
+    return vocabulary
 
 
 def same_tokens(tokenizer: PreTrainedTokenizerBase | None, draft_tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -51,8 +52,8 @@ def padded_rows(
     """
     ids = [row if isinstance(row, torch.Tensor) else torch.as_tensor(row, device="cpu") for row in rows]
     ones = [torch.ones_like(row) for row in ids]
-    known = () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    pad = next((token for token in known if token is not None), 0)
+    special = () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad = next((token for token in special if token is not None), 0)
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad, padding_side=side),
         "attention_mask": pad_sequence(ones, batch_first=True, padding_side=side),

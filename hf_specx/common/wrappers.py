@@ -1,4 +1,4 @@
-"""Models inside the wrappers of `torch.compile` and PEFT, copies, references and names of models; and no models."""
+"""Models inside the wrappers of `torch.compile` and PEFT; copies, references and names of models."""
 
 import copy
 import math
@@ -14,16 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
-class OfModels(WeakKeyDictionary[PreTrainedModel, Made]):
+class OfModels(WeakKeyDictionary[PreTrainedModel, Value]):
     """What was made of models, as long as these exist. Copies and pickles of it are empty: it is made again there."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
 
-    def __deepcopy__(self, memo: Any) -> "OfModels[Made]":
+    def __deepcopy__(self, memo: Any) -> "OfModels[Value]":
         return type(self)()
 
 
@@ -66,26 +66,27 @@ def shallow(module: Any) -> Any:
 
     What torch has compiled of the module is left out: it would run the module itself.
     """
-    made = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
-    held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
-    vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
-    made._modules = dict(module._modules)
-    return made
+    new_module = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
+    attributes = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+    vars(new_module).update({name: _rebound(value, module, new_module) for name, value in attributes.items()})
+    new_module._modules = dict(module._modules)
+    return new_module
 
 
-def _rebound(value: Any, module: torch.nn.Module, made: torch.nn.Module) -> Any:
+def _rebound(value: Any, module: torch.nn.Module, new_module: torch.nn.Module) -> Any:
+    """An attribute of a module for a copy of it: what was bound to the module is bound to the copy."""
     if isinstance(value, FunctionType):  # a forward that torch has compiled
         value = getattr(value, "_torchdynamo_orig_callable", value)
     if value is module:
-        return made
+        return new_module
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, made) if value.__self__ is module else value
+        return MethodType(value.__func__, new_module) if value.__self__ is module else value
     if not isinstance(value, partial):
         return value
-    args = [_rebound(x, module, made) for x in value.args]
-    named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
-    bound = partial(_rebound(value.func, module, made), *args, **named)
-    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
+    args = [_rebound(argument, module, new_module) for argument in value.args]
+    keywords = {name: _rebound(argument, module, new_module) for name, argument in value.keywords.items()}
+    bound = partial(_rebound(value.func, module, new_module), *args, **keywords)
+    vars(bound).update({name: _rebound(attribute, module, new_module) for name, attribute in vars(value).items()})
     return bound
 
 
@@ -96,22 +97,23 @@ def keeping_cache(model: PreTrainedModel) -> Any:
     """
     if not hasattr(model.config, "original_max_position_embeddings"):
         return model
-    keeping = shallow(model)
-    keeping.config = copy.copy(model.config)
-    keeping.config.original_max_position_embeddings = sys.maxsize
-    return keeping
+    new_model = shallow(model)
+    new_model.config = copy.copy(model.config)
+    new_model.config.original_max_position_embeddings = sys.maxsize
+    return new_model
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that gives its states behind the final norm."""
-    found: Any = model.get_decoder()
-    found = found if isinstance(found, PreTrainedModel) else model.base_model  # a head may have that name
-    while hasattr(found, "lm_head"):  # Llama 4's own decoder is the whole model
-        inner = next((part for part in found.children() if isinstance(part, PreTrainedModel)), None)
+    decoder: Any = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # a head may have that name
+        decoder = model.base_model
+    while hasattr(decoder, "lm_head"):  # Llama 4's own decoder is the whole model
+        inner = next((part for part in decoder.children() if isinstance(part, PreTrainedModel)), None)
         if inner is None:
             break
-        found = inner
-    return found
+        decoder = inner
+    return decoder
 
 
 def vocabulary(model: PreTrainedModel) -> int:
@@ -124,19 +126,28 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 def logical_parameters(model: PreTrainedModel) -> int:
     """How many numbers a model computes with: tied ones count once, packed ones as many as they stand for."""
-    tied, counted, total = set(getattr(model, "all_tied_weights_keys", None) or ()), set[int](), 0
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    counted = set[int]()
+    total = 0
     for path, module in model.named_modules():
-        sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
-        wraps = hasattr(module, "base_layer")  # as layers of LoRA, beside which the weight is counted
-        whole = 0 if wraps or not all(isinstance(size, int) for size in sizes) else math.prod(sizes)  # type: ignore[arg-type]
-        if whole and "weight" not in module._parameters:  # it is in buffers, as that of GPTQ
-            total += whole
+        linear_size = _linear_size(module)
+        if linear_size and "weight" not in module._parameters:  # it is in buffers, as that of GPTQ
+            total += linear_size
         for name, weight in module._parameters.items():
             if weight is None or id(weight) in counted or f"{path}.{name}" in tied:
                 continue
             counted.add(id(weight))
-            total += whole if whole and name == "weight" else weight.numel()
+            total += linear_size if linear_size and name == "weight" else weight.numel()
     return total
+
+
+def _linear_size(module: Any) -> int:
+    """How many numbers the weight of a linear layer stands for; 0 for other modules."""
+    sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    has_base_layer = hasattr(module, "base_layer")  # as layers of LoRA, beside which the weight is counted
+    if has_base_layer or not all(isinstance(size, int) for size in sizes):
+        return 0
+    return math.prod(sizes)  # type: ignore[arg-type]
 
 
 def public_name(model: Any) -> str:
@@ -161,10 +172,10 @@ class NoModel:
     if not TYPE_CHECKING:  # which would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            told = f"{type(self).__name__} has no attribute {name!r}"
+            message = f"{type(self).__name__} has no attribute {name!r}"
             if name in ("config", "device", "generation_config", "can_generate", "forward", "eval"):
-                told += (
+                message += (
                     " and is no model; give the model itself (of a pair its .target), and the strategy (of a pair its "
                     ".strategy) as custom_generate=, as in pipeline(task, model=model)(text, custom_generate=strategy)"
                 )
-            raise AttributeError(told)
+            raise AttributeError(message)

@@ -17,7 +17,7 @@ from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.drafting.heads.load_model import AUTO_CLASSES
 
 from .folders import OF_CARD, check_out, without_folders
-from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
+from .known_pairs import EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
@@ -34,8 +34,9 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
         name: id or folder of its repository, "embedded", or both models' ids for a pair that is not published.
         published: whether its repository has the code to use it, in `custom_generate/`.
     """
-    models, weightless = (config.target, config.draft), config.suffix or config.early_exit
-    runs = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
+    models = (config.target, config.draft)
+    weightless = config.suffix or config.early_exit
+    by_machine = groupby(config.measurements, lambda m: (m.hardware, m.versions, m.command))
     helpers: dict[str, Any] = {helper.__name__: helper for helper in (code, escaped, fence, row, without_folders)}
     card = ModelCard.from_template(
         _metadata(config, published, name),
@@ -50,7 +51,7 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
         auto_class=auto_class_of(config.target),
         is_head=config.draft.model_type in HEADS,
         ids=shlex.join([model.name or "" for model in models]),
-        runs=[list(rows) for _, rows in runs],
+        runs=[list(measurements) for _, measurements in by_machine],
         json=json.dumps,
         **helpers,
     )
@@ -58,23 +59,18 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
 
 
 def known_config(name: str) -> PairConfig:
-    """The config of the embedded pair; of another well-known one with nothing but the ids and their class."""
+    """The config of a pair in the package; a ValueError for another name."""
     check_known_name(name)
-    if name == EMBEDDED:
-        return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
-    known = BY_NAME[name]
-    target, draft = (ModelSource(model, auto_class=known.auto_class) for model in (known.target, known.draft))
-    return PairConfig(target, draft)
+    return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
 
 
 def known_card(name: str) -> str:
-    """The card of a well-known pair, or of the embedded one; a ValueError for a name that is neither."""
-    config = known_config(name)
-    return render(config, EMBEDDED if name == EMBEDDED else f"{config.target.name} with {config.draft.name}")
+    """The card of a pair in the package; a ValueError for another name."""
+    return render(known_config(name), name)
 
 
 def write_cards(folder: str | Path) -> list[Path]:
-    """Write the cards of the embedded pair and of all well-known pairs into a folder; returns the files."""
+    """Write the cards of the pairs in the package into a folder; returns the files."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     files = [root / f"{name}.md" for name in NAMES]
@@ -87,8 +83,8 @@ def write_cards(folder: str | Path) -> list[Path]:
 
 def auto_class_of(model: ModelSource) -> str:
     """The class of transformers that loads a model: one that we know, so that examples hold no other text."""
-    known = [each.__name__ for each in AUTO_CLASSES]
-    return str(model.auto_class) if model.auto_class in known else TEXT
+    names = [auto_class.__name__ for auto_class in AUTO_CLASSES]
+    return str(model.auto_class) if model.auto_class in names else TEXT
 
 
 def _metadata(config: PairConfig, published: bool, name: str) -> ModelCardData:
@@ -134,6 +130,7 @@ def code(text: str | int | None) -> str:
 
 
 def fence(text: str, language: str) -> str:
+    """A fenced block of code that the text cannot end."""
     ticks = "`" * max(3, _longest_run(text) + 1)
     return f"{ticks}{language}\n{text.strip()}\n{ticks}"
 

@@ -7,13 +7,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import constants
 
+from hf_specx.common.drafts import HUB_ID
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.heads.load_model import COMMIT, auto_class
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
-from .schema import HUB_ID
 
 
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
@@ -38,10 +38,10 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
 
 
 def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Those of these facts that are others for a loaded model than a pair's config knows; each with both values."""
-    found = model_facts(model)
-    both = {name: (getattr(found, name), getattr(recorded, name)) for name in names}
-    return {name: (now, then) for name, (now, then) in both.items() if then not in (None, now)}
+    """Those of these facts that a pair's config has otherwise for a loaded model: (now, as recorded), by name."""
+    facts = model_facts(model)
+    values = {name: (getattr(facts, name), getattr(recorded, name)) for name in names}
+    return {name: (now, then) for name, (now, then) in values.items() if then not in (None, now)}
 
 
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:
@@ -53,9 +53,9 @@ def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> st
     name = str(model.name_or_path)
     if not HUB_ID.fullmatch(name) or Path(name).is_dir():
         return None
-    known = getattr(model.config, COMMIT, None)
-    if known is not None:
-        return str(known)
+    noted = getattr(model.config, COMMIT, None)
+    if noted is not None:
+        return str(noted)
     snapshots = Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
     commits = [path.parent.name for path in snapshots.glob("*/config.json")]
     return commits[0] if len(commits) == 1 else None
@@ -65,17 +65,21 @@ def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
     """Compare two tokenizers token by token, and describe the first; None for the second means that there is one."""
-    shared = draft_tokenizer is None or draft_tokenizer is tokenizer
-    method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
+    if draft_tokenizer is None or draft_tokenizer is tokenizer:
+        method = "one"
+    elif same_tokens(tokenizer, draft_tokenizer):
+        method = "content"
+    else:
+        method = "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_of(tokenizer).digest)
 
 
 def draft_tokenizer_facts(pair: Any) -> DraftTokenizer | None:
     """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens."""
-    tokenizer, own = pair.tokenizer, pair.draft_tokenizer
-    if same_tokens(tokenizer, own):
+    if same_tokens(pair.tokenizer, pair.draft_tokenizer):
         return None
-    facts, sizes = tokenizer_facts(own), (vocabulary(pair.target), vocabulary(pair.draft))
-    overlap = vocabulary_map(tokenizer, own, sizes).overlap
+    facts = tokenizer_facts(pair.draft_tokenizer)
+    vocabulary_sizes = (vocabulary(pair.target), vocabulary(pair.draft))
+    overlap = vocabulary_map(pair.tokenizer, pair.draft_tokenizer, vocabulary_sizes).overlap
     return DraftTokenizer(facts.tokens, overlap, facts.special_tokens, facts.vocabulary)

@@ -11,7 +11,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
-from hf_specx.common.drafts import split_revision
+from hf_specx.common.drafts import check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
 from hf_specx.common.model_files import (
@@ -29,7 +29,6 @@ from hf_specx.drafting.heads.reading import is_head
 
 from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
-from .schema import check_place
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -43,10 +42,10 @@ def get_files(
     if Path(name).is_dir():
         return Files(str(name), None, Path(name), subfolder)
     prefix = f"{subfolder}/" if subfolder else ""
-    wanted = [prefix + pattern for pattern in patterns]
-    others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders in it, except that of chat templates
+    allowed = [prefix + pattern for pattern in patterns]
+    ignored = [f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"]  # folders in it, except that of chat templates
     try:
-        root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
+        root = snapshot_download(str(name), revision=revision, allow_patterns=allowed, ignore_patterns=ignored, **hub)
     except LocalEntryNotFoundError as error:
         raise LocalEntryNotFoundError(not_found(name, error)) from error
     return Files(str(name), Path(root).name, Path(root), subfolder)
@@ -55,26 +54,26 @@ def get_files(
 def find_files(name: str, **hub: Any) -> Files:
     """All files of a model but its weights, by a folder, or an id on the Hub perhaps with "@" and a revision."""
     name, revision = split_revision(name)
-    check_place(name, revision)
+    check_model_name(name, revision)
     return get_files(name, revision, **hub)
 
 
 def find_draft_files(name: str, **hub: Any) -> Files:
-    """The same of a draft, by itself: at the root of a pair is its target."""
+    """All files of a draft but its weights; a ValueError for a pair, at whose root is its target."""
     files = find_files(name, **hub)
-    told = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
-    require(not (files.root / CONFIG_NAME).is_file(), told)
+    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
+    require(not (files.root / CONFIG_NAME).is_file(), message)
     return files
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
-    """Get a pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
-    check_place(str(name), revision)
+    """A pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
+    check_model_name(str(name), revision)
     files = get_files(name, revision, **hub)
     path = files.root / CONFIG_NAME
     check_links(files.root, path)
-    told = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together with "
-    require(path.is_file(), f"{told}DraftTargetPair(target, draft, tokenizer).")
+    message = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together "
+    require(path.is_file(), f"{message}with DraftTargetPair(target, draft, tokenizer).")
     return files, PairConfig.from_file(path)
 
 
@@ -118,21 +117,26 @@ def get_tokenizer(
     if not (folder / "tokenizer_config.json").exists():
         return None
     # where the target is elsewhere there is no config.json, and transformers would look for one
-    known = {} if (folder / "config.json").exists() else {"config": PreTrainedConfig()}
+    config = {} if (folder / "config.json").exists() else {"config": PreTrainedConfig()}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **known)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **config)
     except Exception as error:  # a broken file may raise any
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {AGAIN}.") from error
     if facts is not None:
-        found = tokenizer_facts(tokenizer)
-        ours = {"tokens": found.tokens, **found.special_tokens}
-        theirs = {"tokens": facts.tokens, **facts.special_tokens}
-        for name in sorted(ours.keys() | theirs.keys()):
-            told = f"the tokenizer of {files.name} has {name}={ours.get(name)!r}, and its pair was checked with "
-            require(ours.get(name) == theirs.get(name), f"{told}{theirs.get(name)!r}; {AGAIN}.")
-        told = f"the tokens of the tokenizer of {files.name} have other ids than those that its pair was checked with"
-        require(facts.vocabulary in (None, found.vocabulary), f"{told}; {AGAIN}.")
+        _check_facts(files.name, tokenizer_facts(tokenizer), facts)
     return tokenizer
+
+
+def _check_facts(name: str, here: TokenizerFacts, recorded: TokenizerFacts | DraftTokenizer) -> None:
+    """Raise ValueError if a tokenizer is another one than its pair was checked with."""
+    values = {"tokens": here.tokens, **here.special_tokens}
+    recorded_values = {"tokens": recorded.tokens, **recorded.special_tokens}
+    for key in sorted(values.keys() | recorded_values.keys()):
+        value, recorded_value = values.get(key), recorded_values.get(key)
+        message = f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}"
+        require(value == recorded_value, f"{message}; {AGAIN}.")
+    message = f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with"
+    require(recorded.vocabulary in (None, here.vocabulary), f"{message}; {AGAIN}.")
 
 
 def fingerprint(folder: Path) -> str:

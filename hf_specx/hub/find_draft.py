@@ -27,32 +27,38 @@ from .pair_source import PAIR, REVISION
 SIZE = ("parameters", "max_positions")
 
 # the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
-Found = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
+DraftOfPair = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
 # by target, then by name and revision of the pair; freed with the target
-LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Found]] = WeakKeyDictionary()
+LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftOfPair]] = WeakKeyDictionary()
 LOADING = threading.Lock()
 
 
-def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
+def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPair:
     """The draft for a target: of the pair that `pair_source` names, or of the folder that `generate` was given by name
     as `custom_generate`, else of the pair that the target was loaded from.
 
-    It is loaded once for each target, on the device of the target's last layers and in its precision. Of the arguments
-    of the call that are `given` only `HUB_OPTIONS` and `revision` are used.
+    It is loaded once for each target, on the device of the target's last layers and in its precision. Of the
+    `arguments` of the call only `HUB_OPTIONS` and `revision` are used.
     """
-    hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    name = str(target.name_or_path or "")
-    source = name, None if Path(name).is_dir() else given.get("revision")
+    hub = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
+    name, revision = _pair_of(target, arguments)
+    with LOADING:
+        drafts = LOADED.setdefault(target, {})
+        if (name, revision) not in drafts:
+            drafts[name, revision] = _load(target, name, revision, hub)
+        return drafts[name, revision]
+
+
+def _pair_of(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple[str, str | None]:
+    """The name and revision of the pair whose draft is wanted, as `find_draft` says."""
     if PAIR is not None and REVISION is not None:
         check_reference(PAIR)
-        source = PAIR, REVISION
-    elif (folder := _called_by()) is not None:
-        source = folder, None
-    with LOADING:
-        loaded = LOADED.setdefault(target, {})
-        if source not in loaded:
-            loaded[source] = _load(target, *source, hub)
-        return loaded[source]
+        return PAIR, REVISION
+    folder = _called_by()
+    if folder is not None:
+        return folder, None
+    name = str(target.name_or_path or "")
+    return name, None if Path(name).is_dir() else arguments.get("revision")
 
 
 def _called_by() -> str | None:
@@ -62,28 +68,31 @@ def _called_by() -> str | None:
     return folder if isinstance(folder, str) and (Path(folder) / CONFIG_NAME).is_file() else None
 
 
-def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
+def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:
+    """The draft of a pair, loaded for a target; a ValueError if there is no such pair."""
     commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
     try:
         require(bool(name), "it was made here")
         pair, config = get_pair(name, commit, **hub)
     except (OSError, ValueError) as error:
-        told = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
-        told += f"brings its draft (this one is of no pair: {str(error).partition(';')[0]})."
-        gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
-        raise ValueError(told + gone) from error
+        message = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
+        message += f"brings its draft (this one is of no pair: {str(error).partition(';')[0]})."
+        if PAIR is not None:
+            message += f" The pair {PAIR!r}, which this code was published with, is not there."
+        raise ValueError(message) from error
     warn_of_another_target(config, target)
-    found = find_model(pair, config, "draft", hub, False, True)
-    draft = found.load(target, dtype=target.dtype)
+    model = find_model(pair, config, "draft", hub, False, True)
+    draft = model.load(target, dtype=target.dtype)
     options, costs = recommended(config, target)
-    if found.files is None:
+    if model.files is None:
         return draft, options, costs
-    own = config.draft_tokenizer
-    if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
-        tokenizer = other = get_tokenizer(pair, config.tokenizers, trust_remote_code=False)
-        if own is not None or config.draft.name is not None:
-            other = get_tokenizer(found.files, own or config.tokenizers, trust_remote_code=False)
-        options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
+    facts = config.draft_tokenizer
+    if facts is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
+        tokenizer = get_tokenizer(pair, config.tokenizers, trust_remote_code=False)
+        draft_tokenizer = tokenizer
+        if facts is not None or config.draft.name is not None:
+            draft_tokenizer = get_tokenizer(model.files, facts or config.tokenizers, trust_remote_code=False)
+        options |= {"tokenizer": tokenizer, "draft_tokenizer": draft_tokenizer}
     return draft.to(last_device(target)), options, costs
 
 
@@ -100,6 +109,6 @@ def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")
     if changed:
-        told = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
-        told += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
-        warnings.warn(told, UserWarning, stacklevel=2)
+        message = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+        message += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
+        warnings.warn(message, UserWarning, stacklevel=2)

@@ -58,7 +58,8 @@ def core_modules() -> list[Module]:
         module = waiting.pop()
         if module not in needs:
             nodes = ast.walk(ast.parse(module.path.read_text(encoding="utf-8")))
-            needs[module] = sorted(found for node in nodes if (found := imported(node, module.room)) is not None)
+            imports = [imported(node, module.room) for node in nodes]
+            needs[module] = sorted(imported_module for imported_module in imports if imported_module is not None)
             waiting += needs[module]
     return list(TopologicalSorter({module: needs[module] for module in sorted(needs)}).static_order())
 
@@ -70,23 +71,26 @@ def imported(node: ast.AST, room: str) -> Module | None:
     if node.level:
         return Module(room, node.module)
     package, *names = node.module.split(".")
-    return Module("/".join(names[:-1]), names[-1]) if package == PACKAGE.name and len(names) in (2, 3) else None
+    if package != PACKAGE.name or len(names) not in (2, 3):
+        return None
+    return Module("/".join(names[:-1]), names[-1])
 
 
 def _merged(modules: list[Module]) -> str:
     """The text of a room's file: a section for each of its files, with what it imports from elsewhere."""
-    version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
-    sections = [f'"""From hf_specx {version}, Apache-2.0 (see LICENSE): {shown}."""\n']
+    version = import_module(PACKAGE.name).__version__
+    paths = ", ".join(module.shown for module in modules)
+    sections = [f'"""From hf_specx {version}, Apache-2.0 (see LICENSE): {paths}."""\n']
     for module in modules:
         source = module.path.read_text(encoding="utf-8")
         lines, body = source.splitlines(), ast.parse(source).body
         for node in reversed(body):  # from the last one on, so that the numbers of lines stay
-            found = imported(node, module.room)
+            source_module = imported(node, module.room)
             for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-            if found is not None or for_types:  # annotations in quotes need no import
+            if source_module is not None or for_types:  # annotations in quotes need no import
                 lines[node.lineno - 1 : node.end_lineno] = []
-            if found is not None and found.published != module.published:
+            if source_module is not None and source_module.published != module.published:
                 names = ast.unparse(node).partition(" import ")[2]
-                lines.insert(node.lineno - 1, f"from .{found.published} import {names}")
+                lines.insert(node.lineno - 1, f"from .{source_module.published} import {names}")
         sections.append("\n".join([f"# {module.shown}:", *lines]) + "\n")
     return "\n\n".join(sections)

@@ -7,9 +7,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from hf_specx.common.drafts import HUB_ID
 from hf_specx.common.errors import require
 
-from .schema import HUB_ID
 from .secrets import without_secrets
 
 
@@ -20,49 +20,51 @@ OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would
 
 
 def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> None:
-    """Raise a ValueError unless a pair may be written there: nothing but another pair is ever replaced.
+    """Raise ValueError unless a pair may be written there: nothing but another pair is ever replaced.
 
     `how` is what the caller's user passes for `overwrite`.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        told = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
-        require(overwrite, told)
-        told = f"{folder} is no pair, as it has no {OF_A_PAIR}, so nothing in it is replaced; name another folder."
-        require((folder / OF_A_PAIR).is_file(), told)
+        message = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
+        require(overwrite, message)
+        message = f"{folder} is no pair, as it has no {OF_A_PAIR}, so nothing in it is replaced; name another folder."
+        require((folder / OF_A_PAIR).is_file(), message)
     check_writable(folder.absolute().parent, folder)
 
 
 def check_repository(repo_id: str) -> None:
-    """Whether a repository on the Hub can have this name."""
-    known = "/" in repo_id and HUB_ID.fullmatch(repo_id) is not None
-    require(known, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
+    """Raise ValueError unless a repository on the Hub can have this name."""
+    is_name = "/" in repo_id and HUB_ID.fullmatch(repo_id) is not None
+    require(is_name, f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
 
 
-def check_out(path: Path | None, own: str = "") -> None:
-    """Whether a file could be written at a path; one that is there may be replaced if it has `own` in it."""
-    if path is not None:
-        require(not path.is_dir(), f"{path} is a folder; name a file in it.")
-        folder = path.resolve().parent
-        require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
-        writable = not path.exists() or os.access(path, os.W_OK)
-        require(writable, f"{path} is there and cannot be written; name another file.")
-        if own and path.is_file():
-            with path.open("rb") as file:
-                begun = file.read(LOOKED_AT)
-            told = f"{path} is there already, and is nothing that would be written there; name another file."
-            require(not begun or own.encode() in begun, told)
-        check_writable(folder, path)
+def check_out(path: Path | None, marker: str = "") -> None:
+    """Raise ValueError unless a file could be written at a path; one that is there has to have the `marker` in it."""
+    if path is None:
+        return
+    require(not path.is_dir(), f"{path} is a folder; name a file in it.")
+    folder = path.resolve().parent
+    require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
+    writable = not path.exists() or os.access(path, os.W_OK)
+    require(writable, f"{path} is there and cannot be written; name another file.")
+    if marker and path.is_file():
+        with path.open("rb") as file:
+            beginning = file.read(LOOKED_AT)
+        message = f"{path} is there already, and is nothing that would be written there; name another file."
+        require(not beginning or marker.encode() in beginning, message)
+    check_writable(folder, path)
 
 
 def check_writable(folder: Path, named: Path) -> None:
-    """Whether files can be made in a folder, or in the nearest one above that is there; `named` is for the message."""
-    near = next(each for each in (folder, *folder.parents) if each.exists())
+    """Raise ValueError unless files can be made in a folder, or in the nearest one above it that is there; `named` is
+    what the message names."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        with tempfile.NamedTemporaryFile(dir=near):
+        with tempfile.NamedTemporaryFile(dir=existing):
             return
     except OSError as error:
-        told = f"{named}: nothing can be written in {near} ({error.strerror}); name another place."
-        raise ValueError(told) from error
+        message = f"{named}: nothing can be written in {existing} ({error.strerror}); name another place."
+        raise ValueError(message) from error
 
 
 def without_folders(command: str) -> str:

@@ -25,12 +25,12 @@ HEAD_NAME = "exit_head.safetensors"  # the head of an early exit, a linear map
 
 
 class FoundModel(NamedTuple):
-    """A model of a pair in checked files, not loaded yet; or one that was given, or a draft without weights."""
+    """A model of a pair in checked files, not loaded yet; or a model, or a draft without weights, that is here."""
 
     files: Files | None
     source: ModelSource = ModelSource()  # where in the files it is, and what the pair knows of it
     trusted: bool = False  # whether its code may run
-    made: Any = None
+    model: Any = None  # where there are no files
     head: Path | None = None  # of an early exit
 
     def config(self, role: str) -> PreTrainedConfig | None:
@@ -42,35 +42,36 @@ class FoundModel(NamedTuple):
     def load(self, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
         if self.files is None:
-            return self.made if target is None else with_head(self.made, self.head, target)
+            return self.model if target is None else with_head(self.model, self.head, target)
         model = load_model(self.files, self.trusted, target, **kwargs)
         for name, (now, then) in differing(self.source, model, KIND).items():
-            told = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
-            require(now is None, told)  # whose config does not say
+            message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
+            require(now is None, message)  # whose config does not say
         return model
 
 
 def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """Check the files of a pair's own target or draft; if it was not measured, the config forgets what was.
+    """A pair's own target or draft in checked files; if it is not the measured one, the config forgets measurements.
 
     `trust` is `trust_remote_code` and `use_safetensors`, as `get_model` takes them.
     """
-    source, draft = getattr(config, role), config.weightless_draft() if role == "draft" else None
+    source: ModelSource = getattr(config, role)
+    draft = config.weightless_draft() if role == "draft" else None
     if draft is None:
         files = get_model(pair, source, *trust, **hub)
         folder = files.folder
         comparable = (source.fingerprint or "").startswith(FORM) and (folder / shards(folder)[0]).exists()  # no pickle
         if comparable and fingerprint(folder) != source.fingerprint:
-            told = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
-            warnings.warn(f"{told}specx tune.", UserWarning, stacklevel=2)
+            message = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
+            warnings.warn(f"{message}specx tune.", UserWarning, stacklevel=2)
             config.forget()
         return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:
-        return FoundModel(None, made=draft)
+        return FoundModel(None, model=draft)
     path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
     check_links(pair.root, path)
     shapes_in(path)
-    return FoundModel(None, made=draft, head=path)
+    return FoundModel(None, model=draft, head=path)
 
 
 def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel) -> WeightlessDraft:
@@ -78,11 +79,14 @@ def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel
     if path is None:
         return draft
     assert isinstance(draft, EarlyExitDraft)
-    found, width = load_state_dict(str(path)), target.config.get_text_config(decoder=True).hidden_size
-    shapes = {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in found.items()}
-    wanted = {"weight": ([width, width], True), "bias": ([width], True)}
-    told = f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
-    require("weight" in shapes and shapes.items() <= wanted.items(), f"{told}; {AGAIN}.")
-    head = torch.nn.Linear(width, width, bias="bias" in found, device=last_device(target), dtype=target.dtype).eval()
-    head.load_state_dict(found)
+    weights = load_state_dict(str(path))
+    width = target.config.get_text_config(decoder=True).hidden_size
+    shapes = {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
+    allowed = {"weight": ([width, width], True), "bias": ([width], True)}
+    message = (
+        f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
+    )
+    require("weight" in shapes and shapes.items() <= allowed.items(), f"{message}; {AGAIN}.")
+    head = torch.nn.Linear(width, width, bias="bias" in weights, device=last_device(target), dtype=target.dtype).eval()
+    head.load_state_dict(weights)
     return EarlyExitDraft(draft.exit_layer, head.requires_grad_(False))

@@ -23,7 +23,8 @@ def locked(
     The system frees the lock when its process ends, however it ends. The lock is a file beside the path, which stays:
     removing it would let two processes lock one name.
     """
-    lock, holder = FileLock(path.with_name(path.name + LOCK)), path.with_name(path.name + HOLDER)
+    lock = FileLock(path.with_name(path.name + LOCK))
+    holder = path.with_name(path.name + HOLDER)
     try:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout as error:
@@ -48,6 +49,7 @@ def check_free(path: Path | None) -> None:
 
 
 def _described(holder: Path) -> str:
+    """The process that a file says to hold a lock, in words."""
     try:
         process = json.loads(holder.read_text())
         return f"process {process['pid']} on {process['host']}, since {process['since']}"

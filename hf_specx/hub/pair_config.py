@@ -1,12 +1,13 @@
-"""`specx_config.json`: what is known of a draft-target pair. DraftContext it opens no other file and runs no code."""
+"""`specx_config.json`: what is known of a draft-target pair. Reading it opens no other file and runs no code."""
 
 import json
 import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any
 
+from hf_specx.common.drafts import HUB_ID
 from hf_specx.common.errors import is_int, require
 from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.costs import Costs
@@ -15,7 +16,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
-from .schema import ANEW, HUB_ID, MAX_CONFIG_BYTES, FieldRule, read, read_text
+from .schema import ANEW, MAX_CONFIG_BYTES, of_items, read, read_text, validator
 
 
 CONFIG_NAME = "specx_config.json"
@@ -27,38 +28,44 @@ NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
-NO_ID = "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, "
-NO_ID += "or save the pair with it inside"
+EARLIER_FIELDS = ("predicted_speedup", "why_not_predicted")  # of a measurement by an earlier version, not kept
+NO_ID = (
+    "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, or save "
+    "the pair with it inside"
+)
 MEASURE = "measure it anew with specx tune"
 SLOWER = "its draft was slower than plain generate at every batch size, so the pair decodes plainly"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
-COUNTED = FieldRule(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")
-ENOUGH = FieldRule(lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE}")
-MEASURED = FieldRule(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE}")
 
-Count = Annotated[int, COUNTED]
-Number = Annotated[int, MEASURED]
-Figure = Annotated[float, MEASURED]
-MaybeFigure = Annotated[float | None, MEASURED]
-MaybeAmount = Annotated[float | None, FieldRule(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE}")]
-MaybeCount = Annotated[int | None, FieldRule(lambda n: n >= 0, f"no count; {MEASURE}")]
-Probability = Annotated[float, FieldRule(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")]
-Size = Annotated[str, FieldRule(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")]
-Times = Annotated[dict[Size, Figure], ENOUGH]
-Candidates = Annotated[str, FieldRule(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")]
-HubId = Annotated[str | None, FieldRule(HUB_ID.fullmatch, NO_ID)]
+check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
+check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE}")
+check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")
+check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")
+check_times = validator(
+    lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE}"
+)
+
+Count = Annotated[int, validator(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")]
+Number = Annotated[int, check_measured]
+Figure = Annotated[float, check_measured]
+MaybeFigure = Annotated[float | None, check_measured]
+MaybeAmount = Annotated[float | None, validator(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE}")]
+MaybeCount = Annotated[int | None, validator(lambda n: n >= 0, f"no count; {MEASURE}")]
+Probability = Annotated[float, check_probability]
+Times = Annotated[dict[str, float], of_items(check_number_text, check_measured), check_times]
+HubId = Annotated[str | None, validator(HUB_ID.fullmatch, NO_ID)]
 CommitOrBranch = Annotated[
-    str | None, FieldRule(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
+    str | None, validator(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
 ]
-Subfolder = Annotated[str, FieldRule(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
-ExitLayer = Annotated[int, FieldRule(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
+Subfolder = Annotated[str, validator(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
+ExitLayer = Annotated[int, validator(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
 NumDraftTokens = Annotated[
-    str | int, FieldRule(lambda n: n == "auto" or (is_int(n) and 0 <= n <= MAX_RECOMMENDED), NO_NUMBER)
+    str | int, validator(lambda n: n == "auto" or (is_int(n) and 0 <= n <= MAX_RECOMMENDED), NO_NUMBER)
 ]
 Verification = Annotated[
-    str | None, FieldRule(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
+    str | None, validator(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
 ]
-LayoutName = Annotated[str, FieldRule(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
+LayoutName = Annotated[str, validator(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
 
 
 @dataclass
@@ -150,8 +157,6 @@ class Measurement:
     prompt_tokens: MaybeFigure = None  # the mean
     prompts_digest: str | None = None  # SHA-256 of the token ids of all that were given
     seed: MaybeCount = None  # of the first turn
-    predicted_speedup: MaybeFigure = None  # this and the next are in files of earlier versions
-    why_not_predicted: str = ""
 
     @property
     def is_faster(self) -> bool | None:
@@ -160,22 +165,33 @@ class Measurement:
             return self.measured_speedup > 1
         if self.interval_low is not None and self.interval_low > 1:
             return True
-        return False if self.interval_high is not None and self.interval_high < 1 else None
+        if self.interval_high is not None and self.interval_high < 1:
+            return False
+        return None
 
     def __str__(self) -> str:
-        plain = "" if self.plain_tokens_per_second is None else f", plain {self.plain_tokens_per_second:.1f} tokens/s"
-        ends = self.interval_low, self.interval_high
-        interval = "" if None in ends else f"{ends[0]:.2f} to {ends[1]:.2f}, "
-        seen = "" if self.turns is None else f" ({interval}{self.turns} turns{plain})"
-        unclear = "; whether it is faster is not clear" if self.is_faster is None else ""
-        return f"batch {self.batch}: {self.measured_speedup:.2f} times as fast as plain generate{seen}{unclear}"
+        text = f"batch {self.batch}: {self.measured_speedup:.2f} times as fast as plain generate"
+        if self.turns is not None:
+            details = [f"{self.turns} turns"]
+            if self.interval_low is not None and self.interval_high is not None:
+                details.insert(0, f"{self.interval_low:.2f} to {self.interval_high:.2f},")
+            if self.plain_tokens_per_second is not None:
+                details[-1] += f", plain {self.plain_tokens_per_second:.1f} tokens/s"
+            text += f" ({' '.join(details)})"
+        return text if self.is_faster is not None else f"{text}; whether it is faster is not clear"
 
 
-class CostRow(TypedDict):
-    """Seconds of bare forwards at one batch size."""
+@dataclass
+class CostRow:
+    """Seconds of bare forwards at one batch size, as `Costs.to_dict` names them."""
 
     target: Times
-    draft: Annotated[float, FieldRule(lambda x: 0 <= x <= sys.float_info.max, f"no time; {MEASURE}")]  # 0: no forwards
+    draft: Annotated[float, validator(lambda x: 0 <= x <= sys.float_info.max, f"no time; {MEASURE}")]  # 0: no forwards
+
+
+def check_row(row: Any, where: str) -> None:
+    """Raise ValueError for what is no `CostRow`."""
+    read(CostRow, row, where)
 
 
 @dataclass
@@ -184,9 +200,12 @@ class SavedCosts:
 
     hardware: str
     dtype: str
-    table: dict[Size, CostRow]
-    alpha: dict[str, Probability]
-    rounds: dict[Size, dict[Candidates, Figure]] = field(default_factory=dict)
+    # a `CostRow` for each batch size
+    table: Annotated[dict[str, dict[str, Any]], of_items(check_number_text, check_row)]
+    alpha: Annotated[dict[str, float], of_items(values=check_probability)]
+    rounds: Annotated[
+        dict[str, dict[str, float]], of_items(check_number_text, of_items(check_candidates, check_measured))
+    ] = field(default_factory=dict)
 
 
 @dataclass
@@ -212,14 +231,19 @@ class PairConfig:
 
     @classmethod
     def from_text(cls, text: bytes, where: str) -> "PairConfig":
-        """Read the content of a file `where`; a ValueError says what is wrong in it."""
-        config: PairConfig = read(cls, read_text(text, SCHEMA, where), where)
+        """Make a config of the content of a file `where`; a ValueError says what is wrong in it."""
+        values = read_text(text, SCHEMA, where)
+        measurements = values.get("measurements")
+        for measurement in measurements if isinstance(measurements, list) else ():
+            for name in EARLIER_FIELDS if isinstance(measurement, dict) else ():
+                measurement.pop(name, None)
+        config: PairConfig = read(cls, values, where)
         _check_drafts(config, where)
         return config
 
     @classmethod
     def from_file(cls, path: str | Path) -> "PairConfig":
-        """Read a file; errors as in `from_text`."""
+        """Make a config of a file; errors as in `from_text`."""
         with Path(path).open("rb") as file:
             return cls.from_text(file.read(MAX_CONFIG_BYTES + 1), str(path))
 
@@ -238,7 +262,7 @@ class PairConfig:
         return None if self.early_exit is None else EarlyExitDraft(self.early_exit.exit_layer)
 
     def set_draft(self, draft: WeightlessDraft | None) -> None:
-        """Have the options of this draft in place of a draft model, or of neither kind."""
+        """Note the options of a draft without weights, in place of a draft model; None is a draft model."""
         self.suffix = SuffixOptions(**draft.options) if isinstance(draft, SuffixDraft) else None
         self.early_exit = None
         if isinstance(draft, EarlyExitDraft):
@@ -270,17 +294,21 @@ class PairConfig:
 
 
 def _check_drafts(config: PairConfig, where: str) -> None:
-    """Whether a config names one draft, and not the target a second time."""
+    """Raise ValueError unless a config names one draft, which is not the target a second time."""
     target, draft, suffix = config.target, config.draft, config.suffix
     if suffix is None and config.early_exit is None:
-        places = [(model.name, model.revision, model.subfolder) for model in (target, draft)]
-        told = f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under "
-        require(places[0] != places[1], f"{told}{target.subfolder!r}; a draft needs a folder of its own.")
+        target_source = (target.name, target.revision, target.subfolder)
+        draft_source = (draft.name, draft.revision, draft.subfolder)
+        repository = target.name or "the folder of the pair"
+        message = f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a "
+        require(target_source != draft_source, f"{message}folder of its own.")
         return
-    one = suffix is None or config.early_exit is None
-    require(one, f"{where} has both a suffix and an early_exit; take one of them out.")
-    told = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
-    require(not any(vars(draft).values()), told)
+    has_both = suffix is not None and config.early_exit is not None
+    require(not has_both, f"{where} has both a suffix and an early_exit; take one of them out.")
+    message = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
+    require(not any(vars(draft).values()), message)
     if suffix is not None:
-        told = f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {ANEW}."
-        require(suffix.max_match >= suffix.min_match, told)
+        message = (
+            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {ANEW}."
+        )
+        require(suffix.max_match >= suffix.min_match, message)

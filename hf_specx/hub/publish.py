@@ -83,11 +83,11 @@ def save(
 
 def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePair:
     """What writes a pair of loaded models, each inside or by reference; a ValueError for what cannot be saved."""
-    sources = {role: _source(pair, role, where) for role, where in {"target": target, "draft": draft}.items()}
+    sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
-        told = "has adapters of PEFT, which a pair does not save; make the pair of what its merge_and_unload() gives."
-        require(not has_adapters(model), f"{label_of(model)} {told}")
+        message = f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
+        require(not has_adapters(model), f"{message}merge_and_unload() gives.")
     return partial(_write, pair, sources)
 
 
@@ -109,7 +109,8 @@ def pair_as_it_is(name: str | Path, revision: str | None = None, trust_remote_co
 
 def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, with_code: bool = False) -> None:
     """Write a pair into a folder that `check_folder` has allowed, all of it or nothing."""
-    place, folder = Path(folder).absolute(), Path(folder).resolve()
+    name = Path(folder).absolute().name
+    folder = Path(folder).resolve()  # of a link, which stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
         new, old = Path(work) / "new", Path(work) / "old"
@@ -117,7 +118,7 @@ def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, 
         config = write(new)
         if with_code:
             warn_of_slower(config)
-            (new / CARD).write_text(render(config, place.name, published=True), encoding="utf-8")
+            (new / CARD).write_text(render(config, name, published=True), encoding="utf-8")
             write_code(new)
         try:
             if folder.exists():
@@ -130,21 +131,24 @@ def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, 
 
 
 def _check_draft(draft: Any, where: str) -> None:
-    """Whether a draft can be saved; one without weights is but numbers, and a pool's texts are its user's own."""
+    """Raise ValueError unless a draft can be saved; of one without weights its numbers are, and no pool of texts."""
     kind, kinds = type(draft).__name__, "a model, a SuffixDraft or an EarlyExitDraft"
-    known = isinstance(draft, PreTrainedModel | WeightlessDraft)
-    require(known, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
+    is_kind = isinstance(draft, PreTrainedModel | WeightlessDraft)
+    require(is_kind, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
     if isinstance(draft, WeightlessDraft):
         require(where != REFERENCE, f"draft={where!r} is for models, and {kind} has no files; leave it out.")
-    told = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
-    require(not isinstance(draft, SuffixDraft) or draft.pool is None, told)
+    message = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
+    require(not isinstance(draft, SuffixDraft) or draft.pool is None, message)
     head = _head_of(draft)
-    told = f"a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is {head}"
-    known = head is None or (type(head) is torch.nn.Linear and head.in_features == head.out_features)
-    require(known, f"{told}; use such a head, or keep this one apart.")  # tensors alone run no code when loaded
+    if head is not None:
+        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features
+        message = "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
+        message += f"{head}; use such a head, or keep this one apart."
+        require(is_linear, message)  # tensors alone run no code when loaded
 
 
 def _head_of(draft: Any) -> Any:
+    """The head of an early exit; None of any other draft."""
     return draft.head if isinstance(draft, EarlyExitDraft) else None
 
 
@@ -163,8 +167,8 @@ def reference_to(pair: Any, role: str) -> tuple[ModelSource, str]:
 
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     """A reference to a model; None if it is to be saved inside the pair."""
-    known = where in (INSIDE, REFERENCE)
-    require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
+    is_option = where in (INSIDE, REFERENCE)
+    require(is_option, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
     if where == INSIDE or not isinstance(getattr(pair, role), PreTrainedModel):
         return None
     reference, why = reference_to(pair, role)
@@ -217,20 +221,20 @@ def _copy(
     files: Files, config: PairConfig, models: dict[str, FoundModel], trust_remote_code: bool, folder: Path
 ) -> PairConfig:
     """Write the files of models that are inside, the tokenizers and the config; returns the config."""
-    for role, place in (("draft", DRAFT), ("target", "")):
+    for role, subfolder in (("draft", DRAFT), ("target", "")):
         model = models.get(role)
         if model is not None and model.head is not None:
             shutil.copyfile(model.head, folder / HEAD_NAME)
         if model is None or model.files is None:
             continue
-        (folder / place).mkdir(exist_ok=True)
+        (folder / subfolder).mkdir(exist_ok=True)
         for name in (*OF_MODELS, *shards(model.files.folder)):
             if (model.files.folder / name).is_file():
-                shutil.copyfile(model.files.folder / name, folder / place / name)
-        setattr(config, role, replace(getattr(config, role), subfolder=place))
-        draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if place else None
+                shutil.copyfile(model.files.folder / name, folder / subfolder / name)
+        setattr(config, role, replace(getattr(config, role), subfolder=subfolder))
+        draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if subfolder else None
         if draft_tokenizer is not None and config.draft_tokenizer is not None:
-            draft_tokenizer.save_pretrained(folder / place)
+            draft_tokenizer.save_pretrained(folder / subfolder)
     for name in OF_PROCESSORS if config.processor else ():
         if (files.root / name).is_file():
             shutil.copyfile(files.root / name, folder / name)
@@ -241,6 +245,7 @@ def _copy(
 
 
 def _write_config(config: PairConfig, folder: Path) -> PairConfig:
+    """Write the config without folders of this machine; returns it."""
     config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
     text = config.to_text()
     PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
@@ -313,42 +318,47 @@ def upload(
             warn_of_slower(config)
             (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
             api.create_repo(repo_id, private=private, exist_ok=True)
-            visible = "private" if api.repo_info(repo_id).private else "public"
+            is_private = bool(api.repo_info(repo_id).private)
             message = (
-                f"{repo_id} is there already and is {visible}, which private={private} does not change; leave it "
+                f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} "
+                "does not change; leave it out, change that in its settings on the Hub, or name another repository."
             )
-            message += "out, change that in its settings on the Hub, or name another repository."
-            require(private is None or (visible == "private") == private, message)
+            require(private in (None, is_private), message)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
         if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
             raise
-        told = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
-        raise ConnectionError(told) from error
+        message = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
+        raise ConnectionError(message) from error
 
 
 def warn_of_slower(config: PairConfig) -> None:
     """Warn if a pair that is published does not pay."""
     if not config.pays:
-        told = f"when this pair was measured, {SLOWER}; tune it with another draft, or where it will run."
-        warnings.warn(told, UserWarning, stacklevel=3)
+        message = f"when this pair was measured, {SLOWER}; tune it with another draft, or where it will run."
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
-    now = to
+    source = to
     try:
-        there = api.list_repo_files(**now)
+        names = api.list_repo_files(**source)
     except RevisionNotFoundError:  # a branch that is still to be made begins with the files of the main one
-        there = api.list_repo_files(**(now := {"repo_id": to["repo_id"]}))
-    stale = sorted(filter(_is_saved, there))
-    taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
-    told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
-    require(CONFIG_NAME in there or not taken, told)
-    if CARD in there and OF_CARD not in Path(api.hf_hub_download(filename=CARD, **now)).read_text(errors="replace"):
-        message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
-        warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
-        (folder / CARD).unlink()
+        source = {"repo_id": to["repo_id"]}
+        names = api.list_repo_files(**source)
+    stale = sorted(filter(_is_saved, names))
+    replaced = stale + [name for name in names if name.startswith(f"{CODE}/")]
+    message = (
+        f"{to['repo_id']} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
+    )
+    require(CONFIG_NAME in names or not replaced, message)
+    if CARD in names:
+        card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
+        if OF_CARD not in card:
+            message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
+            warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
+            (folder / CARD).unlink()
     if to["revision"] is not None:
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)

@@ -1,4 +1,4 @@
-"""Whether a loaded model is still what its repository on the Hub has at a commit, so that a reference means it."""
+"""Whether a loaded model is still what its repository on the Hub has at a commit, before a pair refers to it."""
 
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ def why_not_there(
     if not all((folder / shard).exists() for shard in shards(folder)):
         return "its weights are not in the cache here, or no safetensors"
     if isinstance(model, DraftHead):
-        there = DraftHead.from_pretrained(folder, target=target)
-        torch.nn.Module.to(there, dtype=model.dtype)
-        there.name_or_path = model.name_or_path
-        return "" if model_fingerprint(there) == model_fingerprint(model) else "its weights or settings were changed"
+        published = DraftHead.from_pretrained(folder, target=target)
+        torch.nn.Module.to(published, dtype=model.dtype)
+        published.name_or_path = model.name_or_path
+        is_same = model_fingerprint(published) == model_fingerprint(model)
+        return "" if is_same else "its weights or settings were changed"
     config = type(model.config).from_pretrained(str(folder))
     changed = _differing(config.to_dict(), model.config.to_dict())
     return f"its config has another {changed}" if changed else _changed_weight(model, folder)
@@ -62,12 +63,13 @@ def _differing(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 def _changed_weight(model: PreTrainedModel, folder: Path) -> str:
     """What is wrong with a weight of a model that is not the one in the files in a folder; empty if all are these."""
-    held = state_of(model)
-    here = {name: held[name] for name in model.state_dict()}
-    if not any(isinstance(value, Offloaded) for value in here.values()):  # else all of them would have to be loaded
-        here = dict(revert_weight_conversion(model, here))  # by the names, and in the shapes, of files
-    digests, dtypes = dict[str, str](), dict[str, torch.dtype]()
-    for name, value in here.items():
+    state = state_of(model)
+    weights = {name: state[name] for name in model.state_dict()}
+    if not any(isinstance(value, Offloaded) for value in weights.values()):  # else all of them would have to be loaded
+        weights = dict(revert_weight_conversion(model, weights))  # by the names, and in the shapes, of files
+    digests = dict[str, str]()
+    dtypes = dict[str, torch.dtype]()
+    for name, value in weights.items():
         tensor = value.load() if isinstance(value, Offloaded) else value
         if tensor.is_meta:
             return f"its {name} is not in memory"
@@ -75,11 +77,11 @@ def _changed_weight(model: PreTrainedModel, folder: Path) -> str:
     compared = set[str]()
     for shard in shards(folder):
         with safe_open(str(folder / shard), framework="pt") as file:
-            for name in file.keys() & here.keys():
+            for name in file.keys() & weights.keys():
                 digest = tensor_digest(file.get_tensor(name).to(dtypes[name]))
                 if digest != digests[name]:
                     return f"its {name} was changed"
                 compared.add(digest)
     # a weight that is tied to another one has that one's numbers, and is not saved
-    other = min((name for name, digest in digests.items() if digest not in compared), default="")
-    return f"its {other} is not in the files" if other else ""
+    missing = min((name for name, digest in digests.items() if digest not in compared), default="")
+    return f"its {missing} is not in the files" if missing else ""

@@ -1,12 +1,20 @@
-"""Reads JSON from elsewhere into dataclasses: each value must have its type, and fit the rule that comes with it."""
+"""Reads JSON from elsewhere into dataclasses, whose fields `strict` of huggingface_hub checks.
+
+It checks the type of each field, and the validators that its annotation names. What it does not do is done here: an
+object in an object is made, and may have neither unknown fields nor lack one; the items of a dict have validators; a
+whole number may stand for a float; no text has control characters, and no int is endless.
+"""
 
 import json
-import re
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from hf_specx.common.errors import brief, is_int, require
 
@@ -14,87 +22,114 @@ from hf_specx.common.errors import brief, is_int, require
 ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+Validator = Callable[..., None]  # of a value, and perhaps of where it is in its field, such as "['2']"
 
 
-class FieldRule(NamedTuple):
-    """What a value must fit, unless it is None; `told` says what one that does not fit is, and what to do."""
+def validator(fits: Callable[[Any], object], remedy: str) -> Validator:
+    """What raises ValueError for a value that does not fit; None always fits, where the type has it."""
 
-    fits: Callable[[Any], object]
-    told: str
+    def check(value: Any, where: str = "") -> None:
+        require(value is None or bool(fits(value)), f"{where} is {brief(value)}, {remedy}")
 
-
-def check_place(name: str, revision: str | None) -> None:
-    """Whether there can be something of this name, in this revision."""
-    is_folder = name != "" and Path(name).is_dir()
-    known = is_folder or HUB_ID.fullmatch(name) is not None
-    require(known, f"{name!r} is neither a folder nor an id on the Hub; name one of them.")
-    told = f"{name!r} is a folder, which has no revision {revision!r}; leave that out."
-    require(revision is None or not is_folder, told)
+    return check
 
 
-def read_text(text: bytes, known: int, where: str) -> dict[str, Any]:
-    """The values in the text of a file `where`, which is JSON in UTF-8 with a schema up to `known`."""
-    told = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
-    require(len(text) <= MAX_CONFIG_BYTES, told)
+def of_items(keys: Validator | None = None, values: Validator | None = None) -> Validator:
+    """What raises ValueError for a dict with a key, or a value, that does not fit."""
+
+    def check(items: dict[str, Any], where: str = "") -> None:
+        for key, value in items.items():
+            if keys is not None:
+                keys(key, f"{where}: a key")
+            if values is not None:
+                values(value, f"{where}[{brief(key)}]")
+
+    return check
+
+
+def read_text(text: bytes, newest: int, where: str) -> dict[str, Any]:
+    """The values in the text of a file `where`, which is JSON in UTF-8 with a schema up to `newest`."""
+    message = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
+    require(len(text) <= MAX_CONFIG_BYTES, message)
     try:
         values = json.loads(text.decode("utf-8"))
         json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {ANEW}.") from error
     schema: Any = values.get("schema") if isinstance(values, dict) else None
-    told = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {ANEW}."
-    require(is_int(schema) and schema >= 1, told)
-    told = f"{where} has schema {schema} and this version reads up to {known}; install a newer hf_specx."
-    require(schema <= known, told)
+    message = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {ANEW}."
+    require(is_int(schema) and schema >= 1, message)
+    message = f"{where} has schema {schema} and this version reads up to {newest}; install a newer hf_specx."
+    require(schema <= newest, message)
     return values
 
 
-def read(wanted: Any, value: Any, where: str) -> Any:
-    """Check a value from JSON, which `where` names, against an annotation, and convert it: a type, a union of types,
-    one of these `Annotated` with a `FieldRule`, or a dataclass or `TypedDict`, which is made."""
-    if get_origin(wanted) is Annotated:
-        wanted, rule = get_args(wanted)
-        found = read(wanted, value, where)
-        require(found is None or bool(rule.fits(found)), f"{where} is {brief(found)}, {rule.told}.")
-        return found
-    options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    made = next((option for option in options if hasattr(option, "__annotations__")), None)
-    if made is not None and not (value is None and type(None) in options):
-        return _read_object(made, value, where)
-    _check_type(value, options, where)
-    if get_origin(wanted) is list:
-        return [read(get_args(wanted)[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if get_origin(wanted) is dict:
-        of_names, of_items = get_args(wanted)
-        names = [read(of_names, name, f"a name in {where}") for name in value]
-        return {name: read(of_items, value[name], f"{where}[{name!r}]") for name in names}
-    return float(value) if float in options and value is not None else value
-
-
-def _read_object(made: Any, value: Any, where: str) -> Any:
-    """A dataclass or `TypedDict` with the fields that an object has."""
-    require(isinstance(value, dict), f"{where} is {brief(value)}, not an object; {ANEW}.")
-    hints = get_type_hints(made, include_extras=True)
-    unknown = min(value.keys() - hints.keys(), default=None)
+def read(cls: Any, values: Any, where: str) -> Any:
+    """Make a dataclass of an object from JSON, which `where` names; a ValueError names the field and the remedy."""
+    require(isinstance(values, dict), f"{where} is {brief(values)}, not an object; {ANEW}.")
+    hints = get_type_hints(cls)
+    unknown = min(values.keys() - hints.keys(), default=None)
     require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
-    defaults = getattr(made, "__dataclass_fields__", {})
-    optional = {name for name, each in defaults.items() if each.default is not each.default_factory}  # both MISSING
-    missing = min(hints.keys() - optional - value.keys(), default=None)
+    required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
+    missing = min(required - values.keys(), default=None)
     require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
-    return made(**{name: read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+    checked = object.__new__(_strict_class(cls))
+    converted: dict[str, Any] = {}
+    for name, value in values.items():
+        converted[name] = _converted(hints[name], value, f"{where}: {name}")
+        try:
+            setattr(checked, name, converted[name])  # which `strict` checks
+        except (StrictDataclassFieldValidationError, RecursionError) as error:
+            problem = f" is {brief(value)}, not {_in_words(hints[name], cls)}; {ANEW}."  # or too deep to be looked at
+            if isinstance(error.__cause__, ValueError):  # of a validator
+                problem = f"{str(error.__cause__).removesuffix('.')}."
+            raise ValueError(f"{where}: {name}{problem}") from error
+    return cls(**converted)
 
 
-def _check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
-    """Whether a value is of one of these types, and any text is plain."""
-    types = tuple(get_origin(option) or option for option in options)
-    widened = (*types, int) if float in types else types
-    is_bool = isinstance(value, bool) and bool not in types
+@cache
+def _strict_class(cls: Any) -> Any:
+    """A class with the same fields that checks what they are set to; a config that was made here is not checked."""
+    strict_fields: list[tuple[str, Any, Any]] = []
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        value_type, *validators = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        strict_fields.append((name, value_type, field(metadata={"validator": validators})))
+    return strict(make_dataclass(cls.__name__, strict_fields))
+
+
+def _converted(hint: Any, value: Any, where: str) -> Any:
+    """A value from JSON with its objects made, and floats where whole numbers stand for them; as it is if it has
+    another type than the hint says, which `strict` refuses."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    inner_class = next((option for option in options if is_dataclass(option)), None)
+    if inner_class is not None and not (value is None and NoneType in options):
+        return read(inner_class, value, where)
+    if isinstance(value, list) and get_origin(hint) is list:
+        (item_hint,) = get_args(hint)
+        return [_converted(item_hint, item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict) and get_origin(hint) is dict:
+        _, item_hint = get_args(hint)
+        for key in value:
+            _check_plain(key, f"a key in {where}")
+        return {key: _converted(item_hint, item, f"{where}[{brief(key)}]") for key, item in value.items()}
+    _check_plain(value, where)
+    if float in options and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise ValueError for a text with control characters, and for an int that is too large for anything."""
     too_large = isinstance(value, int) and abs(value) >= MAX_INTEGER
-    known = Any in options or (isinstance(value, widened) and not (is_bool or too_large))
-    names = " or ".join(getattr(each, "__name__", "anything") for each in types).replace("NoneType", "null")
-    require(known, f"{where} is {brief(value)}, not {names}; {ANEW}.")
+    require(not too_large, f"{where} is {brief(value)}, not int of less than 64 bits; {ANEW}.")
     text = value if isinstance(value, str) else ""
     control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
-    told = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
-    require(control is None, told)
+    message = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
+    require(control is None, message)
+
+
+def _in_words(hint: Any, cls: Any) -> str:
+    """A type as messages say it, such as "int or null"; `cls` is the class that has it."""
+    if isinstance(hint, type) and get_origin(hint) is None:
+        return hint.__name__
+    return str(hint).replace(f"{cls.__module__}.", "").replace("None", "null").replace(" | ", " or ")

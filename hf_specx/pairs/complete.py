@@ -70,34 +70,35 @@ def complete(
         RuntimeError: another process failed (without `out`, or before it began).
     """
     _check_texts(texts)
-    work, number = Completer(pair, batch_size, seed, options), num_return_sequences
-    told = f"num_return_sequences={brief(number)} is not an int of 1 or more; give one."
-    require(is_int(number) and number >= 1, told)
-    told = f"num_return_sequences={number} greedy texts would be the same; pass do_sample=True."
-    require(number == 1 or bool(setting("do_sample", pair.target, options)), told)
-    prompts = _numbered(pair.tokenizer, texts, number)
+    completer = Completer(pair, batch_size, seed, options)
+    copies = num_return_sequences
+    message = f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one."
+    require(is_int(copies) and copies >= 1, message)
+    message = f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True."
+    require(copies == 1 or bool(setting("do_sample", pair.target, options)), message)
+    prompts = _numbered(pair.tokenizer, texts, copies)
     if out is None:
-        return _to_list(work, list(prompts))
-    total = len(texts) * number if isinstance(texts, Sized) else None
-    made_with = options if number == 1 else options | {"num_return_sequences": number}
-    return _to_file(work, prompts, total, Path(out), arguments_of(pair, seed, made_with))
+        return _to_list(completer, list(prompts))
+    total = len(texts) * copies if isinstance(texts, Sized) else None
+    arguments = options if copies == 1 else options | {"num_return_sequences": copies}
+    return _to_file(completer, prompts, total, Path(out), arguments_of(pair, seed, arguments))
 
 
 def _check_texts(texts: Any) -> None:
-    """Whether these are several prompts; each of a list is looked at."""
-    listed = texts if isinstance(texts, list) else []
-    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
-    require(several and not any(isinstance(text, dict) for text in listed), told)
-    for index, prompt in enumerate(listed):
+    """Raise ValueError unless these are several prompts; each of a list is looked at."""
+    prompts = texts if isinstance(texts, list) else []
+    is_several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
+    require(is_several and not any(isinstance(prompt, dict) for prompt in prompts), message)
+    for index, prompt in enumerate(prompts):
         _check_prompt(index, prompt)
 
 
 def _check_prompt(index: int, prompt: Any) -> None:
-    """Whether this is a text or a list of messages."""
-    chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(message, dict) for message in prompt)
-    told = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
-    require(isinstance(prompt, str) or bool(chat), told)
+    """Raise ValueError unless this is a text or a list of messages."""
+    is_chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, dict) for turn in prompt)
+    message = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
+    require(isinstance(prompt, str) or bool(is_chat), message)
 
 
 def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[NumberedText]:
@@ -111,12 +112,13 @@ def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[Nu
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
     """A chat as the model reads it, up to where its answer begins."""
-    told = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
-    require(bool(getattr(tokenizer, "chat_template", None)), told)
+    message = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
+    require(bool(getattr(tokenizer, "chat_template", None)), message)
     text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    begins, first = tokenizer("")["input_ids"][:1], tokenizer.bos_token
-    twice = first is not None and begins == [tokenizer.bos_token_id]  # by the template, and by the tokenizer
-    return text.removeprefix(first) if twice else text
+    adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if tokenizer.bos_token is None or not adds_bos:
+        return text
+    return text.removeprefix(tokenizer.bos_token)  # which the template may have added too
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
@@ -128,44 +130,48 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def _to_list(work: "Completer", prompts: list[NumberedText]) -> list[str]:
-    """Each process takes its share of the prompts, the longest first, so that those at the end differ less."""
-    lengths = [len(token_ids(work.pair.tokenizer, prompt.text)) for prompt in prompts]
+def _to_list(completer: "Completer", prompts: list[NumberedText]) -> list[str]:
+    """The texts of all prompts. Each process completes its share, the longest first, so that those at the end differ
+    less."""
+    lengths = [len(token_ids(completer.pair.tokenizer, prompt.text)) for prompt in prompts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
     longest_first = sorted(prompts, key=lambda prompt: -lengths[prompt.index])
 
-    def own_part() -> Iterator[tuple[int, str | None]]:
-        own = longest_first[processes().process_index :: processes().num_processes]
-        with Progress(len(own)) as progress:
-            for number, done in enumerate(work(own, progress), 1):
-                require(done.text is not None, f"prompt {done.prompt.index}: {done.error}")
-                progress.reach(number)
-                yield done.prompt.index, done.text
+    def complete_share() -> Iterator[tuple[int, str | None]]:
+        share = longest_first[processes().process_index :: processes().num_processes]
+        with Progress(len(share)) as progress:
+            for count, result in enumerate(completer(share, progress), 1):
+                require(result.text is not None, f"prompt {result.prompt.index}: {result.error}")
+                progress.show(count)
+                yield result.prompt.index, result.text
 
-    return [text for _, text in sorted(gathered(own_part))]
+    return [text for _, text in sorted(gathered(complete_share))]
 
 
 def _to_file(
-    work: "Completer", prompts: Iterable[NumberedText], total: int | None, out: Path, arguments: dict[str, Any]
+    completer: "Completer", prompts: Iterable[NumberedText], total: int | None, out: Path, arguments: dict[str, Any]
 ) -> Path:
-    """Each process completes prompts i with i % world_size == rank; the first one makes one file of all."""
-    rank, world_size, refused = processes().process_index, processes().num_processes, 0
-    of_share = None if total is None else len(range(rank, total, world_size))
+    """The file of all texts. Each process completes prompts i with i % world_size == rank; the first one puts them
+    together."""
+    rank, world_size = processes().process_index, processes().num_processes
+    share_size = None if total is None else len(range(rank, total, world_size))
+    num_refused = 0
     with open_results(out, arguments, rank, world_size, gathered) as results:
-        completed = results.count_of_share()
-        with Progress(of_share, completed) as progress:
-            for done in work(results.missing(prompts), progress):
-                results.append(done)
-                refused += done.error is not None
-                completed += 1
-                progress.reach(completed)
+        num_completed = results.count_of_share()
+        with Progress(share_size, num_completed) as progress:
+            for result in completer(results.missing(prompts), progress):
+                results.append(result)
+                num_refused += result.error is not None
+                num_completed += 1
+                progress.show(num_completed)
         if rank == 0:
             results.finish()
     if rank:
         results.wait_for_first()
-    if refused:
-        warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)
+    if num_refused:
+        message = f"prompts that were refused: {num_refused}; their lines in {results.path} say why."
+        warnings.warn(message, stacklevel=3)
     return results.path
 
 
@@ -178,20 +184,22 @@ class Progress(tqdm):
 
     def __init__(self, total: int | None, done: int = 0):
         self.emitted = self.drafted = self.accepted = 0
-        of, left = ("", "") if total is None else (" of {total_fmt}", ", {remaining} left")
-        shown = f"{{n_fmt}}{of} prompts in {{elapsed}}{left}{{postfix}}"
-        how: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{shown}\n"}
+        line = "{n_fmt} prompts in {elapsed}{postfix}"
+        if total is not None:
+            line = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
+        form: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{line}\n"}
         if sys.stderr.isatty():
-            how = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {shown}" if total else shown}
-        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **how)
+            form = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {line}" if total else line}
+        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **form)
 
     def observe(self, done: Round) -> None:
+        """Count the tokens of a round."""
         self.emitted += sum(done.emitted)
         self.drafted += sum(done.draft.lengths)
         self.accepted += sum(done.accepted)
 
-    def reach(self, done: int) -> None:
-        """So many prompts are done by now."""
+    def show(self, done: int) -> None:
+        """Show that so many prompts are done by now."""
         if self.disable:
             return
         seconds = max(self.format_dict["elapsed"], 1e-9)
@@ -209,39 +217,46 @@ class Completer:
 
     def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
         """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
-        options, taken, tokenizer = dict(self.options), dict[int, NumberedText](), self.pair.tokenizer
+        tokenizer = self.pair.tokenizer
+        waiting = dict[int, NumberedText]()  # prompts by the number of their request
+        options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         strategy.listeners += () if progress is None else (progress,)
         strategy.report = self.pair.report  # which stays where there is nothing to complete
 
         def requests() -> Iterator[Request]:
             for number, prompt in enumerate(prompts):
-                taken[number] = prompt
+                waiting[number] = prompt
                 yield Request(token_ids(tokenizer, prompt.text), seed=self.seed + prompt.index)
 
         for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
-            prompt, text, error = taken.pop(done.index), None, None
+            prompt = waiting.pop(done.index)
+            text = error = None
             if done.tokens is not None:
                 text = tokenizer.decode(done.tokens, skip_special_tokens=True)
+            elif token_ids(tokenizer, prompt.text):
+                error = str(done.error).partition(": ")[2]
             else:
-                read = token_ids(tokenizer, prompt.text)
-                error = str(done.error).partition(": ")[2] if read else f"the prompt {EMPTY}"
+                error = f"the prompt {EMPTY}"
             yield CompletedText(prompt, text, done.finish_reason, error)
         self.pair.report = strategy.report
 
     def _check(self) -> None:
-        """Whether a short prompt can be completed, before all others are taken and refused."""
-        told = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
-        require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, told)
-        told = "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it one."
-        require(self.pair.tokenizer is not None, told)
-        told = "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
-        told += "load a copy of the pair on each process, or call pair.generate with as many rows on each."
-        require(not synced_by_default(*self.pair.models), told)
+        """Raise ValueError if not even a short prompt can be completed, before all others are read and refused."""
+        message = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
+        require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, message)
+        message = "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it "
+        require(self.pair.tokenizer is not None, f"{message}one.")
+        message = (
+            "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
+            "load a copy of the pair on each process, or call pair.generate with as many rows on each."
+        )
+        require(not synced_by_default(*self.pair.models), message)
         options = dict(self.options)
-        strategy, most = self.pair.strategy_for(options), options.pop("max_batch_tokens", None)
-        check_many(self.pair.target, [], self.batch_size, most, strategy.streamer, options)
+        strategy = self.pair.strategy_for(options)
+        max_batch_tokens = options.pop("max_batch_tokens", None)
+        check_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
-        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, most)
+        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
         if not queue.begin(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))

@@ -20,27 +20,34 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """What the texts of `complete` by a pair depend on, as plain values."""
-    strategy, models = pair.strategy, [pair.target, *(x for x in pair.drafts if isinstance(x, PreTrainedModel))]
-    made: dict[str, Any] = {"models": [model_fingerprint(model) for model in models], "tokenizer": pair.tokenizer}
-    made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair), "seed": seed}
-    own = ("num_draft_tokens", "verification", "tokenizer_match")
-    made |= {name: getattr(strategy, name) for name in own} | options
-    return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}
+    models = [pair.target, *(draft for draft in pair.drafts if isinstance(draft, PreTrainedModel))]
+    arguments: dict[str, Any] = {
+        "models": [model_fingerprint(model) for model in models],
+        "tokenizer": pair.tokenizer,
+        "generation_config": pair.target.generation_config,
+        "drafts": drafts_of(pair),
+        "seed": seed,
+        "num_draft_tokens": pair.strategy.num_draft_tokens,
+        "verification": pair.strategy.verification,
+        "tokenizer_match": pair.strategy.tokenizer_match,
+    }
+    arguments |= options
+    return {name: plain_value(value) for name, value in arguments.items() if name not in INDIFFERENT}
 
 
 def drafts_of(pair: Any) -> list[Any]:
     """What tells the drafts of a pair from others, as plain values; weights are told by `model_fingerprint`."""
-    made: list[Any] = []
+    descriptions: list[Any] = []
     for draft in pair.drafts:
         if isinstance(draft, torch.nn.Module):
-            made.append(type(draft).__name__)
+            descriptions.append(type(draft).__name__)
             continue
         attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
         head = getattr(draft, "head", None)  # of an early exit
         if head is not None:
             attributes["head"] = fingerprint_of({}, module_tensors(head))
-        made.append({"class": _named(draft)} | dict(sorted(attributes.items())))
-    return made
+        descriptions.append({"class": _class_name(draft)} | dict(sorted(attributes.items())))
+    return descriptions
 
 
 def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
@@ -51,7 +58,7 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(getattr(value, "fingerprint", None), str):
-        return {"class": _named(value), "fingerprint": value.fingerprint}
+        return {"class": _class_name(value), "fingerprint": value.fingerprint}
     if id(value) in above:
         return "above"
     within = functools.partial(plain_value, above=(*above, id(value)))
@@ -69,12 +76,12 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
         return [within(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, map(within, value)))
-    return {"class": _named(value)} | _held(value, within)
+    return {"class": _class_name(value)} | _content(value, within)
 
 
-def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
+def _content(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
     """A function by its code and the values in it, another object by what it would be pickled as."""
-    if isinstance(value, type | ModuleType) or _named(value).endswith("Tokenizer"):  # texts are of one tokenizer
+    if isinstance(value, type | ModuleType) or _class_name(value).endswith("Tokenizer"):  # texts are of one tokenizer
         return {}
     if isinstance(value, bytes):
         return {"holds": digest_of([value])}
@@ -87,18 +94,26 @@ def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
         return {"holds": digest_of([str(value.serialize_json()).encode()])}
     try:
         reduce = copyreg.dispatch_table.get(type(value))
-        made: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception as error:  # of any type
-        told = f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued "
-        told += "by the same call alone; where it is held, set an attribute fingerprint, a text that says what it "
-        raise ValueError(f"{told}does.") from error
-    if isinstance(made, tuple) and made[1] == (type(value),):  # of a class in Python, with attributes
-        return within(made[2] or {}) if isinstance(made[2], dict | None) else {"holds": within(made[2])}
-    return {"holds": within(list(made[1:3]) if isinstance(made, tuple) else made)}
+        message = (
+            f"{_class_name(value)} cannot be told from others of its kind ({error}), and a file of texts is continued "
+            "by the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
+        )
+        raise ValueError(message) from error
+    if not isinstance(reduced, tuple):
+        return {"holds": within(reduced)}
+    _, arguments, state, *_ = *reduced, None, None
+    if arguments != (type(value),):
+        return {"holds": within(list(reduced[1:3]))}
+    if isinstance(state, dict | None):  # of a class in Python, with attributes
+        return within(state or {})
+    return {"holds": within(state)}
 
 
-def _named(value: Any) -> str:
+def _class_name(value: Any) -> str:
+    """The full name of a module, class or function, or of the class of anything else."""
     if isinstance(value, ModuleType):
         return value.__name__
-    kind = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    named = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -55,7 +55,7 @@ def load_pair(
     draft_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> "DraftTargetPair":
-    """Check all files of a pair, then load its models and tokenizers; what is wrong or unsafe is a ValueError.
+    """Load the models and tokenizers of a pair once all files are checked; what is wrong or unsafe is a ValueError.
 
     Args:
         name_or_path: a local folder, else an id on the Hub or "embedded".
@@ -70,38 +70,57 @@ def load_pair(
     """
     if is_embedded(str(name_or_path)):
         name_or_path, dtype = embedded_folder(), embedded_dtype(dtype, device_map)
-    own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
+    for_one_model = _options_of_one_model(kwargs, draft_kwargs or {})
+    hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    for_both = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     files, config = get_pair(name_or_path, revision, **hub)
-    trust, given = (trust_remote_code, use_safetensors), {"target": target, "draft": read_names(draft)}
-    drafts = config.weightless_draft() if draft is None else given["draft"]
-    _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
-    found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}
-    tokenizers: dict[str, Any] = _tokenizers(files, found, config, trust_remote_code)
-    how = device_map, draft_device_map, max_memory, cache_tokens, dtype, own["target"].get("quantization_config")
-    place = plan(found["target"].config("target"), found["draft"].config("draft"), *how, found["target"].trusted)
-    loaded = found["target"].load(**shared | own["target"] | place.target)
-    warn_of_another_target(config, loaded)
-    home = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
-    drafting = found["draft"].load(loaded, **shared | {"device_map": home} | own["draft"])
-    check_head(draft if isinstance(draft, str) else "", drafting)
-    pair = cls(loaded, drafting, config=config, **tokenizers)
-    pair.sources, pair.cache_dir = {role: _source(each) for role, each in found.items()}, hub.get("cache_dir")
+    trust = (trust_remote_code, use_safetensors)
+    replacements = {"target": target, "draft": read_names(draft)}
+    drafts = config.weightless_draft() if draft is None else replacements["draft"]
+    for_target = {"device_map": device_map} | for_one_model["target"]
+    _check_used({"target": target, "draft": drafts}, for_target, draft_device_map, draft_kwargs)
+    models = {role: _find(files, config, role, other, hub, *trust) for role, other in replacements.items()}
+    tokenizers: dict[str, Any] = _tokenizers(files, models, config, trust_remote_code)
+    placement = plan(
+        models["target"].config("target"),
+        models["draft"].config("draft"),
+        device_map,
+        draft_device_map,
+        max_memory,
+        cache_tokens,
+        dtype,
+        for_one_model["target"].get("quantization_config"),
+        models["target"].trusted,
+    )
+    loaded_target = models["target"].load(**for_both | for_one_model["target"] | placement.target)
+    warn_of_another_target(config, loaded_target)
+    draft_device: Any = draft_device_map
+    if draft_device_map in (None, "auto"):
+        draft_device = {"": placement.draft_device or last_device(loaded_target)}
+    loaded_draft = models["draft"].load(
+        loaded_target, **for_both | {"device_map": draft_device} | for_one_model["draft"]
+    )
+    check_head(draft if isinstance(draft, str) else "", loaded_draft)
+    pair = cls(loaded_target, loaded_draft, config=config, **tokenizers)
+    pair.sources = {role: _source(model) for role, model in models.items()}
+    pair.cache_dir = hub.get("cache_dir")
     return pair
 
 
 def embedded_dtype(dtype: Any, device_map: Any) -> Any:
     """The precision of the embedded pair: where none is asked for, float32 on the CPU and as saved elsewhere."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    on_cpu = all(str(place) in ("None", "cpu") for place in places) or not torch.accelerator.is_available()
-    return torch.float32 if on_cpu and dtype in (None, "auto") else dtype or "auto"
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    on_cpu = all(str(device) in ("None", "cpu") for device in devices) or not torch.accelerator.is_available()
+    if on_cpu and dtype in (None, "auto"):
+        return torch.float32
+    return dtype or "auto"
 
 
-def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _options_of_one_model(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
     for name in (*kwargs, *draft_kwargs):
-        told = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
-        require(name not in OF_PAIRS, told)
+        message = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
+        require(name not in OF_PAIRS, message)
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
@@ -109,61 +128,66 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
 
 
 def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """Check the files of the pair's own model, or of `other`, a model, its folder or id; if it was not measured, the
-    config forgets what was."""
+    """The pair's own model in checked files, or `other`, a model, its folder or id; if it was not measured, the config
+    forgets what was."""
     if other is None:
         return find_model(pair, config, role, hub, *trust)
     if role == "draft":
         config.set_draft(other if isinstance(other, WeightlessDraft) else None)
     source: ModelSource = getattr(config, role)
     if isinstance(other, PreTrainedModel):
-        facts, found = model_facts(other), FoundModel(None, made=other)
+        model, facts = FoundModel(None, model=other), model_facts(other)
         is_same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
     elif isinstance(other, WeightlessDraft):
-        found, is_same = FoundModel(None, made=other), False
+        model, is_same = FoundModel(None, model=other), False
     else:
-        name, find = str(other), find_draft_files if role == "draft" else find_files
-        if role == "draft" and not Path(name).is_dir():
-            name = read_draft(name).model or name
-        files = get_model(find(name, **hub), ModelSource(), *trust, **hub)
-        found = FoundModel(files, trusted=trust[0])
+        if role == "draft":
+            model_files = find_draft_files(read_draft(str(other)).model or str(other), **hub)
+        else:
+            model_files = find_files(str(other), **hub)
+        files = get_model(model_files, ModelSource(), *trust, **hub)
+        model = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:
         config.forget()
-    return found
+    return model
 
 
-def _check_used(made: dict[str, Any], of_target: dict[str, Any], draft_device_map: Any, kwargs: Any) -> None:
-    """Whether the models that arguments are for are loaded at all, and not `made` already."""
-    of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
-    of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": kwargs or None}
-    for role, given in {"target": of_target, "draft": of_draft}.items():
-        loaded = not isinstance(made[role], PreTrainedModel | WeightlessDraft)
-        is_model = isinstance(made[role], PreTrainedModel)
-        why = "is given as a model" if is_model else "of this pair has no weights of its own"
-        for name, value in given.items():
-            told = f"{name}= says how the {role} is loaded, and the {role} {why}; leave it out."
-            require(loaded or value is None, told)
+def _check_used(models: dict[str, Any], for_target: dict[str, Any], draft_device_map: Any, draft_kwargs: Any) -> None:
+    """Raise ValueError if an argument is for loading a model that is loaded already, or has no weights."""
+    for_target = {name: value for name, value in for_target.items() if name != "offload_folder"}
+    for_draft = {"draft_device_map": draft_device_map, "draft_kwargs": draft_kwargs or None}
+    for role, options in {"target": for_target, "draft": for_draft}.items():
+        if isinstance(models[role], PreTrainedModel):
+            reason = "is given as a model"
+        elif isinstance(models[role], WeightlessDraft):
+            reason = "of this pair has no weights of its own"
+        else:
+            continue
+        for name, value in options.items():
+            message = f"{name}= says how the {role} is loaded, and the {role} {reason}; leave it out."
+            require(value is None, message)
 
 
 def _tokenizers(
-    pair: Files, found: dict[str, FoundModel], config: PairConfig, trust_remote_code: bool
+    pair: Files, models: dict[str, FoundModel], config: PairConfig, trust_remote_code: bool
 ) -> dict[str, PreTrainedTokenizerBase | None]:
     """The target's tokenizer (the pair's, unless the target is from elsewhere), and the draft's, if it may differ."""
-    own = get_tokenizer(pair, config.tokenizers, trust_remote_code)
-    others = {}
-    for role, each in found.items():
-        named = each.source != ModelSource()  # by the pair, and not given in place of what it names
-        facts = config.draft_tokenizer if role == "draft" and named else None
-        if each.files is not None and (each.files.root != pair.root or facts is not None):
-            others[role] = get_tokenizer(each.files, facts, each.trusted)
-    target, draft = others.get("target"), others.get("draft")
-    drafts = target is not None and not isinstance(found["draft"].made, WeightlessDraft)
-    return {"tokenizer": target or own, "draft_tokenizer": draft or (own if drafts else None)}
+    of_pair = get_tokenizer(pair, config.tokenizers, trust_remote_code)
+    by_role = {}
+    for role, model in models.items():
+        is_named = model.source != ModelSource()  # by the pair, and not given in place of what it names
+        facts = config.draft_tokenizer if role == "draft" and is_named else None
+        if model.files is not None and (model.files.root != pair.root or facts is not None):
+            by_role[role] = get_tokenizer(model.files, facts, model.trusted)
+    of_target, of_draft = by_role.get("target"), by_role.get("draft")
+    if of_draft is None and of_target is not None and not isinstance(models["draft"].model, WeightlessDraft):
+        of_draft = of_pair
+    return {"tokenizer": of_target or of_pair, "draft_tokenizer": of_draft}
 
 
-def _source(found: FoundModel) -> ModelSource | None:
+def _source(model: FoundModel) -> ModelSource | None:
     """The entry of a config that loads a model from where it was found; None if that is not the Hub."""
-    if found.files is None or found.files.revision is None:
+    if model.files is None or model.files.revision is None:
         return None
-    return replace(found.source, name=found.files.name, revision=found.files.revision)
+    return replace(model.source, name=model.files.name, revision=model.files.revision)

@@ -21,7 +21,14 @@ from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.publish import publish, save
 
 from .complete import complete as complete_texts
-from .generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
+from .generate import (
+    STRATEGY_OPTIONS,
+    add_positional,
+    call_generate,
+    check_before_loading,
+    ending_streamer,
+    pop_options,
+)
 from .loading import embedded_dtype, load_pair
 
 
@@ -69,8 +76,8 @@ class DraftTargetPair(NoModel):
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
-        told = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
-        require(config is None or isinstance(config, PairConfig), told)
+        message = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
+        require(config is None or isinstance(config, PairConfig), message)
         self._draft: PairDraft = unwrapped_draft(loaded(read_names(draft), self._target))
         self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
@@ -81,8 +88,8 @@ class DraftTargetPair(NoModel):
         self.report: SpeculationReport | None = None
 
     def __repr__(self) -> str:
-        named = list(map(label_of, (self.target, *self.drafts)))
-        return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
+        draft = " + ".join(map(label_of, self.drafts))
+        return f"DraftTargetPair(target={label_of(self.target)}, draft={draft})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses: as custom_generate= transformers would pass over what it cannot call, and decode plainly."""
@@ -162,23 +169,27 @@ class DraftTargetPair(NoModel):
                 is learned of costs and acceptance is kept for later calls in any case.
         """
         model_class, device = type(self.target), execution_device(self.target)
-        with ending(kwargs.get("streamer")) as reached:
+        with ending_streamer(kwargs.get("streamer")) as reached:
             check_pair_call(kwargs | {"inputs": inputs})
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             inputs = kwargs.pop("inputs")
             check_before_loading(inputs, self.target, kwargs)
             strategy = self.strategy_for(kwargs)
-            output = run(strategy, model_class, self.target, inputs, kwargs, reached)
+            output = call_generate(strategy, model_class, self.target, inputs, kwargs, reached)
         self.report = strategy.report
         return output
 
     def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
-        own, options = self.strategy, take_options(kwargs)
-        own.meet(self.target)
-        kept = {name: getattr(own, name) for name in STRATEGY_OPTIONS}
-        strategy = SpeculativeDecoding(own.draft_model, **kept | options) if options else copy.copy(own)
-        strategy.listeners, strategy._said = own.listeners, own._said
+        options = pop_options(kwargs)
+        of_pair = self.strategy
+        of_pair.meet(self.target)
+        if options:
+            options_of_pair = {name: getattr(of_pair, name) for name in STRATEGY_OPTIONS}
+            strategy = SpeculativeDecoding(of_pair.draft_model, **options_of_pair | options)
+        else:
+            strategy = copy.copy(of_pair)
+        strategy.listeners, strategy._said = of_pair.listeners, of_pair._said
         strategy.report = None  # of this call alone, whatever the pair's strategy has decoded
         return strategy

@@ -25,7 +25,7 @@ class Placement(NamedTuple):
     """Where two models go."""
 
     target: dict[str, Any]  # arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred
-    home: str | None = None  # the draft's device; None is that of the target's last layers, once it is loaded
+    draft_device: str | None = None  # the draft's device; None is that of the target's last layers, once it is loaded
 
 
 def plan(
@@ -49,40 +49,41 @@ def plan(
             or not. None is the free memory, on accelerators less a tenth.
         cache_tokens: rows times tokens for which both caches get room.
     """
-    told = f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small "
-    told += "steps wait for the way between them; give one device, or leave it out."
-    require(draft_device_map not in ("balanced", "balanced_low_0", "sequential"), told)
-    told = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
-    require(cache_tokens >= 0, told)
+    message = f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small "
+    message += "steps wait for the way between them; give one device, or leave it out."
+    require(draft_device_map not in ("balanced", "balanced_low_0", "sequential"), message)
+    message = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
+    require(cache_tokens >= 0, message)
     devices = None if device_map is None else check_and_set_device_map(device_map)
     if target is None or not isinstance(devices, str):
         return Placement({} if devices is None else {"device_map": device_map})
     weights = weights_of(target, dtype, trust_remote_code, devices, quantization_config)
     cache = cache_tokens * cache_bytes(target, dtype)
-    needed = 0
+    draft_bytes = 0
     if draft is not None:
-        needed = weights_of(draft, dtype, trust_remote_code) + cache_tokens * cache_bytes(draft, dtype)
+        draft_bytes = weights_of(draft, dtype, trust_remote_code) + cache_tokens * cache_bytes(draft, dtype)
     limits = _limits(max_memory)
-    runs = [device for device in limits if device != "cpu"] or ["cpu"]
-    homes = [device for device in runs if limits[device] >= needed]
+    computing = [device for device in limits if device != "cpu"] or ["cpu"]  # where layers run
+    draft_devices = [device for device in computing if limits[device] >= draft_bytes]
     if draft_device_map not in (None, "auto"):
         asked: Any = check_and_set_device_map(draft_device_map)
-        homes = [_key(device) for device in asked.values()]
-    elif homes:  # else the draft will be on the CPU
-        limits |= {device: 0 for device in runs if device not in homes}  # wherever the target ends, the draft fits
-    limits |= {device: max(0, limits[device] - needed) for device in homes if device in limits}
-    room = _beside_cache(limits, runs, weights, cache)
-    used = [room[device] for device in runs if room[device]]
+        draft_devices = [_key(device) for device in asked.values()]
+    elif draft_devices:  # else the draft will be on the CPU
+        too_small = [device for device in computing if device not in draft_devices]
+        limits |= dict.fromkeys(too_small, 0)  # wherever the target ends, the draft fits
+    limits |= {device: max(0, limits[device] - draft_bytes) for device in draft_devices if device in limits}
+    max_weights = _beside_cache(limits, computing, weights, cache)
+    used = [max_weights[device] for device in computing if max_weights[device]]
     if devices == "auto" and sum(used) >= weights > len(used) * min(used):
         devices = "sequential"  # "auto" is "balanced", and would leave the larger of two accelerators half empty
-    return Placement({"device_map": devices, "max_memory": room}, None if homes else "cpu")
+    return Placement({"device_map": devices, "max_memory": max_weights}, None if draft_devices else "cpu")
 
 
-def _beside_cache(limits: dict[Any, int], runs: list[Any], weights: int, cache: int) -> dict[Any, int]:
+def _beside_cache(limits: dict[Any, int], computing: list[Any], weights: int, cache: int) -> dict[Any, int]:
     """Bytes for weights on each device; a cache is where its layer runs, and never on a device that only stores."""
-    free = sum(limits[device] for device in runs)
+    free = sum(limits[device] for device in computing)
     share = max(0.0, min(weights / (weights + cache), 1 - cache / max(free, 1)))
-    return limits | {device: int(share * limits[device]) for device in runs}
+    return limits | {device: int(share * limits[device]) for device in computing}
 
 
 def weights_of(
@@ -122,5 +123,5 @@ def _key(device: Any) -> Any:
     """A device by its key in `max_memory`: the number of an accelerator, "mps", "cpu" or "disk"."""
     if isinstance(device, int) or device == "disk":
         return device
-    known = torch.device(device)
-    return known.type if known.type in ("cpu", "mps") else known.index or 0
+    device = torch.device(device)
+    return device.type if device.type in ("cpu", "mps") else device.index or 0

@@ -46,25 +46,25 @@ class CompleteBatches:
         **options: Any,
     ):
         self.prompts, self.texts, self.indices = prompts, texts, indices
-        self.work = Completer(DraftTargetPair.from_pretrained(pair, **(load or {})), batch_size, seed, options)
+        self.completer = Completer(DraftTargetPair.from_pretrained(pair, **(load or {})), batch_size, seed, options)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The columns of a batch, and that of its texts; None for a prompt that cannot be completed."""
         for column in (self.prompts, *([] if self.indices is None else [self.indices])):
-            told = f"there is no column {column!r} among {', '.join(batch)}; name the one that is meant."
-            require(column in batch, told)
+            message = f"there is no column {column!r} among {', '.join(batch)}; name the one that is meant."
+            require(column in batch, message)
         texts = list(batch[self.prompts])
         wrong = next((text for text in texts if not isinstance(text, str | None)), None)
-        told = f"the column {self.prompts!r} has {brief(wrong)}; give strings, or None for no text."
-        require(wrong is None, told)
+        message = f"the column {self.prompts!r} has {brief(wrong)}; give strings, or None for no text."
+        require(wrong is None, message)
         if self.indices is None:
             indices = [0 if text is None else hash_of(text) % 2**32 for text in texts]
         else:
             indices = [0 if text is None else int(x) for text, x in zip(texts, batch[self.indices], strict=True)]
-        told = f"the column {self.indices!r} has {min(indices, default=0)}; give ints of 0 or more."
-        require(min(indices, default=0) >= 0, told)
+        smallest = min(indices, default=0)
+        require(smallest >= 0, f"the column {self.indices!r} has {smallest}; give ints of 0 or more.")
         rows = zip(indices, texts, strict=True)
         prompts = [None if text is None else NumberedText(index, text) for index, text in rows]
-        asked = dict.fromkeys(prompt for prompt in prompts if prompt is not None)
-        completed: dict[Any, str | None] = {done.prompt: done.text for done in self.work(asked)}
-        return dict(batch) | {self.texts: [completed.get(prompt) for prompt in prompts]}
+        distinct = dict.fromkeys(prompt for prompt in prompts if prompt is not None)
+        texts_of: dict[Any, str | None] = {result.prompt: result.text for result in self.completer(distinct)}
+        return dict(batch) | {self.texts: [texts_of.get(prompt) for prompt in prompts]}

@@ -1,4 +1,4 @@
-"""Results of many prompts, one JSON object a line: a file that a process fills and may leave at any moment.
+"""Results of many prompts, one JSON object a line: a file that a process appends to, and may be killed at any moment.
 
 `done.jsonl` gets a line as soon as a text is ready, and has them in the order of the prompts once it is complete.
 `done.jsonl.arguments` says what it was made with. Of several processes each completes the prompts of its share, the
@@ -27,7 +27,8 @@ from hf_specx.hub.locks import LOCK, check_free, locked
 
 
 LOOK_EVERY = 0.2  # seconds, while the first process is waited for
-LOOKS, SURE = 10, 3  # looks for each try of the first process's lock, and how often it has to be free
+LOOKS_PER_TRY = 10  # how often the file is looked for between two tries of the first process's lock
+FREE_TRIES = 3  # how often in a row the lock has to be free until the first process is taken to have ended
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class CompletedText(NamedTuple):
     error: str | None = None
 
     def line(self) -> bytes:
+        """The line of the file."""
         values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
         values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"
@@ -63,7 +65,7 @@ def open_results(
     arguments: dict[str, Any],
     rank: int = 0,
     world_size: int = 1,
-    together: Callable[[Callable[[], Iterable[Any]]], Any] = lambda begin: begin(),
+    on_all_processes: Callable[[Callable[[], Iterable[Any]]], Any] = lambda function: function(),
 ) -> Iterator["Results"]:
     """Open a file of results, or make one; if its texts depend on other arguments than these it is refused.
 
@@ -71,17 +73,17 @@ def open_results(
         path: of the file.
         arguments: what its texts depend on.
         rank, world_size: of this process among those that make the call.
-        together: calls a function on all these processes, waits for them, and raises the error of one in all.
+        on_all_processes: calls a function on all these processes, waits for them, and raises the error of one in all.
     """
     path = Path(path).resolve()  # so that a link stays one
     arguments_path = check_results_path(path)
-    filled = path if rank == 0 else part_path(path, rank)
+    own_path = path if rank == 0 else part_path(path, rank)
     with ExitStack() as stack:
 
-        def begin() -> Iterable[Any]:
-            stack.enter_context(locked(filled))
+        def lock_files() -> Iterable[Any]:
+            stack.enter_context(locked(own_path))
             if rank > 0:
-                filled.touch()  # before the first process may end, which waits for what is there
+                own_path.touch()  # before the first process may end, which waits for what is there
             else:
                 for part in parts_of(path, world_size):  # of an earlier call, with more processes
                     check_free(part)
@@ -91,24 +93,24 @@ def open_results(
                     os.replace(new, arguments_path)
             return ()
 
-        together(begin)
-        made_with = stack.enter_context(open(arguments_path, "rb"))  # open, so that a later one is another inode
-        results = Results(path, filled, made_with, rank, world_size)
+        on_all_processes(lock_files)
+        arguments_file = stack.enter_context(open(arguments_path, "rb"))  # open, so that a later one is another inode
+        results = Results(path, own_path, arguments_file, rank, world_size)
         results.read()
         results.check_arguments(arguments)
         yield results
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """The file that a process fills which is not the first one."""
+    """The file that a process writes to which is not the first one."""
     return path.with_name(f"{path.name}.rank{rank}")
 
 
 def parts_of(path: Path, first: int = 1) -> list[Path]:
-    """The files beside a file of results that processes from `first` on have filled, or fill."""
-    name = f"{path.name}.rank"
-    paths = path.parent.glob(f"{glob.escape(name)}*")
-    ranks = sorted(int(rank) for rank in (each.name.removeprefix(name) for each in paths) if rank.isdecimal())
+    """The files beside a file of results that processes from `first` on write to, or have written to."""
+    prefix = f"{path.name}.rank"
+    endings = [part.name.removeprefix(prefix) for part in path.parent.glob(f"{glob.escape(prefix)}*")]
+    ranks = sorted(int(ending) for ending in endings if ending.isdecimal())
     return [part_path(path, rank) for rank in ranks if rank >= first]
 
 
@@ -117,10 +119,13 @@ class ResultLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self.inode, self.end, self.count = -1, 0, 0
+    def _reset(self) -> None:
+        """Begin with no lines."""
+        self.inode = -1
+        self.end = 0  # of the lines that were read, in bytes
+        self.count = 0  # of these lines
         self.hashes = array("Q")  # of prompts, 0 for those without a result
         self.starts = array("Q")  # where in the file their results are
 
@@ -132,7 +137,7 @@ class ResultLines:
         """Read the whole lines behind those that were read; all where another file is in place of ours."""
         status = os.fstat(file.fileno())
         if status.st_ino != self.inode or status.st_size < self.end:  # a new file may get the number of a deleted one
-            self._forget()
+            self._reset()
             self.inode = status.st_ino
         file.seek(self.end)
         for line in file:
@@ -155,8 +160,8 @@ class ResultLines:
         file.flush()
         self.read(file)
 
-    def of(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The lines that were read, by the indices of their prompts."""
+    def in_order(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        """The lines that were read in the order of their prompts, each with its prompt's index."""
         for index, (prompt_hash, start) in enumerate(zip(self.hashes, self.starts, strict=True)):
             if prompt_hash:
                 file.seek(start)
@@ -164,41 +169,56 @@ class ResultLines:
 
 
 class Results:
-    """The results of prompts in all files of a call, of which this process fills one."""
+    """The results of prompts in all files of a call, of which this process writes to one.
 
-    def __init__(self, path: Path, filled: Path, made_with: BinaryIO, rank: int, world_size: int):
-        self.path, self.made_with, self.rank, self.world_size = path, made_with, rank, world_size
-        self.filled = ResultLines(filled)
-        self.others: list[ResultLines] = []  # as they were when this call began
-        self.prompts = 0  # how many there are, as far as they were read
+    Attributes:
+        path: of the file that has all results in the end.
+        own_lines: of the file that this process writes to.
+        other_lines: of the other files, as they were when this call began.
+        num_prompts: how many there are, as far as they were read.
+    """
+
+    def __init__(self, path: Path, own_path: Path, arguments_file: BinaryIO, rank: int, world_size: int):
+        self.path, self.arguments_file = path, arguments_file
+        self.rank, self.world_size = rank, world_size
+        self.own_lines = ResultLines(own_path)
+        self.other_lines: list[ResultLines] = []
+        self.num_prompts = 0
+
+    @property
+    def all_lines(self) -> list[ResultLines]:
+        """Those of all files."""
+        return [self.own_lines, *self.other_lines]
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
         """Raise ValueError if the file was made with other arguments than these."""
         earlier: Any = None
-        self.made_with.seek(0)
+        self.arguments_file.seek(0)
         with suppress(ValueError):
-            earlier = json.loads(self.made_with.read())
+            earlier = json.loads(self.arguments_file.read())
         now = json.loads(json.dumps(arguments))
-        unsaid = f"{self.made_with.name} does not say what made it; name another file."
-        require(isinstance(earlier, dict), f"{self.path} is there already, and {unsaid}")
+        message = (
+            f"{self.path} is there already, and {self.arguments_file.name} does not say what made it; name another "
+        )
+        require(isinstance(earlier, dict), f"{message}file.")
         for key in sorted(now.keys() | earlier.keys(), key=lambda key: (key == "do_sample", key)):
             # do_sample last, which a command adds to a temperature
-            both = (f"with {key}={brief(of[key])}" if key in of else f"without {key}" for of in (earlier, now))
-            message = f"{self.path} was made {', now '.join(both)}; give the same, or another file."
-            require(earlier.get(key) == now.get(key), message)
+            message = f"{self.path} was made {_argument(earlier, key)}, now {_argument(now, key)}; give the same, or "
+            require(earlier.get(key) == now.get(key), f"{message}another file.")
 
     def read(self) -> None:
         """Read what all files hold, and make that of this process if there is none."""
         with self._opened() as file:
-            self.filled.read(file)
-        self.others = [ResultLines(each) for each in (self.path, *parts_of(self.path)) if each != self.filled.path]
-        for lines in self.others:
+            self.own_lines.read(file)
+        paths = [self.path, *parts_of(self.path)]
+        self.other_lines = [ResultLines(path) for path in paths if path != self.own_lines.path]
+        for lines in self.other_lines:
             with suppress(FileNotFoundError), open(lines.path, "rb") as file:
                 lines.read(file)
 
     def is_done(self, prompt: NumberedText) -> bool:
         """Whether there is a result of a prompt; a ValueError if there is one of another prompt of its index."""
-        hashes = {lines.hash_at(prompt.index) for lines in (self.filled, *self.others)} - {0}
+        hashes = {lines.hash_at(prompt.index) for lines in self.all_lines} - {0}
         message = f"prompt {prompt.index} is not the one that {self.path} has a result for; give the same prompts in "
         message += "the same order, more of them after these, or another file."
         require(hashes <= {hash_of(prompt.text)}, message)
@@ -207,39 +227,40 @@ class Results:
     def missing(self, prompts: Iterable[NumberedText]) -> Iterator[NumberedText]:
         """Those of the share of this process that have no result."""
         for prompt in prompts:
-            self.prompts = max(self.prompts, prompt.index + 1)
+            self.num_prompts = max(self.num_prompts, prompt.index + 1)
             if not self.is_done(prompt) and prompt.index % self.world_size == self.rank:
                 yield prompt
 
     def count_of_share(self) -> int:
         """How many prompts of the share of this process had a result when the files were read."""
-        longest = max(len(lines.hashes) for lines in (self.filled, *self.others))
-        share = range(self.rank, longest, self.world_size)
-        return sum(any(lines.hash_at(index) for lines in (self.filled, *self.others)) for index in share)
+        largest = max(len(lines.hashes) for lines in self.all_lines)
+        share = range(self.rank, largest, self.world_size)
+        return sum(any(lines.hash_at(index) for lines in self.all_lines) for index in share)
 
     def append(self, result: CompletedText) -> None:
         """Write the result of a prompt."""
         with self._opened() as file:
-            same = os.path.samestat(os.stat(self.made_with.name), os.fstat(self.made_with.fileno()))
-            require(same, f"another call has begun {self.path} anew; name another file.")
-            self.filled.read(file)
+            status = os.fstat(self.arguments_file.fileno())
+            is_same = os.path.samestat(os.stat(self.arguments_file.name), status)
+            require(is_same, f"another call has begun {self.path} anew; name another file.")
+            self.own_lines.read(file)
             if not self.is_done(result.prompt):
-                self.filled.append(file, result.line())
+                self.own_lines.append(file, result.line())
 
     def finish(self) -> None:
         """Take up the lines of the other processes once these have ended, and put all in order, on disk."""
         parts = parts_of(self.path)
         for part in parts:
             with locked(part, wait=True):
-                self._take_up(part)
-        lines = self.filled
+                self._merge(part)
+        lines = self.own_lines
         with self._opened() as file:
             lines.read(file)
-            state = f"{self.path} has {lines.count} results for {self.prompts} prompts, "
-            other = len(lines.hashes) > self.prompts
-            require(not other, f"{state}some of them for others; give the same prompts, or name another file.")
-            lost = "since some were removed meanwhile, or a process ended early; make the same call again."
-            require(lines.count == self.prompts, f"{state}{lost}")
+            state = f"{self.path} has {lines.count} results for {self.num_prompts} prompts, "
+            message = f"{state}some of them for others; give the same prompts, or name another file."
+            require(len(lines.hashes) <= self.num_prompts, message)
+            message = f"{state}since some were removed meanwhile, or a process ended early; make the same call again."
+            require(lines.count == self.num_prompts, message)
             file.truncate(lines.end)
             os.fsync(file.fileno())
             if any(start > after for start, after in pairwise(lines.starts)):
@@ -250,54 +271,61 @@ class Results:
 
     def wait_for_first(self) -> None:
         """Wait until the first process has taken up the file of this one, which has closed it."""
-        part, looks, free = self.filled.path, 0, 0
+        part = self.own_lines.path
+        looks = 0
+        free_tries = 0
         while part.exists():
             time.sleep(LOOK_EVERY)
             looks += 1
-            if looks % LOOKS:  # the lock is seldom tried, since whoever tries it has it for a moment
+            if looks % LOOKS_PER_TRY:  # the lock is seldom tried, since whoever tries it has it for a moment
                 continue
             try:
                 check_free(self.path)
-                free += 1
+                free_tries += 1
             except ValueError:  # the first process has it
-                free = 0
+                free_tries = 0
             message = f"the first process ended before {self.path} was complete; make the same call again."
             # more than once: a lock that is just made or given back may look free
-            require(free < SURE or not part.exists(), message)
+            require(free_tries < FREE_TRIES or not part.exists(), message)
 
-    def _take_up(self, part: Path) -> None:
+    def _merge(self, part: Path) -> None:
         """Append the lines of another process, but those of prompts that have a result."""
         lines = ResultLines(part)
         with open(part, "rb") as source, self._opened() as file:
             lines.read(source)
-            self.filled.read(file)
-            for index, line in lines.of(source):
-                if not self.filled.hash_at(index):
-                    self.filled.append(file, line)
+            self.own_lines.read(file)
+            for index, line in lines.in_order(source):
+                if not self.own_lines.hash_at(index):
+                    self.own_lines.append(file, line)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        """The file that this process fills, which may have been taken away meanwhile."""
+        """The file that this process writes to, which may have been taken away meanwhile."""
+        path = self.own_lines.path
         try:
-            with open(self.filled.path, "a+b") as file:
+            with open(path, "a+b") as file:
                 yield file
         except OSError as error:
-            message = f"the same call goes on from the {self.filled.count} results that are in {self.filled.path.name}"
-            filename = error.filename or str(self.filled.path)
-            raise OSError(error.errno, f"{error.strerror}; {message}", filename) from error
+            message = f"{error.strerror}; the same call goes on from the {self.own_lines.count} results in {path.name}"
+            raise OSError(error.errno, message, error.filename or str(path)) from error
 
     def _sort(self, file: BinaryIO) -> None:
         """Put a file with the same lines in order in the place of this one."""
         new = self.path.with_name(f"{self.path.name}.sorting")
         try:
-            with open(new, "wb") as in_order:
+            with open(new, "wb") as sorted_file:
                 shutil.copymode(self.path, new)  # others may not be allowed to read it
-                in_order.writelines(line for _, line in self.filled.of(file))
-                in_order.flush()
-                os.fsync(in_order.fileno())
+                sorted_file.writelines(line for _, line in self.own_lines.in_order(file))
+                sorted_file.flush()
+                os.fsync(sorted_file.fileno())
             os.replace(new, self.path)
         finally:
             new.unlink(missing_ok=True)  # there is still one after an error only
+
+
+def _argument(arguments: dict[str, Any], name: str) -> str:
+    """An argument that a file was made with, or was made without, in words."""
+    return f"with {name}={brief(arguments[name])}" if name in arguments else f"without {name}"
 
 
 def _index_and_hash(line: bytes) -> tuple[int, int]:
@@ -307,23 +335,26 @@ def _index_and_hash(line: bytes) -> tuple[int, int]:
         index, prompt_hash = values["index"], int(values["prompt_hash"], 16)
     except (ValueError, TypeError, KeyError):
         return -1, 0
-    return (index, prompt_hash) if is_int(index) and index >= 0 and 0 < prompt_hash < 2**64 else (-1, 0)
+    if not is_int(index) or index < 0 or not 0 < prompt_hash < 2**64:
+        return -1, 0
+    return index, prompt_hash
 
 
 def check_results_path(path: Path) -> Path:
-    """Raise ValueError if a path cannot be that of a file of results; returns that of the file beside it.
+    """Raise ValueError if a path cannot be that of a file of results; returns the path of its arguments.
 
     Nothing is made there.
     """
     path = path.resolve()
-    name, arguments_path = f"out={str(path)!r}", path.with_name(f"{path.name}.arguments")
-    require(path.is_file() or path.is_dir() or not path.exists(), f"{name} is a device; name a file.")
+    arguments_path = path.with_name(f"{path.name}.arguments")
+    option = f"out={str(path)!r}"
+    require(path.is_file() or path.is_dir() or not path.exists(), f"{option} is a device; name a file.")
     check_out(path)
-    unsaid = f"there is no {arguments_path.name} that says what made it; name another file."
-    require(arguments_path.exists() or not _is_begun(path), f"{name} is there already, and {unsaid}")
+    message = f"{option} is there already, and there is no {arguments_path.name} that says what made it; name another "
+    require(arguments_path.exists() or not _is_begun(path), f"{message}file.")
     return arguments_path
 
 
 def _is_begun(path: Path) -> bool:
-    """Whether a file of results, or one beside it that another process fills, has anything in it."""
-    return any(each.exists() and each.stat().st_size for each in (path, *parts_of(path)))
+    """Whether a file of results, or one beside it that another process writes to, has anything in it."""
+    return any(file.exists() and file.stat().st_size for file in (path, *parts_of(path)))

@@ -14,18 +14,19 @@ from hf_specx.common.devices import in_group
 def gathered(work: Callable[[], Iterable[Any]]) -> list[Any]:
     """The results of all processes, each of which does its part of the work; an error in one is raised in all."""
     processes()
-    done, error = [], None
+    results, error = [], None
     try:
-        done = list(work())
+        results = list(work())
     except Exception as raised:  # the others wait for this part, so they must be told
         error = raised
-    every = gather_object([(done, None if error is None else f"{type(error).__name__}: {error}")])
+    error_message = None if error is None else f"{type(error).__name__}: {error}"
+    of_all = gather_object([(results, error_message)])
     if error is not None:
         raise error
-    failed = [f"process {number} failed with {message}" for number, (_, message) in enumerate(every) if message]
-    if failed:
-        raise RuntimeError("; ".join(failed))
-    return [item for part, _ in every for item in part]
+    failures = [f"process {rank} failed with {message}" for rank, (_, message) in enumerate(of_all) if message]
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return [result for part, _ in of_all for result in part]
 
 
 def processes() -> PartialState:
@@ -33,8 +34,8 @@ def processes() -> PartialState:
 
     A process group that starts here is destroyed at exit; else the process may abort then (pytorch#190489).
     """
-    found = in_group()
+    had_group = in_group()
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
-    if in_group() and not found:
+    if in_group() and not had_group:
         atexit.register(state.destroy_process_group)
     return state

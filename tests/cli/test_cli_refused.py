@@ -9,10 +9,8 @@ from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
-from hf_specx.hub.known_pairs import BY_NAME
 
 
-KNOWN = next(iter(BY_NAME))
 BEFORE_LOADING = {  # what is said, with the command that says it
     "no prompts; give them as arguments": "generate",
     "more than one way": "generate a --demo",
@@ -30,7 +28,7 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "'' is neither a folder nor an id": "bench NOTHING",
     "has no results of this version": "bench --out NOTES",
     "is there already, and is nothing that would be": "check no/pair --out NOTES",
-    "would be written there; name another file": f"card {KNOWN} --out FOREIGN",
+    "would be written there; name another file": "card embedded --out FOREIGN",
     "embedded.md is there already, and is nothing that": "card --out CARDS",
     "contender 'plain' is given twice": "bench --contender plain --contender block-2 --contender plain",
     "--max-new-tokens 1 leaves no round to time": "bench --max-new-tokens 1",
@@ -42,8 +40,8 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "is no pair, as it has no specx_config.json": "tune T D --out FULL --overwrite",
     "(Not a directory); name another place": "tune T D --out NOTES/pair",
     "no prompts; give them with --prompts FILE, on standard input, or use --repeats 0.": "tune T D",
-    f"'{KNOWN}' is a well-known pair, of which there is one card and one version; leave a/b out": f"card {KNOWN} a/b",
-    f"did you mean '{KNOWN}'": f"card {KNOWN[:-1]}",
+    "'embedded' is a well-known pair, of which there is one card and one version; leave a/b out": "card embedded a/b",
+    "did you mean 'embedded'": "card embeded",
     "give either the repository's name, or --out": "publish x/y",
     "is no name of a repository": "publish x/y a/b/c",
     "--draft exit:1 needs a target; name one": "generate a --draft exit:1",

@@ -63,8 +63,8 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
     facts.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 8000 kB\n")
     per_token = 2 * model.config.num_hidden_layers * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
     assert devices.free_tokens([model]) == 8000 * 1024 // 2 // per_token
-    for name, found in {"mem_get_info": (100, 900), "memory_reserved": 70, "memory_allocated": 30}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    for name, size in {"mem_get_info": (100, 900), "memory_reserved": 70, "memory_allocated": 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
     assert devices._free_bytes(SECOND) == 140
 
 
@@ -74,5 +74,5 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
 def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
     model, cache = zoo.build("causal", model_type), DynamicCache()
     model(**prompts(1, width=5), **{CACHE: cache})
-    held = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
-    assert devices.cached_numbers(model.config) == held // 5
+    cached = sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert devices.cached_numbers(model.config) == cached // 5

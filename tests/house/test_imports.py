@@ -55,12 +55,15 @@ def test_modules_for_evaluate_stand_alone(path: Path):
 
 
 def test_what_is_published_is_the_core():
-    """All rooms of a call, and what a call reads of a pair's files; they need nothing but torch and transformers."""
+    """All rooms of a call, and what a call reads of a pair's files.
+
+    They need nothing but torch and transformers, which brings huggingface_hub.
+    """
     reached = {module.path for module in core_modules()}
     assert reached >= {path for path in FILES if room_of(path) in CORE and path.stem != "__init__"}
     assert set(published_code()) == {*(room.replace("/", "_") for room in CORE), "hub", "generate"}
     for path in reached:
-        assert imports(path)[1] <= {"torch", "transformers"} | sys.stdlib_module_names
+        assert imports(path)[1] <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
 
 def test_published_rooms_keep_every_line():

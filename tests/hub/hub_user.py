@@ -91,10 +91,10 @@ def users(home: Path, jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
 if __name__ == "__main__":
     sys.path.insert(0, str(SUPPORT))
     sys.meta_path.insert(0, NoPackage())
-    found: list[Any] = []
+    results: list[Any] = []
     for function, arguments in json.loads(sys.argv[1]):
         try:
-            found.append(globals()[function](**arguments))
+            results.append(globals()[function](**arguments))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    print(f"\n{json.dumps(found)}")  # after the question whether to trust, which stdin does not answer
+            results.append(f"{type(error).__name__}: {error}")
+    print(f"\n{json.dumps(results)}")  # after the question whether to trust, which stdin does not answer

@@ -86,12 +86,12 @@ def test_a_value_in_the_middle_of_a_tensor_is_enough(tmp_path: Path, dtype: torc
     (tmp_path / INDEX).write_text('{"metadata": {}, "weight_map": {"x": "1.safetensors", "weight": "2.safetensors"}}')
     save_file({"x": torch.zeros(1)}, tmp_path / "1.safetensors")
     for size in (1, 2, 500, 60_001):
-        weight, found = torch.zeros(size, dtype=dtype), []
+        weight, fingerprints = torch.zeros(size, dtype=dtype), []
         for value in (0, 1, 0):
             weight[size // 2] = value
             save_file({"before": torch.zeros(3), "weight": weight}, tmp_path / "2.safetensors")
-            found.append(fingerprint(tmp_path))
-        assert found[0] == found[2] != found[1]
+            fingerprints.append(fingerprint(tmp_path))
+        assert fingerprints[0] == fingerprints[2] != fingerprints[1]
 
 
 def test_a_fingerprint_is_of_what_is_computed(folder: Path, tmp_path: Path):

@@ -73,9 +73,9 @@ def test_weights_that_a_model_has_no_use_for_are_left(tmp_path: Path):
 
 @pytest.fixture
 def model():
-    made = tiny(vocab_size=50).bfloat16()
-    made.name_or_path = "org/model"
-    return made
+    model = tiny(vocab_size=50).bfloat16()
+    model.name_or_path = "org/model"
+    return model
 
 
 def test_facts_of_a_model(model, tmp_path, monkeypatch):
@@ -91,13 +91,13 @@ def test_facts_of_a_model(model, tmp_path, monkeypatch):
     assert model_facts(model) == here
 
 
-@pytest.mark.parametrize(("commits", "known"), [([], None), (["1", "2"], None), (["2"], "2")])
-def test_a_commit_is_that_of_the_only_snapshot(model, tmp_path: Path, monkeypatch, commits: list[str], known: str):
+@pytest.mark.parametrize(("commits", "expected"), [([], None), (["1", "2"], None), (["2"], "2")])
+def test_a_commit_is_that_of_the_only_snapshot(model, tmp_path: Path, monkeypatch, commits: list[str], expected: str):
     """transformers does not say which one it has loaded, and we do not guess."""
     monkeypatch.setattr(facts.constants, "HF_HUB_CACHE", str(tmp_path))
     for commit in commits:
         snapshot = tmp_path / "models--org--model" / "snapshots" / (40 * commit)
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").touch()
-    found = model_facts(model)
-    assert (found.name, found.revision) == (known and "org/model", known and 40 * known)
+    source = model_facts(model)
+    assert (source.name, source.revision) == (expected and "org/model", expected and 40 * expected)

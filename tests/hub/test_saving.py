@@ -44,7 +44,7 @@ def test_adapters_are_merged_before(pair: DraftTargetPair, tmp_path: Path, role:
     """They are not in the files of a model."""
     adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
     getattr(pair, role).model.layers[0].mlp.up_proj = adapter(32, 64, bias=False)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has adapters of PEFT, .* merge_and_unload"):
+    with pytest.raises(ValueError, match="merge_and_unload"):
         pair.save_pretrained(tmp_path / "pair")
     assert not list(tmp_path.iterdir())
 
@@ -140,7 +140,7 @@ def test_a_reference_is_to_what_the_model_is(tmp_path: Path, role: str, change: 
     altered(getattr(pair, role), change)
     references = {"target": "reference", "draft": "reference"}
     if CHANGES[change]:
-        with pytest.raises(ValueError, match=f"the {role} is not shown to be org/{role} at .*{CHANGES[change]}; save"):
+        with pytest.raises(ValueError, match=f"org/{role}.*{CHANGES[change]}"):
             pair.save_pretrained(tmp_path / "pair", **references)
         assert not (tmp_path / "pair").exists()
         references[role] = "inside"
@@ -180,13 +180,13 @@ def test_a_reference_to_a_model_that_is_offloaded(tmp_path: Path, offload: Calla
 
 def test_a_reference_without_files_to_compare_with(pair: DraftTargetPair, tmp_path: Path):
     pair.sources["draft"], pair.cache_dir = ModelSource("org/draft", "1" * 40), tmp_path
-    with pytest.raises(ValueError, match="the draft is not shown to be org/draft at 1{40}: its files are not in the"):
+    with pytest.raises(ValueError, match="org/draft at 1{40}.*cache"):
         pair.save_pretrained(tmp_path / "pair", draft="reference")
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_model_that_is_nowhere_is_refused_before_anything_is_written(role: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"the {role} was made here, which is no repository on the Hub"):
+    with pytest.raises(ValueError, match=f"{role}.*no repository"):
         DraftTargetPair(tiny(), tiny(seed=1)).save_pretrained(tmp_path / "pairs" / "one", **{role: "reference"})
     assert not list(tmp_path.iterdir())
 
@@ -231,12 +231,12 @@ def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair:
     (work / "thesis.txt").write_text("years of it")
     before = content(work)
     for place in (work, work / "thesis.txt"):
-        with pytest.raises(ValueError, match="is no pair, as it has no specx_config.json, so nothing in it is replac"):
+        with pytest.raises(ValueError, match="no specx_config.json"):
             write(pair, place, overwrite=True)
     assert content(work) == before
     empty.mkdir()
     write(pair, empty)
-    with pytest.raises(ValueError, match="is there already; name another folder, or pass overwrite=True"):
+    with pytest.raises(ValueError, match="overwrite=True"):
         write(pair, empty)
     assert OF_A_PAIR == CONFIG_NAME
 
@@ -265,7 +265,7 @@ def test_what_was_measured_is_of_those_models(role: str, how: str, pair: DraftTa
         loaded = DraftTargetPair.from_pretrained(folder, **{role: tmp_path / "other"})
     else:
         other.save_pretrained(folder / ("" if role == "target" else "draft"))
-        with pytest.warns(UserWarning, match="is not the one that the pair was measured with; measure it anew"):
+        with pytest.warns(UserWarning, match="specx tune"):
             loaded = DraftTargetPair.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "again")
     config = PairConfig.from_file(tmp_path / "again" / CONFIG_NAME)

@@ -39,7 +39,12 @@ def test_texts_without_any(text: str):
 
 def test_settings():
     """In any depth; what says that there is none, or that one is to be used, stays."""
-    given = {"hub_token": "S", "a": {"b": [{"api_key": "S"}, TOKEN], "pad_token": "x"}, "token": True, "max_tokens": 8}
+    settings = {
+        "hub_token": "S",
+        "a": {"b": [{"api_key": "S"}, TOKEN], "pad_token": "x"},
+        "token": True,
+        "max_tokens": 8,
+    }
     shown = {"hub_token": "<hidden>", "a": {"b": [{"api_key": "<hidden>"}, "<hidden>"], "pad_token": "x"}}
-    assert without_secrets(given) == shown | {"token": True, "max_tokens": 8}
-    assert given["hub_token"] == "S"
+    assert without_secrets(settings) == shown | {"token": True, "max_tokens": 8}
+    assert settings["hub_token"] == "S"

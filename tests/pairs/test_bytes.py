@@ -22,14 +22,15 @@ GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 def test_ragged_rows_move_the_new_tokens_alone(heads: dict, remedy: bool, monkeypatch: pytest.MonkeyPatch):
     """No cache is made anew in a round, but where it grows; keys are repeated for a group without our attention."""
     target: LlamaForCausalLM = tiny("llama", **heads)
-    feed, held = ModelRunner.decode_tokens, dict[int, torch.Tensor]()  # alive, so that no address is given to another
+    feed = ModelRunner.decode_tokens
+    tensors = dict[int, torch.Tensor]()  # alive, so that no address is given to another
     repeats = mock.Mock(side_effect=sdpa_attention.repeat_kv)
 
     def counted(self: ModelRunner, *args, **options) -> torch.Tensor:
         with monkeypatch.context() as patch:
             patch.setattr(sdpa_attention, "repeat_kv", repeats)
             logits = feed(self, *args, **options)
-        held.update((x.data_ptr(), x) for layer in self.cache.layers for x in (layer.keys, layer.values))
+        tensors.update((x.data_ptr(), x) for layer in self.cache.layers for x in (layer.keys, layer.values))
         return logits
 
     monkeypatch.setattr(ModelRunner, "decode_tokens", counted)
@@ -42,5 +43,5 @@ def test_ragged_rows_move_the_new_tokens_alone(heads: dict, remedy: bool, monkey
     call = {"input_ids": input_ids * mask, "attention_mask": mask, "do_sample": False, "max_new_tokens": 31}
     assert torch.equal(target.generate(**call, custom_generate=strategy), target.generate(**call))
     assert strategy.report.rounds > 6
-    assert len(held) <= 4 * 8  # keys and values of two layers of two models, in up to four sizes
+    assert len(tensors) <= 4 * 8  # keys and values of two layers of two models, in up to four sizes
     assert any(call.args[1] > 1 for call in repeats.call_args_list) == (not remedy)

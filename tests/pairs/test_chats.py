@@ -36,18 +36,18 @@ def test_chats_and_texts_several_times_each(pair: DraftTargetPair, tmp_path):
     assert len(pair.complete(iter([CHAT, "a dog"]), **asked, out=tmp_path / "it.jsonl").read_text().splitlines()) == 4
     with pytest.raises(ValueError, match="other options|num_return_sequences"):
         pair.complete([CHAT, "a dog"], **asked | {"num_return_sequences": 3}, out=tmp_path / "it.jsonl")
-    with pytest.raises(ValueError, match="greedy texts would be the same"):
+    with pytest.raises(ValueError, match="greedy"):
         pair.complete(["a dog"], num_return_sequences=2)
-    with pytest.raises(ValueError, match="put a single prompt into a list"):
+    with pytest.raises(ValueError, match="list"):
         pair.complete(CHAT)
     pair.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match="chat template"):
         pair.complete([CHAT], max_new_tokens=4)
 
 
 def test_the_targets_own_generation_config_is_the_default(pair: DraftTargetPair):
-    own = pair.target.generation_config
-    own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 6
+    settings = pair.target.generation_config
+    settings.do_sample, settings.temperature, settings.top_k, settings.max_new_tokens = True, 0.7, 9, 6
     expected = plain(pair, pair.tokenizer("a dog").input_ids, 3)
     assert pair.complete(["a dog"], seed=3, verification="coupled") == [expected]
     torch.manual_seed(3)

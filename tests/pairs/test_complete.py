@@ -43,16 +43,16 @@ class Failing(LogitsProcessor):
 
 def run(folder: Path) -> dict[str, Any]:
     """The outcome of every case, to a list and to a file, and of one in which one process fails."""
-    pair, outcomes, own = load(folder), {}, []
+    pair, outcomes, indices = load(folder), {}, []
 
     def noted(prompt: NumberedText, *done: Any) -> CompletedText:
-        own.append(prompt.index)
+        indices.append(prompt.index)
         return CompletedText(prompt, *done)
 
     for name, (texts, options) in CASES.items():
-        own.clear()
+        indices.clear()
         with mock.patch("hf_specx.pairs.complete.CompletedText", noted):
-            outcomes[name] = {"texts": pair.complete(texts, **options), "own": list(own)}
+            outcomes[name] = {"texts": pair.complete(texts, **options), "indices": list(indices)}
         out = folder / f"{name} by {os.environ.get('WORLD_SIZE', 1)}.jsonl"
         pair.complete(texts[:2], **options, out=out)  # more prompts may follow, at once
         outcomes[name]["file"] = pair.complete(texts, **options, out=out).read_text()
@@ -74,10 +74,10 @@ def together(folder: Path) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    told = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    told |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     running = [
-        subprocess.Popen([sys.executable, __file__, str(folder)], env=told | {"RANK": rank, "LOCAL_RANK": rank})
+        subprocess.Popen([sys.executable, __file__, str(folder)], env=environment | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
     ]
     assert [process.wait(300) for process in running] == [0, 0]
@@ -92,17 +92,17 @@ def test_two_processes_get_what_one_gets(alone: dict[str, Any], together: list[d
         assert outcomes[name]["file"] == alone[name]["file"]
         assert not outcomes["in group"]
     assert [json.loads(line)["text"] for line in alone[name]["file"].splitlines()] == alone[name]["texts"]
-    first, second = (outcomes[name]["own"] for outcomes in together)
+    first, second = (outcomes[name]["indices"] for outcomes in together)
     assert sorted(first + second) == list(range(len(CASES[name][0])))
 
 
 def test_an_error_in_one_process_is_raised_in_both(alone: dict[str, Any], together: list[dict[str, Any]]):
-    own = "ArithmeticError: out of numbers"
-    assert alone["failing"] == own
+    error = "ArithmeticError: out of numbers"
+    assert alone["failing"] == error
     failing = [outcomes["failing"] for outcomes in together]
     assert failing in (
-        [own, f"RuntimeError: process 0 failed with {own}"],
-        [f"RuntimeError: process 1 failed with {own}", own],
+        [error, f"RuntimeError: process 0 failed with {error}"],
+        [f"RuntimeError: process 1 failed with {error}", error],
     )
 
 

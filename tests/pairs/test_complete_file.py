@@ -43,15 +43,15 @@ def undisturbed(pair: DraftTargetPair, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seeds of the requests that were made, less that of the call."""
-    made: list[int] = []
+    indices: list[int] = []
 
     def noting(ids: list[int], seed: int) -> Request:
         if seed:  # else it only shows whether any can be completed
-            made.append(seed - SAMPLED["seed"])
+            indices.append(seed - SAMPLED["seed"])
         return Request(ids, seed=seed)
 
     monkeypatch.setattr("hf_specx.pairs.complete.Request", noting)
-    return made
+    return indices
 
 
 LEFT = {  # what an interrupted call may leave of twelve lines, and the prompts that are still to be completed
@@ -121,14 +121,14 @@ def test_a_file_of_another_model_is_refused(pair: DraftTargetPair, tmp_path: Pat
         permuted(models[1])
     one, other = (DraftTargetPair(model, pair.draft, pair.tokenizer) for model in models)
     out = one.complete(TEXTS[:2], out=tmp_path / "done.jsonl", **SAMPLED)
-    with pytest.raises(ValueError, match="was made with models="):
+    with pytest.raises(ValueError, match="models="):
         other.complete(TEXTS, out=out, **SAMPLED)
 
 
 def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):
     out, content = tmp_path / "done.jsonl", '{"notes": "of mine"}\n'
     out.write_text(content)
-    with pytest.raises(ValueError, match=r"there is no done.jsonl.arguments that says what made it; name another"):
+    with pytest.raises(ValueError, match="done.jsonl.arguments"):
         pair.complete(TEXTS, out=out, **SAMPLED)
     assert list(tmp_path.iterdir()) == [out]
     (tmp_path / "done.jsonl.arguments").write_text("no JSON")
@@ -162,7 +162,7 @@ def test_a_full_disk_loses_nothing(pair: DraftTargetPair, tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected) // 2, before[1]))  # what is longer is written in part
     try:
-        with pytest.raises(OSError, match=r"File too large; the same call goes on from the \d+ results"):
+        with pytest.raises(OSError, match=r"File too large.*\d+ results"):
             pair.complete(texts, out=out, **SAMPLED)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -177,7 +177,7 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
 ):
     texts = [*TEXTS, "", "word " * 200, "half \ud800"]
-    with pytest.warns(UserWarning, match="refused: 3; their lines in .*done.jsonl say why"):
+    with pytest.warns(UserWarning, match="refused: 3"):
         out = pair.complete(texts, out=tmp_path / "done.jsonl", max_batch_tokens=200, **SAMPLED)
     lines = out.read_bytes().splitlines(keepends=True)
     assert b"".join(lines[:12]) == undisturbed
@@ -222,9 +222,9 @@ def test_models_that_take_whole_batches(tmp_path: Path):
     pair = DraftTargetPair(target, target, tokenizer)
     with pytest.warns(UserWarning, match="refused: 1"):
         out = pair.complete(["the cat", "", "on"], out=tmp_path / "done.jsonl", batch_size=2, max_new_tokens=5)
-    found = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     first, last = pair.complete(["the cat", "on"], max_new_tokens=5)
-    assert found == [first, None, last]
+    assert texts == [first, None, last]
 
 
 def test_calls_in_one_process_keep_off_each_other(pair: DraftTargetPair, tmp_path: Path):
@@ -247,7 +247,7 @@ def test_a_file_that_is_taken_away_meanwhile(pair: DraftTargetPair, tmp_path: Pa
         out.unlink()
         yield from TEXTS[6:]
 
-    with pytest.raises(ValueError, match="results for 12 prompts, since some were removed meanwhile"):
+    with pytest.raises(ValueError, match="removed"):
         pair.complete(texts(), out=out, batch_size=1, **SAMPLED)
 
 
@@ -342,12 +342,12 @@ def test_a_file_of_a_process_is_not_gone_on_with_by_another_call(tmp_path: Path)
             fill(results, prompts if rank else [])
     for rank, world_size in ((0, 1), (0, 2), (1, 2)):
         opened = open_results(path, {"seed": 2}, rank, world_size)
-        with pytest.raises(ValueError, match="was made with seed=1, now with seed=2"), opened:
+        with pytest.raises(ValueError, match="seed=1.*seed=2"), opened:
             pass
-    with open_results(path, {"seed": 1}) as results, pytest.raises(ValueError, match="prompt 1 is not the one"):
+    with open_results(path, {"seed": 1}) as results, pytest.raises(ValueError, match="prompt 1"):
         fill(results, numbered(list("axcd")))
     (tmp_path / "done.jsonl.arguments").unlink()
-    with pytest.raises(ValueError, match=r"there is no done.jsonl.arguments that says what made it"):
+    with pytest.raises(ValueError, match="done.jsonl.arguments"):
         check_results_path(path)
 
 
@@ -357,18 +357,18 @@ def test_a_process_is_told_that_the_first_one_ended_early(tmp_path: Path):
         pass
     with open_results(path, {}, 1, 2) as results:
         fill(results, prompts)
-    with pytest.raises(ValueError, match="the first process ended before .*done.jsonl was complete; make the same"):
+    with pytest.raises(ValueError, match="first process ended"):
         results.wait_for_first()
     with open_results(path, {}, 0, 2) as first:
         assert [*first.missing(prompts)] == [prompts[0], prompts[2]]
-        with pytest.raises(ValueError, match="2 results for 4 .* ended early"):
+        with pytest.raises(ValueError, match="2 results for 4"):
             first.finish()
 
 
 def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     opened = open_results(tmp_path / "done.jsonl", {})
-    with pytest.raises(ValueError, match="cannot be locked .*; name one on another disk"), opened:
+    with pytest.raises(ValueError, match="locked"), opened:
         pass
 
 
@@ -379,7 +379,7 @@ def test_a_file_that_another_call_has_begun_anew_is_left_to_it(tmp_path: Path):
         assert [*one.missing([done.prompt])] == [done.prompt]
         for path in tmp_path.iterdir():
             path.unlink()
-        with open_results(tmp_path / "done.jsonl", {"seed": 2}), pytest.raises(ValueError, match="has begun .* anew"):
+        with open_results(tmp_path / "done.jsonl", {"seed": 2}), pytest.raises(ValueError, match="anew"):
             one.append(done)
     assert (tmp_path / "done.jsonl").read_bytes() == b""
 

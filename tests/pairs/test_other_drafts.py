@@ -197,9 +197,9 @@ def test_a_draft_by_its_name_in_place_of_the_pairs_own(name: str, target, head_f
 def test_what_stands_in_place_of_a_draft_is_refused(target, tmp_path: Path):
     folder = tmp_path / "pair"
     DraftTargetPair(target, tiny(vocab_size=SIZE, seed=1), tiny_tokenizer()).save_pretrained(folder)
-    with pytest.raises(ValueError, match="what follows head: is a model and no head"):
+    with pytest.raises(ValueError, match="no head"):
         DraftTargetPair.from_pretrained(folder, draft=f"head:{folder / 'draft'}")
-    with pytest.raises(ValueError, match="pair is a pair, and no draft; name the draft in it, as .*pair/draft"):
+    with pytest.raises(ValueError, match="pair/draft"):
         DraftTargetPair.from_pretrained(folder, draft=folder)
 
 

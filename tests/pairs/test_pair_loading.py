@@ -68,11 +68,11 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
     """Before a model is fetched: here there is none. Of a draft without weights they are refused too."""
     name = next(iter(options))
     shutil.copy(folder / CONFIG_NAME, tmp_path)
-    with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
+    with pytest.raises(ValueError, match=f"^{name}= .*{role}"):
         DraftTargetPair.from_pretrained(tmp_path, **{role: tiny()}, **options)
     put("suffix", {})(tmp_path)
     put("draft", {})(tmp_path)
-    with pytest.raises(ValueError, match="and the draft of this pair has no weights of its own"):
+    with pytest.raises(ValueError, match="no weights"):
         DraftTargetPair.from_pretrained(tmp_path, draft_device_map="cpu")
 
 
@@ -99,24 +99,25 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def elsewhere(folder: Path, model: PreTrainedModel, own: str | None, texts: tuple[str, ...] = ()) -> Path:
+def elsewhere(folder: Path, model: PreTrainedModel, template: str | None, texts: tuple[str, ...] = ()) -> Path:
     """A model by itself, perhaps with a tokenizer that can be told from others by its template."""
     model.save_pretrained(folder)
-    if own is not None:
+    if template is not None:
         tokenizer = tiny_tokenizer(texts) if texts else tiny_tokenizer()
-        tokenizer.chat_template = own
+        tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize(
-    "own", [{"target": "target"}, {"draft": None}, {"target": "target", "draft": "draft"}], ids=str
+    "templates", [{"target": "target"}, {"draft": None}, {"target": "target", "draft": "draft"}], ids=str
 )
-def test_whose_tokenizers_there_are(own: dict[str, str | None], with_tokenizer: Path, tmp_path: Path):
+def test_whose_tokenizers_there_are(templates: dict[str, str | None], with_tokenizer: Path, tmp_path: Path):
     """A model from elsewhere has its own, if there is one there, and the other keeps that of the pair."""
-    others = {role: elsewhere(tmp_path / role, tiny(vocab_size=280), name) for role, name in own.items()}
+    others = {role: elsewhere(tmp_path / role, tiny(vocab_size=280), name) for role, name in templates.items()}
     pair = DraftTargetPair.from_pretrained(with_tokenizer, **others)
-    assert (pair.tokenizer.chat_template, pair.draft_tokenizer.chat_template) == (own.get("target"), own.get("draft"))
+    assert pair.tokenizer.chat_template == templates.get("target")
+    assert pair.draft_tokenizer.chat_template == templates.get("draft")
     used = (pair.strategy.tokenizer, pair.strategy.draft_tokenizer)
     assert used == (pair.tokenizer, pair.draft_tokenizer)
 

@@ -70,12 +70,12 @@ def test_a_pair_goes_on_where_it_left_off():
     pair = DraftTargetPair(target, near(target, 0))
     asked = {"num_assistant_tokens": 2, "do_sample": False}
     for strategy in (pair.strategy, SpeculativeDecoding(pair.draft, verification="token")):
-        pair.strategy, known = strategy, []
+        pair.strategy, alphas = strategy, []
         for options in ({}, {"layout": "padded"}, {}):
             pair.generate(**prompts(2), **asked, **options, max_new_tokens=20)
-            known.append(strategy.costs.alpha["greedy"])
+            alphas.append(strategy.costs.alpha["greedy"])
             assert pair.report.layout == options.get("layout", "ragged")
-        assert known == sorted(set(known))  # the draft is always right, which each call shows anew
+        assert alphas == sorted(set(alphas))  # the draft is always right, which each call shows anew
         assert pair.strategy is strategy
 
 
@@ -102,8 +102,8 @@ def test_every_file_of_the_package_is_carried_by_its_wheel():
 
 def test_a_pair_warns_once_whatever_options_its_calls_have():
     pair = DraftTargetPair(tiny(), tiny())
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for more in ({"verification": "token"}, {}, {"verification": "block"}):
             pair.generate(**prompts(1), do_sample=False, max_new_tokens=2, num_draft_tokens=0, **more)
-    assert sum("num_draft_tokens=0" in str(one.message) for one in told) == 1
+    assert sum("num_draft_tokens=0" in str(one.message) for one in warned) == 1

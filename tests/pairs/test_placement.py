@@ -42,15 +42,15 @@ def load(place: Placement) -> tuple[Counter, Counter, Any]:
     placed = _get_device_map(LARGE, place.target["device_map"], place.target["max_memory"], None)
     runs = sorted({x for x in placed.values() if x not in ("cpu", "disk")}) or ["cpu"]
     weights: Counter = Counter()
-    held: Counter = Counter()
+    cached: Counter = Counter()
     for name, part in LARGE.named_modules():
         parents = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)] + [""]
         home = next((placed[key] for key in parents if key in placed), None)
         if isinstance(part, type(LARGE.model.layers[0])):
-            held[home if home in runs else runs[0]] += LAYER_CACHE
+            cached[home if home in runs else runs[0]] += LAYER_CACHE
         weights[home] += sum(x.numel() * x.element_size() for x in [*part.parameters(False), *part.buffers(False)])
-    home = place.home or next(device for device in reversed(placed.values()) if device in runs)
-    return weights + held + Counter({home: DRAFT + DRAFT_CACHE}), +weights, home
+    home = place.draft_device or next(device for device in reversed(placed.values()) if device in runs)
+    return weights + cached + Counter({home: DRAFT + DRAFT_CACHE}), +weights, home
 
 
 MACHINES: dict[str, tuple[dict[Any, int], Any, set[Any]]] = {  # limits, home of the draft, homes of the target
@@ -68,22 +68,22 @@ MACHINES: dict[str, tuple[dict[Any, int], Any, set[Any]]] = {  # limits, home of
 def test_both_models_and_their_caches_have_room(machine: str):
     limits, home, homes = MACHINES[machine]
     place = planned(limits)
-    held, weights, found = load(place)
-    assert found == home
+    cached, weights, draft_device = load(place)
+    assert draft_device == home
     assert set(weights) == homes
     assert weights.total() == TARGET
     for device, limit in limits.items():
-        assert held[device] <= limit, (device, held)
+        assert cached[device] <= limit, (device, cached)
 
 
 @pytest.mark.parametrize("device_map", ["balanced", "balanced_low_0", "sequential"])
 def test_the_draft_is_where_the_target_ends(device_map: str):
     limits = dict.fromkeys((0, 1, 2), int(0.85 * ALL)) | {"cpu": ALL}
     place = planned(limits, device_map)
-    held, _, home = load(place)
+    cached, _, home = load(place)
     assert home == (1 if device_map == "sequential" else 2)
-    assert all(held[device] <= limit for device, limit in limits.items())
-    assert (held[0] == 0) == (device_map == "balanced_low_0")
+    assert all(cached[device] <= limit for device, limit in limits.items())
+    assert (cached[0] == 0) == (device_map == "balanced_low_0")
 
 
 @pytest.mark.parametrize(("asked", "home"), [(1, 1), ("cuda:1", 1), ("cuda", 0), ("cpu", "cpu")])
@@ -92,7 +92,7 @@ def test_room_is_left_where_the_draft_is_asked_for(asked: Any, home: Any):
     limits = dict.fromkeys((0, 1, "cpu"), 4 * ALL)
     place, whole = (planned(limits, draft_device_map=where) for where in (asked, {"": "disk"}))
     left = {device for device, size in whole.target["max_memory"].items() if place.target["max_memory"][device] < size}
-    assert (place.home, left) == (None, {home})
+    assert (place.draft_device, left) == (None, {home})
 
 
 @pytest.mark.parametrize("device_map", [None, 1, "cuda:1", torch.device("cpu"), {"model": 0, "lm_head": "cuda:1"}])

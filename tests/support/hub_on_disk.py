@@ -67,10 +67,10 @@ class HubOnDisk:
         start = f"{options['path_in_repo']}/" if "path_in_repo" in options else ""
         stale = [f"{start}{pattern}" for pattern in options["delete_patterns"]]
         there = self.files(repo_id, revision).items()
-        kept = {path: content for path, content in there if not any(fnmatch(path, pattern) for pattern in stale)}
+        remaining = {path: content for path, content in there if not any(fnmatch(path, pattern) for pattern in stale)}
         new = [path for path in folder_path.rglob("*") if path.is_file()]
         sent = {f"{start}{path.relative_to(folder_path).as_posix()}": path.read_bytes() for path in new}
-        return SimpleNamespace(oid=self.put(repo_id, kept | sent, revision))
+        return SimpleNamespace(oid=self.put(repo_id, remaining | sent, revision))
 
     @contextmanager
     def published_to(self) -> Iterator[mock.Mock]:

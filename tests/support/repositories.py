@@ -149,10 +149,10 @@ def shard(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     names, half = sorted(weights), len(weights) // 2
     parts = {"one.safetensors": names[:half], "two.safetensors": names[half:]}
-    for part, held in parts.items():
-        save_file({name: weights[name] for name in held}, folder / part, metadata={"format": "pt"})
+    for part, names in parts.items():
+        save_file({name: weights[name] for name in names}, folder / part, metadata={"format": "pt"})
     (folder / "model.safetensors").unlink()
-    where = {name: part for part, held in parts.items() for name in held}
+    where = {name: part for part, names in parts.items() for name in names}
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
 
 
