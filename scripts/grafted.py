@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 WEIGHT_STD = 0.05
 LOGIT_STD = 3.0  # of the logits; unrelated models of this sharpness agree to 2 Φ(-3 / sqrt 2) = 0.03
 TOLERANCE = 0.01  # of α, where ε is looked for
-COLUMNS = ("tokens_per_second", "times_plain", "alpha", "tokens_per_round", "forward_limited_speedup")
+COLUMNS = ("tokens_per_second", "alpha", "tokens_per_round", "speedup", "forward_limited_speedup", "expected_speedup")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 def main() -> None:
     """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
-    from hf_specx.bench.turns import measure_cell
-    from hf_specx.bench.ways import Cell
+    from hf_specx.bench.cell import Cell
+    from hf_specx.bench.measure_cell import measure_cell
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", choices=list(RECIPES))

@@ -10,7 +10,7 @@ from tiny import tiny
 from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
 from hf_specx.bench.contenders import Contender
-from hf_specx.bench.ways import KINDS, way
+from hf_specx.bench.decoding_methods import KINDS, parse_method
 
 
 QUICK = ["--prompt-tokens", "5", "--max-new-tokens", "6", "--repeats", "1"]
@@ -35,7 +35,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
     for cell in cells:
         for name, noted in cell["contenders"].items():
-            assert KINDS[way(name).kind] in result.stdout
+            assert KINDS[parse_method(name).kind] in result.stdout
             assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
 
 

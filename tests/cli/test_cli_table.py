@@ -74,7 +74,7 @@ def test_what_cannot_be_loaded(monkeypatch, tmp_path: Path, name, found):
 @pytest.mark.parametrize("line", [*WRITE, "card --out OUT/cards"])
 def test_read_only_folder(monkeypatch, tmp_path: Path, line):
     """Before anything is loaded."""
-    monkeypatch.setattr("hf_specx.cli.loading.load_given_pair", None)
+    monkeypatch.setattr("hf_specx.cli.loading.load_pair", None)
     result = command(*words(line, "embedded", tmp_path, "/proc"), input="the cat")
     assert "nothing can be written in /proc" in ends(result, 2)
 
