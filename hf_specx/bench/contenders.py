@@ -99,8 +99,10 @@ class Contender:
         generate: Any = self.target.generate
         settings: Any = nullcontext()
         if self.method.kind == ASSISTED_NAME:
-            drafts_itself = self.draft is None or self.method.exit_layer is not None
-            settings = assisted_settings(self.target if drafts_itself else self.draft, self.method.num_draft_tokens)
+            drafting = self.target
+            if self.draft is not None and self.method.exit_layer is None:
+                drafting = self.draft
+            settings = assisted_settings(drafting, self.method.num_draft_tokens)
         with settings:
             output = generate(**inputs, **options, **self._arguments(options))
         if self.compiled and self.strategy is None and getattr(self.target, "_compiled_call", None) is None:

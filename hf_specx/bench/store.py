@@ -79,9 +79,11 @@ def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         content = None
-    cells = content.get("cells") if isinstance(content, dict) and content.get(kind) == FILE_VERSION else None
+    cells: Any = None
+    if isinstance(content, dict) and content.get(kind) == FILE_VERSION:
+        cells = content.get("cells")
     require(isinstance(cells, list), f"{path} is there already and {LACKS[kind]}; name another file.")
-    return cells
+    return list(cells)
 
 
 def provenance(model: PreTrainedModel) -> dict[str, Any]:

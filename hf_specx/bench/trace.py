@@ -29,13 +29,11 @@ class Recorder:
 
         def entry(position: int, tokens: list[int]) -> dict[str, Any]:
             token, before = tokens[position], tokens[position - 1 : position] or self.last_token
-            has_q = q is not None and position < len(proposed)
-            return {
-                "token": token,
-                "text": text_added(self.tokenizer, before, token),
-                "p": float(p[position, token]),
-                "q": float(q[position, token]) if has_q else None,
-            }
+            draft_chance = None
+            if q is not None and position < len(proposed):
+                draft_chance = float(q[position, token])
+            text = text_added(self.tokenizer, before, token)
+            return {"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance}
 
         candidates = []
         for position in range(min(drafted, len(p))):

@@ -108,7 +108,7 @@ def show(cells: dict[Cell, dict[str, Any]], names: tuple[str, ...], do_sample: b
 
 def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
     """One for each contender, as `COLUMNS` says; those that could not run have no figures."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, values in contenders.items():
         rate = values.get("tokens_per_second")
         rows.append(

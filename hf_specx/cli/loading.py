@@ -120,7 +120,7 @@ def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> li
 
 
 def saved_as(pair: DraftTargetPair, role: str) -> str:
-    """Whether to save a model of a pair inside it or by reference, as far as that can be shown to mean it."""
+    """`REFERENCE` if a model of a pair is shown to be that of its id and commit, else `INSIDE`: how to save it."""
     reference, reason = reference_to(pair, role)
     if reason and reference.name is not None:
         say(f"warning: the {role} {reason}; it is saved inside the pair", "yellow")

@@ -152,7 +152,7 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
 
 
 def digest_of_subject(subject: Subject) -> str:
-    """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
+    """A digest that differs for other settings, prompts, models, drafts or tokenizers."""
     pair, settings = subject.pair, subject.settings
     arguments = {
         "prompts": subject.prompts,
@@ -176,19 +176,21 @@ def all_cells(subject: Subject, get_part: GetPart, texts: Texts) -> dict[str, di
             ours = texts[verification, batch]
             cells[name] = {"acceptance": ours["acceptance"]}
             if in_distribution:
-                args = verification, batch, ours["texts"], ours["observed"]
-                cells[name]["law"] = get_part(f"law, {name}", judge_distribution, *args)
+                cells[name]["law"] = get_part(
+                    f"law, {name}", judge_distribution, verification, batch, ours["texts"], ours["observed"]
+                )
             else:
-                args = verification, batch, texts[plain, batch], ours
-                cells[name]["equality"] = get_part(f"equality, {name}", judge_equality, *args)
+                cells[name]["equality"] = get_part(
+                    f"equality, {name}", judge_equality, verification, batch, texts[plain, batch], ours
+                )
         if in_distribution:
             indices, plain_texts, our_texts = [], [], []
             for batch in settings.batch_sizes:
                 indices += subject.prompt_indices(verification, batch)
                 plain_texts += texts[plain, batch]["texts"]
                 our_texts += texts[verification, batch]["texts"]
-            args = indices, plain_texts, our_texts
-            cells[verification] = {"quality": get_part(f"quality, {verification}", judge_quality, *args)}
+            quality = get_part(f"quality, {verification}", judge_quality, indices, plain_texts, our_texts)
+            cells[verification] = {"quality": quality}
     return cells
 
 

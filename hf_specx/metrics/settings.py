@@ -80,8 +80,8 @@ class Settings:
         try:
             json.dumps(self.options)
         except (TypeError, ValueError) as error:
-            names = ", ".join(self.options)
-            message = f"{names}: give plain values (numbers, texts, lists), since results say what they are."
+            option_names = ", ".join(self.options)
+            message = f"{option_names}: give plain values (numbers, texts, lists), since results say what they are."
             raise ValueError(message) from error
 
     @property
