@@ -5,9 +5,9 @@
 "alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
 "windows" has, of a model whose layers see 128 tokens, a step of plain `generate` and a round of 5 candidates, behind
 prompts of 500 and of 4,000 tokens; with --compile the round is compiled.
-Ways take turns on the same random prompts, in one process and thread, and seconds are those that the thread has worked
-for, so that other work on the machine counts little. Each figure is of the turns from the fourth call on: the mean of
-a call, since texts that are drawn take more or fewer rounds by chance, and the median of a round.
+Contenders take turns on the same random prompts, in one process and thread, and seconds are those that the thread has
+worked for, so that other work on the machine counts little. Each figure is of the turns from the fourth call on: the
+mean of a call, since texts that are drawn take more or fewer rounds by chance, and the median of a round.
 """
 
 import argparse
@@ -38,32 +38,34 @@ OPTIONS |= {"eos_token_id": None, "pad_token_id": 0}
 @cache
 def models(pair: str) -> tuple[Any, Any]:
     """Target and draft; suffixes of random text are looked for with the target of the pair in the package."""
-    made: Any = graft(RECIPES[pair]) if pair in RECIPES else DraftTargetPair.embedded()
-    return made.target, SuffixDraft() if pair == "suffix" else made.draft
+    source: Any = graft(RECIPES[pair]) if pair in RECIPES else DraftTargetPair.embedded()
+    return source.target, SuffixDraft() if pair == "suffix" else source.draft
 
 
 def prompts(pair: str, rows: int, turn: int) -> torch.Tensor:
     """Those of the pair in the package; for others random tokens."""
     if pair == "embedded":
-        own: Any = DraftTargetPair.embedded()
-        texts = [own.prompts[(turn + row) % len(own.prompts)] for row in range(rows)]
-        return torch.tensor([(own.tokenizer(text)["input_ids"] * PROMPT)[:PROMPT] for text in texts])
-    made = torch.Generator().manual_seed(turn)
-    return torch.randint(3, models(pair)[0].config.vocab_size, (rows, PROMPT), generator=made)
+        embedded: Any = DraftTargetPair.embedded()
+        texts = [embedded.prompts[(turn + row) % len(embedded.prompts)] for row in range(rows)]
+        return torch.tensor([(embedded.tokenizer(text)["input_ids"] * PROMPT)[:PROMPT] for text in texts])
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randint(3, models(pair)[0].config.vocab_size, (rows, PROMPT), generator=generator)
 
 
 def from_file(part: str, rows: int, turn: int) -> torch.Tensor:
     """Long prompts, or such as begin alike, from the texts of the pair in the package."""
-    own: Any = DraftTargetPair.embedded()
-    text = torch.tensor([token for one in own.prompts for token in own.tokenizer(one)["input_ids"]] * 4)
+    embedded: Any = DraftTargetPair.embedded()
+    ids = [token for prompt in embedded.prompts for token in embedded.tokenizer(prompt)["input_ids"]]
+    text = torch.tensor(ids * 4)
     if part == "long":
         return torch.stack([text[37 * turn + 101 * row :][:LONG] for row in range(rows)])
-    begin, first = text[37 * turn :][:ALIKE], range(11 * turn, 11 * turn + 29 * rows, 29)
-    return torch.stack([torch.cat([begin, text[place:][:OWN]]) for place in first])
+    shared_prefix = text[37 * turn :][:ALIKE]
+    firsts = range(11 * turn, 11 * turn + 29 * rows, 29)
+    return torch.stack([torch.cat([shared_prefix, text[first:][:OWN]]) for first in firsts])
 
 
 def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, rows: int, part: str) -> float:
-    """Of one way to complete all prompts, `rows` at once."""
+    """Seconds of completing all prompts, `rows` at once, with a strategy or plainly."""
     options = OPTIONS | ({"max_new_tokens": NEW_TOKENS // 2} if part == "alike" else {})
     target, started = models(pair)[0], time.thread_time()
     if part in QUEUES and strategy is not None:
@@ -75,19 +77,21 @@ def seconds(pair: str, strategy: SpeculativeDecoding | None, ids: torch.Tensor, 
 
 
 def cell(pair: str, rows: int, part: str, turns: int) -> dict[str, float]:
-    """Mean seconds of each way."""
+    """Mean seconds by each strategy."""
     draft = models(pair)[1]
-    ways: dict[str, Any] = {"plain": None, "auto": SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))}
+    strategies: dict[str, Any] = {"plain": None}
+    strategies["auto"] = SpeculativeDecoding(draft, costs=Costs(clock=time.thread_time))
     if part == "paying":
-        ways |= {str(number): SpeculativeDecoding(draft, num_draft_tokens=number) for number in NUMBERS}
-    found: dict[str, list[float]] = {name: [] for name in ways}
+        strategies |= {str(number): SpeculativeDecoding(draft, num_draft_tokens=number) for number in NUMBERS}
+    times: dict[str, list[float]] = {name: [] for name in strategies}
+    names = list(strategies)
+    make_prompts = partial(from_file, part) if part in ("alike", "long") else partial(prompts, pair)
     for turn in range(turns):
-        made, names = partial(from_file, part) if part in ("alike", "long") else partial(prompts, pair), list(ways)
-        ids = made(rows * (QUEUED if part in QUEUES else 1), turn)
+        ids = make_prompts(rows * (QUEUED if part in QUEUES else 1), turn)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             torch.manual_seed(turn)
-            found[name].append(seconds(pair, ways[name], ids, rows, part))
-    return {name: statistics.fmean(each[FIRST:]) for name, each in found.items()}
+            times[name].append(seconds(pair, strategies[name], ids, rows, part))
+    return {name: statistics.fmean(of_calls[FIRST:]) for name, of_calls in times.items()}
 
 
 def rounds(length: int, rows: int, turns: int, compile: bool) -> dict[str, float]:
@@ -96,15 +100,16 @@ def rounds(length: int, rows: int, turns: int, compile: bool) -> dict[str, float
     strategy, times = SpeculativeDecoding(draft, num_draft_tokens=5, compile=compile), list[float]()
     clock: Any = SimpleNamespace(observe=lambda _: times.append(time.thread_time()), end=list)
     clock.put, strategy.listeners = clock.observe, (clock,)  # `generate` streams each step to it
-    found: dict[str, list[float]] = {"plain": [], "auto": []}
+    arguments: dict[str, Any] = {"plain": {"streamer": clock}, "auto": {"custom_generate": strategy}}
+    steps: dict[str, list[float]] = {"plain": [], "auto": []}
     for turn in range(turns):
-        made = torch.Generator().manual_seed(turn)
-        ids = torch.randint(3, target.config.vocab_size, (rows, length), generator=made)
-        for name, given in (("plain", {"streamer": clock}), ("auto", {"custom_generate": strategy})):
+        generator = torch.Generator().manual_seed(turn)
+        ids = torch.randint(3, target.config.vocab_size, (rows, length), generator=generator)
+        for name in steps:
             times.clear()
-            target.generate(ids, attention_mask=torch.ones_like(ids), **given, **OPTIONS)
-            found[name] += [after - before for before, after in pairwise(times[1:])]
-    return {name: statistics.median(each) for name, each in found.items()}
+            target.generate(ids, attention_mask=torch.ones_like(ids), **arguments[name], **OPTIONS)
+            steps[name] += [after - before for before, after in pairwise(times[1:])]
+    return {name: statistics.median(of_steps) for name, of_steps in steps.items()}
 
 
 def main() -> None:
@@ -115,20 +120,22 @@ def main() -> None:
     parser.add_argument("--pair", nargs="+", help="only these")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--compile", action="store_true")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("| part | pair | batch | plain, ms | auto, ms | plain / auto | best fixed / auto |\n" + "| --- " * 7 + "|")
-    for part in asked.parts:
+    for part in arguments.parts:
         chosen = {"paying": PAYING, "alike": ("embedded",), "long": ("embedded",), "windows": tuple(WINDOWS)}
         for pair in chosen.get(part, USELESS):
-            for rows in asked.batch if pair in (asked.pair or (pair,)) else ():
+            if arguments.pair and pair not in arguments.pair:
+                continue
+            for rows in arguments.batch:
                 if pair in WINDOWS:
-                    found = rounds(WINDOWS[pair], rows, asked.turns, asked.compile)
+                    means = rounds(WINDOWS[pair], rows, arguments.turns, arguments.compile)
                 else:
-                    found = cell(pair, rows, part, asked.turns)
-                plain, auto = found["plain"], found["auto"]
-                best = min(found.keys() - {"plain", "auto"}, key=found.__getitem__, default="")
-                fixed = f"{found[best] / auto:.3f} ({best})" if best else "-"
+                    means = cell(pair, rows, part, arguments.turns)
+                plain, auto = means["plain"], means["auto"]
+                best = min(means.keys() - {"plain", "auto"}, key=means.__getitem__, default="")
+                fixed = f"{means[best] / auto:.3f} ({best})" if best else "-"
                 times = f"{1e3 * plain:.0f} | {1e3 * auto:.0f} | {plain / auto:.3f} | {fixed}"
                 print(f"| {part} | {pair} | {rows} | {times} |", flush=True)
 

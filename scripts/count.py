@@ -32,9 +32,9 @@ def count_lines() -> dict[str, int]:
     rooms = {path.name: lines_in(path) for path in sorted(PACKAGE.iterdir()) if (path / "__init__.py").exists()}
     rooms["heads"] = lines_in(PACKAGE / HEADS)
     rooms["drafting"] -= rooms["heads"]
-    found = rooms | {"call": sum(rooms[name] for name in ROOMS_OF_A_CALL) + lines_in(PACKAGE, FUNCTION)}
+    counts = rooms | {"call": sum(rooms[name] for name in ROOMS_OF_A_CALL) + lines_in(PACKAGE, FUNCTION)}
     scripts = lines_in(ROOT / "scripts") + lines_in(ROOT / "scripts", "*.sh")
-    return found | {"package": lines_in(PACKAGE), "tests": lines_in(ROOT / "tests"), "scripts": scripts}
+    return counts | {"package": lines_in(PACKAGE), "tests": lines_in(ROOT / "tests"), "scripts": scripts}
 
 
 def count_call() -> dict[str, float]:

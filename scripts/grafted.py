@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 WEIGHT_STD = 0.05
 LOGIT_STD = 3.0  # of the logits; unrelated models of this sharpness agree to 2 Φ(-3 / sqrt 2) = 0.03
 TOLERANCE = 0.01  # of α, where ε is looked for
-COLUMNS = ("tokens_per_second", "times_plain", "alpha", "tokens_per_round", "forward_limited_speedup")
+COLUMNS = ("tokens_per_second", "alpha", "tokens_per_round", "speedup", "forward_limited_speedup", "expected_speedup")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ RECIPES = {
 
 
 class Grafted(NamedTuple):
-    """A pair that was made; α is the mean of sum_x min(p, q) on random text, at temperature 1."""
+    """Both models; α is the mean of sum_x min(p, q) on random text, at temperature 1."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
@@ -128,8 +128,8 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 def main() -> None:
     """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
-    from hf_specx.bench.turns import measure_cell
-    from hf_specx.bench.ways import Cell
+    from hf_specx.bench.cell import Cell
+    from hf_specx.bench.measure_cell import measure_cell
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", choices=list(RECIPES))
@@ -138,22 +138,26 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
-    for name in asked.pairs:
-        made = graft(RECIPES[name], getattr(torch, asked.dtype), device)
-        for batch in asked.batch:
-            cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
-            found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
-            print(f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n")
+    sizes: dict[str, Any] = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "repeats": arguments.repeats,
+        "dtype": arguments.dtype,
+    }
+    for name in arguments.pairs:
+        pair = graft(RECIPES[name], getattr(torch, arguments.dtype), device)
+        for batch in arguments.batch:
+            cell = Cell(f"grafted-{name}", tuple(arguments.contender), batch, **sizes)
+            result = measure_cell(cell, DraftTargetPair(pair.target, pair.draft), " ".join(["python", *sys.argv]))
+            print(f"\n{cell} (synthetic, α {pair.alpha:.2f}), {result['provenance']}\n")
             print(f"| contender | {' | '.join(COLUMNS)} | |")
             print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
-            for way, noted in found["contenders"].items():
-                values = [noted.get(column) for column in COLUMNS]
+            for contender, figures in result["contenders"].items():
+                values = [figures.get(column) for column in COLUMNS]
                 medians = [value["median"] if isinstance(value, dict) else value for value in values]
                 shown = ["-" if value is None else f"{value:.2f}" for value in medians]
-                print(f"| {way} | {' | '.join(shown)} | {noted.get('unavailable', '')} |", flush=True)
+                print(f"| {contender} | {' | '.join(shown)} | {figures.get('unavailable', '')} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ DTYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
-    """Those of its own draft."""
+    """Measure it with its own draft."""
     config = PairConfig.from_file(FOLDER / CONFIG_NAME)
-    own = str(FOLDER / config.draft.subfolder)
+    draft = str(FOLDER / config.draft.subfolder)
     config.measurements = []
     for dtype in DTYPES:
         study = Study(config.prompts, repeats=5, dtype=dtype, command="python scripts/measure_pair.py")
-        (trial,) = tune(str(FOLDER), [own], study)
+        (trial,) = tune(str(FOLDER), [draft], study)
         print(trial)
         config.measurements += trial.measurements
     (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")

@@ -75,8 +75,9 @@ def work(kind: str) -> None:
     torch.set_num_threads(1)
     models: dict[str, Any] = {}
     for line in sys.stdin:
-        made = text_of(json.loads(line)) if kind == "text" else time_of(json.loads(line), models)
-        print(json.dumps(made), flush=True)
+        case = json.loads(line)
+        result = text_of(case) if kind == "text" else time_of(case, models)
+        print(json.dumps(result), flush=True)
 
 
 def calls() -> Iterator[Case]:
@@ -130,27 +131,28 @@ def compare_texts(tree: Path, number: int) -> bool:
 def cases() -> list[Case]:
     """With `compile` and "auto" all numbers would be compiled, which takes a quarter of an hour."""
     every = itertools.product((False, True), ("embedded", "30M"), (1, 8), (5, "auto"))
-    found = [{"compile": c, "pair": pair, "rows": rows, "number": n, "mixed": False} for c, pair, rows, n in every]
-    found += [{"compile": False, "pair": p, "rows": 8, "number": "auto", "mixed": True} for p in ("embedded", "30M")]
-    return [case for case in found if not (case["compile"] and case["number"] == "auto")]
+    all_cases = [{"compile": c, "pair": pair, "rows": rows, "number": n, "mixed": False} for c, pair, rows, n in every]
+    for pair in ("embedded", "30M"):
+        all_cases.append({"compile": False, "pair": pair, "rows": 8, "number": "auto", "mixed": True})
+    return [case for case in all_cases if not (case["compile"] and case["number"] == "auto")]
 
 
-def time_of(case: Case, known: dict[str, Any]) -> tuple[float, int, int]:
-    """Seconds, rounds and compilations of a call; models and strategies are kept in `known`."""
+def time_of(case: Case, models: dict[str, Any]) -> tuple[float, int, int]:
+    """Seconds, rounds and compilations of a call; models and strategies are kept in `models`."""
     import torch
     from grafted import RECIPES, graft
 
     from hf_specx import DraftTargetPair, SpeculativeDecoding
 
     pair = case["pair"]
-    if pair not in known:
-        known[pair] = DraftTargetPair.embedded() if pair == "embedded" else graft(RECIPES[pair])
-    target, draft = known[pair].target, known[pair].draft
+    if pair not in models:
+        models[pair] = DraftTargetPair.embedded() if pair == "embedded" else graft(RECIPES[pair])
+    target, draft = models[pair].target, models[pair].draft
     key = json.dumps({name: value for name, value in case.items() if name != "seed"})
-    if key not in known:
-        known[key] = SpeculativeDecoding(draft, num_draft_tokens=case["number"], compile=case["compile"])
-    made = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, target.config.vocab_size, (case["rows"], PROMPT_TOKENS), generator=made)
+    if key not in models:
+        models[key] = SpeculativeDecoding(draft, num_draft_tokens=case["number"], compile=case["compile"])
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, target.config.vocab_size, (case["rows"], PROMPT_TOKENS), generator=generator)
     if case["mixed"]:
         ids[::2] = ids[:1, :4].repeat(1, PROMPT_TOKENS // 4)  # every other row repeats itself
     else:
@@ -158,8 +160,8 @@ def time_of(case: Case, known: dict[str, Any]) -> tuple[float, int, int]:
     options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, "do_sample": True}
     torch.manual_seed(case["seed"])
     started = time.perf_counter()
-    target.generate(ids, **options, top_k=0, max_new_tokens=SPEED_TOKENS, custom_generate=known[key])
-    report = known[key].report
+    target.generate(ids, **options, top_k=0, max_new_tokens=SPEED_TOKENS, custom_generate=models[key])
+    report = models[key].report
     return time.perf_counter() - started, report.rounds + report.plain_steps, report.compilations
 
 
@@ -171,11 +173,11 @@ def timed(process: Process, case: Case) -> tuple[float, int]:
             return seconds / rounds, rounds
 
 
-def compare_pair(tree: Path, asked: list[Case], first_seed: int) -> list[tuple[float, int, int]]:
+def compare_pair(tree: Path, cases: list[Case], first_seed: int) -> list[tuple[float, int, int]]:
     """In one pair of processes, case by case: the time of this tree's rounds over the other's, and their numbers."""
     old, new = worker("speed", tree), worker("speed", ROOT)
-    found = []
-    for case in asked:
+    results = []
+    for case in cases:
         turns = []
         for turn in range(-2, TURNS):  # two turns warm up
             order = (old, new) if turn % 2 else (new, old)
@@ -183,20 +185,20 @@ def compare_pair(tree: Path, asked: list[Case], first_seed: int) -> list[tuple[f
             turns.append({process.pid: timed(process, seeded) for process in order})
         times = [turn[new.pid][0] / turn[old.pid][0] for turn in turns[2:]]
         rounds = [sum(turn[process.pid][1] for turn in turns[2:]) for process in (new, old)]
-        found.append((statistics.median(times), rounds[0], rounds[1]))
+        results.append((statistics.median(times), rounds[0], rounds[1]))
     for process in (old, new):
         process.communicate()
-    return found
+    return results
 
 
 def compare_speed(tree: Path, pairs: int) -> None:
     """Print each case."""
-    asked, found = cases(), []
+    all_cases, results = cases(), []
     for pair in range(pairs):
-        found.append(compare_pair(tree, asked, pair * TURNS))
-        print(f"pair {pair + 1} of {pairs}", [round(each[0], 3) for each in found[-1]], file=sys.stderr, flush=True)
-    for case, every in zip(asked, zip(*found, strict=True), strict=True):
-        ratios, new, old = zip(*every, strict=True)
+        results.append(compare_pair(tree, all_cases, pair * TURNS))
+        print(f"pair {pair + 1} of {pairs}", [round(each[0], 3) for each in results[-1]], file=sys.stderr, flush=True)
+    for case, of_pairs in zip(all_cases, zip(*results, strict=True), strict=True):
+        ratios, new, old = zip(*of_pairs, strict=True)
         figure = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         print(f"a round {figure} of the time before, {sum(new)} rounds, {sum(old)} before: {json.dumps(case)}")
 
@@ -210,11 +212,11 @@ def main() -> None:
     parser.add_argument("kind", choices=["text", "speed"])
     parser.add_argument("commit")
     parser.add_argument("number", type=int, nargs="?", help="of calls, or of pairs of processes")
-    asked = parser.parse_args()
-    with laid_out(asked.commit) as tree:
-        if asked.kind == "text":
-            sys.exit(compare_texts(tree, asked.number or CALLS))
-        compare_speed(tree, asked.number or PAIRS)
+    arguments = parser.parse_args()
+    with laid_out(arguments.commit) as tree:
+        if arguments.kind == "text":
+            sys.exit(compare_texts(tree, arguments.number or CALLS))
+        compare_speed(tree, arguments.number or PAIRS)
 
 
 if __name__ == "__main__":

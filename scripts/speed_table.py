@@ -1,15 +1,14 @@
 """Measure the README's table of speed once more, add the run to those of earlier hours, and write the table.
 
-Each case compares ways to generate in turns, on the target in the package: plain `generate`, transformers' assisted
+Each case compares methods to generate in turns, on the target in the package: plain `generate`, transformers' assisted
 generation, and this package. Like stands beside like: assisted generation and ours have the same draft, and compiled
-ways of ours stand beside compiled plain text. What assisted generation does not take, our head, has a row of its own.
+rounds of ours stand beside compiled plain text. What assisted generation does not take, our head, has its own row.
 The table shows for each row the least and the largest median over the runs of the file by the same machine and
 versions, so that it says how much hours differ.
 """
 
 import inspect
 import json
-import statistics
 import textwrap
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +24,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, encode, prompts_of_length
 from hf_specx.bench.store import provenance
-from hf_specx.bench.timer import Timer, Timing, speedups
+from hf_specx.bench.timer import Timer, Timing
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
 
@@ -45,10 +44,10 @@ WIDTH = 32  # tokens of a prompt where forwards are compiled: for each other wid
 
 
 class Kind(NamedTuple):
-    """A text: plain `generate` for it; by who drafts, transformers' way and ours; options of `generate`."""
+    """A text: plain `generate` for it; by who drafts, transformers' contender and ours; options of `generate`."""
 
     plain: str
-    ways: dict[str, tuple[str | None, str]]
+    contenders: dict[str, tuple[str | None, str]]
     options: dict[str, Any]
 
 
@@ -97,24 +96,25 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
 
 
 def timings(case: Case, pair: Any, model: Any, repeats: int, new_tokens: int) -> dict[tuple[str, str], Timing]:
-    """Those of plain text, ("", name), and of each way of a case, (who drafts, name); assisted takes one row alone."""
+    """Those of plain text, ("", name), and of each contender, (who drafts, name); assisted takes one row alone."""
     kind, drafts = KINDS[case.kind], {MODEL: model, HEAD: pair.draft, TEXT: None, "": None}
-    ways = [("", kind.plain)]
-    for who, (assisted, ours) in kind.ways.items():
+    contenders = [("", kind.plain)]
+    for who, (assisted, ours) in kind.contenders.items():
         if assisted is not None and case.batch == 1:
-            ways.append((who, assisted))
-        ways.append((who, ours))
+            contenders.append((who, assisted))
+        contenders.append((who, ours))
 
-    def make(way: str) -> Contender:
-        who, name = ways[int(way)]
+    def make_contender(number: str) -> Contender:
+        who, name = contenders[int(number)]
         if case.kind == JSON:
             return WithSchema(name, pair, drafts[who])
         return Contender(name, pair.target, drafts[who])
 
-    numbers = [str(number) for number in range(len(ways))]
+    numbers = [str(number) for number in range(len(contenders))]
     options = kind.options | {"max_new_tokens": new_tokens}
-    timer = Timer(make, batches_for(case, pair, repeats, new_tokens), options, range(repeats), may_fail=numbers)
-    timed = {ways[int(way)]: timing for way, timing in timer.time(numbers).items()}
+    batches = batches_for(case, pair, repeats, new_tokens)
+    timer = Timer(make_contender, batches, options, range(repeats), may_fail=numbers)
+    timed = {contenders[int(number)]: timing for number, timing in timer.time(numbers).items()}
     for (who, name), timing in timed.items():
         if timing.error is not None and not name.startswith("assisted"):
             raise RuntimeError(f"{case}: {name} with {who} failed with {timing.error}")
@@ -132,28 +132,31 @@ def batches_for(case: Case, pair: DraftTargetPair, repeats: int, new_tokens: int
 
 
 def measure(repeats: int, new_tokens: int) -> dict[str, Any]:
-    """One run: what is known of each row, and of the run."""
+    """One run: the figures of each row, and where the run was made."""
     pair, rows = DraftTargetPair.embedded(), []
     model: Any = DraftTargetPair.embedded(draft=str(embedded_folder() / DRAFT_MODEL)).draft
     for case in track(CASES, description="measuring"):
-        for each in (pair.target, model):  # the head stays as it was saved
-            each.to(getattr(torch, case.dtype))
+        pair.target.to(getattr(torch, case.dtype))
+        model.to(getattr(torch, case.dtype))  # the head stays as it was saved
         timed = timings(case, pair, model, repeats, new_tokens)
-        rates = timed["", KINDS[case.kind].plain].rates
-        times = {way: None if x.error else statistics.median(speedups(x.rates, rates)) for way, x in timed.items()}
-        for who, (assisted, ours) in KINDS[case.kind].ways.items():
+        plain = timed["", KINDS[case.kind].plain]
+        speedups = {
+            contender: None if timing.error else timing.measured_speedup(plain) for contender, timing in timed.items()
+        }
+        for who, (assisted, ours) in KINDS[case.kind].contenders.items():
             row = {"label": f"{case.kind}, {case.dtype}", "draft": who, "batch": case.batch}
-            row |= {"plain": statistics.median(rates), "assisted": times.get((who, assisted or ""))}
+            row |= {"plain": plain.tokens_per_second, "assisted": speedups.get((who, assisted or ""))}
             refused = "" if assisted is None else "refused" if case.batch > 1 else "fails"
-            rows.append(row | {"ours": times[who, ours], "no_assisted": refused})
+            rows.append(row | {"ours": speedups[who, ours], "no_assisted": refused})
         torch.compiler.reset()
     return {"made": made_by(pair.target), "rows": rows}
 
 
 def made_by(target: Any) -> dict[str, Any]:
     """When, where and by what a run was made."""
-    told, date = Path("/proc/cpuinfo"), datetime.now(timezone.utc).isoformat(timespec="minutes")
-    words = set(told.read_text().split()) if told.exists() else set()
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    date = datetime.now(timezone.utc).isoformat(timespec="minutes")
     return provenance(target) | {"date": date, "instructions": [name for name in INSTRUCTIONS if name in words]}
 
 
@@ -164,14 +167,15 @@ def span(values: list[float], digits: int) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """The rows of the last run, with all runs that were made as it was."""
-    made = runs[-1]["made"]
-    alike = made.keys() - {"date", "dtype"}
-    shown = [run for run in runs if all(run["made"].get(name) == made[name] for name in alike)]
+    """The rows of the last run, with all runs by the same machine and versions."""
+    where = runs[-1]["made"]
+    same_in_all = where.keys() - {"date", "dtype"}
+    shown = [run for run in runs if all(run["made"].get(name) == where[name] for name in same_in_all)]
     dates = sorted(run["made"]["date"].replace("T", " ").replace("+00:00", "") for run in shown)
     lines = [
-        f"The target in the package, {made['device']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
-        f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
+        f"The target in the package, {where['device']} ({', '.join(where['instructions'])}), "
+        f"torch {where['torch']}, transformers {where['transformers']}: the least and the largest of "
+        f"{len(shown)} runs, "
         f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. Assisted is transformers' own assisted generation "
         "by the same draft model, or its prompt lookup; it refuses batches and takes no head. The head is the pair's "
         "own draft. Compiled rounds stand beside plain text that is compiled too, after prompts of "

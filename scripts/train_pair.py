@@ -74,8 +74,8 @@ def source_files() -> tuple[list[Path], list[Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [f.relative_to(root) for f in sorted(root.rglob("*.py"))]
     files = [f for f in files if not SKIPPED & set(f.parts) and not f.name.startswith("_sysconfigdata")]
-    held = [f for f in files if int(hashlib.sha256(f.as_posix().encode()).hexdigest(), 16) % HELD_OUT == 0]
-    return [root / f for f in files if f not in set(held)], [root / f for f in held]
+    held_out = [f for f in files if int(hashlib.sha256(f.as_posix().encode()).hexdigest(), 16) % HELD_OUT == 0]
+    return [root / f for f in files if f not in set(held_out)], [root / f for f in held_out]
 
 
 def read(files: list[Path]) -> Iterator[str]:
@@ -218,10 +218,10 @@ def main(
     target.config.eos_token_id = target.generation_config.eos_token_id = None  # texts go on after the end of a file
     start_from: Any = draft if is_new else "eagle3" if pair is None else pair.draft
     how = {"phases": phases, "texts_per_phase": texts_per_phase, "passes": passes, "learning_rate": learning_rate}
-    made = distil_draft(target, start_from, tokens, unseen, work, **how, seed=seed, bf16=bf16)
-    print(str(made))
-    notes: str = made.pair.config.notes
-    trained: Any = made.pair.draft
+    distilled = distil_draft(target, start_from, tokens, unseen, work, **how, seed=seed, bf16=bf16)
+    print(str(distilled))
+    notes: str = distilled.pair.config.notes
+    trained: Any = distilled.pair.draft
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed)}
     for model in (target, trained):
         if model.can_generate():
@@ -236,7 +236,7 @@ def main(
         before, mark, tail = pair.config.notes.partition("## Intended use")
         more = notes if is_new else notes.replace("draft was made", "draft was trained further")
         notes = f"{before}{more}\n\n{mark}{tail}"
-        config = replace(pair.config, draft=made.pair.config.draft, notes=notes, measurements=[])
+        config = replace(pair.config, draft=distilled.pair.config.draft, notes=notes, measurements=[])
         if topics:
             config.prompts = tokenizer.batch_decode(windows(unseen, 2, seed, PROMPT, 16))
     DraftTargetPair(target, trained, tokenizer, config).save_pretrained(out, overwrite=is_pair)

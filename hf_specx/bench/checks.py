@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from hf_specx.common.errors import require, require_option
 
 
-LEAST_TURNS = 8  # of a study, from which Student's t makes no wild guesses
+MIN_TURNS = 8  # of a study, from which Student's t makes no wild guesses
 SECONDS = 60.0  # of turns of a draft at one batch size, unless it is clear before
 
 
 def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") -> None:
-    """Whether there are batches of these sizes, an argument of this name, and timed runs of them."""
-    sizes = batches and min(batches) >= 1 and len(set(batches)) == len(batches)
-    told = f"{name}={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
-    require(bool(sizes), told)
+    """Raise a ValueError unless there are batch sizes, an argument of this name, and timed runs of them."""
+    require(
+        bool(batches) and min(batches) >= 1 and len(set(batches)) == len(batches),
+        f"{name}={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8.",
+    )
     require_option(repeats >= 1, "repeats", repeats, "is no number of timed runs; give 1 or more.")
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
-    """Whether tokens can be drawn in this way; greedy decoding has none of these."""
+    """Raise a ValueError unless tokens can be drawn in this way; greedy decoding has none of these."""
     rest = "is not above 0; give a positive number, or decode greedily."
     require_option(0 < temperature < math.inf, "temperature", temperature, rest)
     rest = "is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."

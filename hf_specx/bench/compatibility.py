@@ -41,79 +41,96 @@ def find_fit(
 
     Where a model has no tokenizer, only sizes are compared.
     """
-    both: Any = target, draft, tokenizer, draft_tokenizer
-    found, other_tokens = [_or_error("tokens", _tokens, *both)], not same_tokens(tokenizer, draft_tokenizer)
-    if not other_tokens:
-        found.append(_logit_rows(target, draft, tokenizer))
-    found.append(_compared("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
-    found.append(_positions(target, draft))
-    decoding = _or_error("decoding", partial(check_own_text, width=1) if other_tokens else check_pair, *both)
-    if decoding.verdict == ERROR and decoding.follows not in [finding.follows for finding in found]:
-        found.append(decoding)
-    return found
+    pair: Any = target, draft, tokenizer, draft_tokenizer
+    findings = [_or_error("tokens", _compare_tokens, *pair)]
+    shares_tokens = same_tokens(tokenizer, draft_tokenizer)
+    if shares_tokens:
+        findings.append(_compare_logit_rows(target, draft, tokenizer))
+    findings.append(_compare("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
+    findings.append(_compare_positions(target, draft))
+    check = check_pair if shares_tokens else partial(check_own_text, width=1)
+    decoding = _or_error("decoding", check, *pair)
+    if decoding.verdict == ERROR and decoding.follows not in [finding.follows for finding in findings]:
+        findings.append(decoding)
+    return findings
 
 
-def find_own(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) -> list[Finding]:
-    """What such a draft is made of; raises a ValueError if it cannot serve this target."""
+def describe_draft(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) -> list[Finding]:
+    """What a draft that is no model of its own is made of; raises a ValueError if it cannot serve this target."""
     make_drafter(draft, target)
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    drafting = "none: what followed the same tokens"
+    draft_layers = "none: what followed the same tokens"
     if isinstance(draft, DraftHead):
-        drafting = f"{draft.config.num_hidden_layers} of its own, by the states {draft.config.layer_ids}"
+        draft_layers = f"{draft.config.num_hidden_layers} of its own, by the states {draft.config.layer_ids}"
     if isinstance(draft, EarlyExitDraft):
-        drafting = f"the first {draft.exit_layer} of them"
-    return [Finding("layers", str(layers), drafting)]
+        draft_layers = f"the first {draft.exit_layer} of them"
+    return [Finding("layers", str(layers), draft_layers)]
 
 
-def _or_error(subject: str, find: Callable[..., Finding | None], *args: Any) -> Finding:
-    """What is found, also where a check refuses it; a check that passes finds nothing."""
+def _or_error(subject: str, compare: Callable[..., Finding | None], *args: Any) -> Finding:
+    """The finding of a comparison, or an error where it raises a ValueError; a check that passes has no finding."""
     try:
-        return find(*args) or Finding(subject, "", "")
+        return compare(*args) or Finding(subject, "", "")
     except ValueError as error:
         return Finding(subject, "", "", ERROR, str(error))
 
 
-def _compared(subject: str, target: object, draft: object, follows: str) -> Finding:
-    """What follows, only where the two differ."""
+def _compare(subject: str, target: object, draft: object, follows: str) -> Finding:
+    """A finding that says what follows, if the two differ."""
     if target == draft:
         return Finding(subject, str(target), str(draft))
     return Finding(subject, str(target), str(draft), NOTE, follows)
 
 
-def _tokens(
+def _compare_tokens(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None
 ) -> Finding:
     """How the draft's tokens become the target's."""
-    both = tokenizer, draft_tokenizer
-    size, own = ("no tokenizer" if each is None else str(len(each.get_vocab())) for each in both)
+    sizes = _size(tokenizer), _size(draft_tokenizer)
     if tokenizer is None or draft_tokenizer is None:
-        check_sizes(target, draft, *both)
-        if one_tokenizer(target, draft, *both):
-            return Finding("tokens", size, own, OK, "every token has the same id in both")
-        told = "not checked, since a tokenizer is missing; make sure that each id means the same token in both"
-        return Finding("tokens", size, own, NOTE, told)
+        check_sizes(target, draft, tokenizer, draft_tokenizer)
+        if one_tokenizer(target, draft, tokenizer, draft_tokenizer):
+            return Finding("tokens", *sizes, OK, "every token has the same id in both")
+        follows = "not checked, since a tokenizer is missing; make sure that each id means the same token in both"
+        return Finding("tokens", *sizes, NOTE, follows)
     if same_tokens(tokenizer, draft_tokenizer):
-        return Finding("tokens", size, own, OK, "every token has the same id in both")
-    found = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
-    return Finding("tokens", size, own, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
+        return Finding("tokens", *sizes, OK, "every token has the same id in both")
+    matching = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
+    return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {matching.match} ({matching.reason})")
 
 
-def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:
+def _size(tokenizer: Tokenizer | None) -> str:
+    return "no tokenizer" if tokenizer is None else str(len(tokenizer.get_vocab()))
+
+
+def _compare_logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:
     """Scores a position: often more than there are tokens, padded to a round number."""
-    rows, own = vocabulary(target), vocabulary(draft)
+    rows, draft_rows = vocabulary(target), vocabulary(draft)
     tokens = rows if tokenizer is None else max(tokenizer.get_vocab().values(), default=0) + 1
-    lacks = f"the draft has no ids from {own} on: it never proposes them, and reads another token in their place"
-    return _compared("logit rows", rows, own, lacks if own < tokens else "what comes after the tokens is padding")
+    follows = "what comes after the tokens is padding"
+    if draft_rows < tokens:
+        follows = f"the draft has no ids from {draft_rows} on: it never proposes them, "
+        follows += "and reads another token in their place"
+    return _compare("logit rows", rows, draft_rows, follows)
 
 
 def _end_ids(model: PreTrainedModel) -> str:
+    """The ids of the end tokens, as findings show them."""
     ids = getattr(model.generation_config, "eos_token_id", None)
-    return ", ".join(map(str, sorted(ids))) if isinstance(ids, list) else "none" if ids is None else str(ids)
+    if ids is None:
+        return "none"
+    return ", ".join(map(str, sorted(ids))) if isinstance(ids, list) else str(ids)
 
 
-def _positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    configs = (model.config.get_text_config(decoder=True) for model in (target, draft))
-    limit, own = (getattr(config, "max_position_embeddings", None) for config in configs)
-    shorter = own is not None and (limit is None or own < limit)
-    follows = f"after {own} tokens the draft agrees less" if shorter else "the draft reads as far as the target"
-    return _compared("positions", limit or "no limit", own or "no limit", follows)
+def _compare_positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
+    """How far both models read."""
+    limit, draft_limit = _max_positions(target), _max_positions(draft)
+    follows = "the draft reads as far as the target"
+    if draft_limit is not None and (limit is None or draft_limit < limit):
+        follows = f"after {draft_limit} tokens the draft agrees less"
+    return _compare("positions", limit or "no limit", draft_limit or "no limit", follows)
+
+
+def _max_positions(model: PreTrainedModel) -> int | None:
+    limit: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit

@@ -1,4 +1,4 @@
-"""Contenders: ways to generate that are timed against each other, each known by its name. See `ways` for the names."""
+"""Contenders: methods to generate that are timed against each other. Their names are those of `decoding_methods`."""
 
 import copy
 from collections.abc import Iterator
@@ -16,15 +16,24 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 
+from .decoding_methods import (
+    ASSISTED_NAME,
+    EXIT_NAME,
+    LOOKUP_NAME,
+    OUR_KINDS,
+    PLAIN_NAME,
+    VERIFIERS,
+    DecodingMethod,
+    parse_method,
+)
 from .inputs import Inputs
-from .ways import ASSISTED_NAME, EXIT_NAME, LOOKUP_NAME, OUR_KINDS, PLAIN_NAME, VERIFIERS, Way, way
 
 
 class Contender:
-    """One way to generate with a model.
+    """A model with one method to generate.
 
     Args:
-        name: as `ways.way` reads it; any other for a strategy.
+        name: as `parse_method` reads it; any other for a strategy.
         target, draft: of the pair, a model or a head; what drafts without one needs no draft.
         strategy: ours, in place of the one that the name says.
         tokenizers: the target's and the draft's, where these are not the same.
@@ -44,27 +53,36 @@ class Contender:
         early_exit: EarlyExitDraft | None = None,
     ):
         self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
-        self.way = way(name) if strategy is None else Way("given", compiled=strategy.compile)
-        self.compiled = self.way.compiled
-        needs = self.way.kind in (*VERIFIERS, "several", ASSISTED_NAME) and self.way.layer is None
-        has = draft is not None and (self.way.kind != ASSISTED_NAME or draft.can_generate())  # a head of ours cannot
-        require(has or not needs, f"{name} needs a draft model, and this pair has none.")
+        if strategy is None:
+            self.method = parse_method(name)
+        else:
+            self.method = DecodingMethod("strategy", compiled=strategy.compile)
+        self.compiled = self.method.compiled
+        is_assisted = self.method.kind == ASSISTED_NAME
+        needs_model = is_assisted or self.method.kind in (*VERIFIERS, "several")
+        if needs_model and self.method.exit_layer is None:
+            serves = draft is not None and (not is_assisted or draft.can_generate())  # a head of ours cannot
+            require(serves, f"{name} needs a draft model, and this pair has none.")
         # ours remembers what it learned from call to call
-        self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
+        self.strategy = self._make_strategy(early_exit) if self.method.kind in OUR_KINDS else strategy
 
-    def _own_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
-        kind, number, compiled, layer = self.way
+    def _make_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
+        """The strategy that the contender's name says."""
+        kind, num_draft_tokens, compiled, exit_layer = self.method
         draft: Any = self.draft
-        if kind in ("suffix", "several"):
-            draft = SuffixDraft() if kind == "suffix" else [SuffixDraft(), self.draft]
-        elif layer is not None:
-            own = early_exit is not None and early_exit.exit_layer == layer
-            draft = early_exit if own else EarlyExitDraft(layer)
-        shared = self.tokenizers is None or kind in ("suffix", EXIT_NAME)
-        tokenizer, draft_tokenizer = (None, None) if shared else self.tokenizers  # type: ignore[misc]
+        if kind == "suffix":
+            draft = SuffixDraft()
+        elif kind == "several":
+            draft = [SuffixDraft(), self.draft]
+        elif exit_layer is not None:
+            is_the_pairs = early_exit is not None and early_exit.exit_layer == exit_layer
+            draft = early_exit if is_the_pairs else EarlyExitDraft(exit_layer)
+        tokenizer = draft_tokenizer = None
+        if self.tokenizers is not None and kind not in ("suffix", EXIT_NAME):
+            tokenizer, draft_tokenizer = self.tokenizers
         return SpeculativeDecoding(
             draft,
-            num_draft_tokens=number or "auto",
+            num_draft_tokens=num_draft_tokens or "auto",
             verification=kind if kind in VERIFIERS else None,
             compile=compiled,
             tokenizer=tokenizer,
@@ -73,20 +91,27 @@ class Contender:
 
     @property
     def report(self) -> SpeculationReport | None:
+        """Of the last call, if it was ours."""
         return None if self.strategy is None else self.strategy.report
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         """Generate: [B, L + N] int64."""
         generate: Any = self.target.generate
-        drafting = self.target if self.draft is None or self.way.layer is not None else self.draft
-        with assisted_settings(drafting, self.way.number) if self.way.kind == ASSISTED_NAME else nullcontext():
+        settings: Any = nullcontext()
+        if self.method.kind == ASSISTED_NAME:
+            drafting = self.target
+            if self.draft is not None and self.method.exit_layer is None:
+                drafting = self.draft
+            settings = assisted_settings(drafting, self.method.num_draft_tokens)
+        with settings:
             output = generate(**inputs, **options, **self._arguments(options))
         if self.compiled and self.strategy is None and getattr(self.target, "_compiled_call", None) is None:
             raise RuntimeError("transformers has not compiled the forward of this model.")
         return output
 
     def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
-        kind, number, compiled, layer = self.way
+        """What `generate` is given for this method, besides inputs and options."""
+        kind, num_draft_tokens, compiled, exit_layer = self.method
         if self.strategy is not None:
             return {"custom_generate": self.strategy}
         if kind == PLAIN_NAME and compiled:  # with graphs on an accelerator, as transformers itself compiles
@@ -97,18 +122,21 @@ class Contender:
         if kind == PLAIN_NAME:
             return {}
         if kind == LOOKUP_NAME:
-            return {"prompt_lookup_num_tokens": number}
-        if layer is not None:
-            return {"assistant_early_exit": layer}
+            return {"prompt_lookup_num_tokens": num_draft_tokens}
+        if exit_layer is not None:
+            return {"assistant_early_exit": exit_layer}
         if self.tokenizers is None:
             return {"assistant_model": self.draft}
-        told = "with another tokenizer transformers samples from wrong probabilities and leaves its own head in the "
-        require(not options.get("do_sample"), f"{told}draft; compare with it greedily.")
-        tokenizer, own = self.tokenizers
-        return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": own}
+        require(
+            not options.get("do_sample"),
+            "with another tokenizer transformers samples from wrong probabilities and leaves its own head in the "
+            "draft; compare with it greedily.",
+        )
+        tokenizer, assistant_tokenizer = self.tokenizers
+        return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
 
     def prepare(self, inputs: Inputs) -> None:
-        """Have ours know the times of its forwards, which predict speed; compiled ones would take minutes."""
+        """Time the forwards of ours, from which its report computes speed-ups; compiled ones would take minutes."""
         if self.strategy is None or self.compiled or self.strategy.costs.knows(len(inputs["input_ids"])):
             return
         if self.strategy.num_draft_tokens == 0:  # it decodes plainly
@@ -118,22 +146,22 @@ class Contender:
 
 
 @contextmanager
-def assisted_settings(draft: PreTrainedModel, number: int | str | None) -> Iterator[None]:
+def assisted_settings(draft: PreTrainedModel, num_draft_tokens: int | str | None) -> Iterator[None]:
     """Have the draft propose that many candidates in every round, as before where it is None; undone at the end.
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """
-    kept: Any = draft.generation_config
+    original: Any = draft.generation_config
     config: Any = draft.base_model.config
     layers = getattr(config, "num_hidden_layers", None)  # which an early exit lowers, and leaves so after an error
-    draft.generation_config = copy.deepcopy(kept)
-    if number is not None:
-        draft.generation_config.num_assistant_tokens = number
+    draft.generation_config = copy.deepcopy(original)
+    if num_draft_tokens is not None:
+        draft.generation_config.num_assistant_tokens = num_draft_tokens
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
     try:
         yield
     finally:
-        draft.generation_config = kept
+        draft.generation_config = original
         if getattr(config, "num_hidden_layers", None) != layers:
             config.num_hidden_layers = layers

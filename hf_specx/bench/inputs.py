@@ -20,13 +20,13 @@ MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
 
 
 def settings_of(
-    target: PreTrainedModel, given: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
+    target: PreTrainedModel, options: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, Any]:
-    """`given` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k of the target."""
-    config, _ = target._prepare_generation_config(None, **given)  # type: ignore[operator]
-    found = {"do_sample": bool(config.do_sample), "max_new_tokens": config.max_new_tokens or max_new_tokens}
+    """`options` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k of the target."""
+    config, _ = target._prepare_generation_config(None, **options)  # type: ignore[operator]
+    settings = {"do_sample": bool(config.do_sample), "max_new_tokens": config.max_new_tokens or max_new_tokens}
     names = ("temperature", "top_p", "top_k") if config.do_sample else ()
-    return found | {name: getattr(config, name) for name in names} | given
+    return settings | {name: getattr(config, name) for name in names} | options
 
 
 def prompts_of_length(
@@ -42,11 +42,12 @@ def prompts_of_length(
         generator = torch.Generator("cpu").manual_seed(seed)
         ids = torch.randint(1, vocabulary(pair.target), (batch, length), generator=generator, device="cpu")
     else:
-        texts = [tokens for text in pair.prompts if (tokens := token_ids(pair.tokenizer, text))]
-        require(bool(texts), "the pair has no prompts of its own; give some with --prompts.")
+        tokenized = [token_ids(pair.tokenizer, text) for text in pair.prompts]
+        prompts = [tokens for tokens in tokenized if tokens]
+        require(bool(prompts), "the pair has no prompts of its own; give some with --prompts.")
         rows = []
         for row in range(first, first + batch):
-            rotated = itertools.islice(itertools.cycle(texts), row % len(texts), None)
+            rotated = itertools.islice(itertools.cycle(prompts), row % len(prompts), None)
             rows.append(list(itertools.islice(itertools.chain.from_iterable(rotated), length)))
         ids = torch.tensor(rows, device="cpu")
     device = execution_device(pair.target)
@@ -54,9 +55,11 @@ def prompts_of_length(
 
 
 def whole_prompts(pair: DraftTargetPair, rows: int, repeats: int, new_tokens: int) -> list[Inputs]:
-    """So many batches of the pair's prompts as they are, each padded to the longest of its own rows."""
-    told = "prompts as they are need a tokenizer and prompts; give the pair some, or a number of prompt tokens."
-    require(pair.tokenizer is not None and bool(pair.prompts), told)
+    """`repeats` batches of the pair's prompts as they are, each padded to the longest of its own rows."""
+    require(
+        pair.tokenizer is not None and bool(pair.prompts),
+        "prompts as they are need a tokenizer and prompts; give the pair some, or a number of prompt tokens.",
+    )
     ids = prompt_rows(pair.tokenizer, pair.target, pair.prompts, new_tokens)  # type: ignore[arg-type]
     return batches_of(pair.target, pair.tokenizer, ids, rows, repeats)
 
@@ -68,7 +71,7 @@ def batches_of(
     rows: int,
     count: int | None = None,
 ) -> list[Inputs]:
-    """So many batches of prompts, one after another and from the first on again; else as many as all of them fill."""
+    """`count` batches of prompts in a row, from the first on again; None is as many as all of them fill."""
     count = math.ceil(len(ids) / rows) if count is None else count
     endless = itertools.cycle(ids)
     return [padded_batch(target, tokenizer, list(itertools.islice(endless, rows))) for _ in range(count)]
@@ -99,11 +102,14 @@ def padded_batch(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Whether a model has positions for a prompt and, unless an encoder reads it, for the new tokens after it."""
+    """Raise a ValueError unless a model has positions for a prompt and the new tokens; an encoder reads it apart."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
-    told = f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of the model"
-    require(limit is None or tokens <= limit, f"{told}; give fewer new tokens or shorter prompts.")
+    require(
+        limit is None or tokens <= limit,
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of the model; "
+        "give fewer new tokens or shorter prompts.",
+    )
 
 
 def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
@@ -113,7 +119,12 @@ def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
 
 def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, options: dict[str, Any]) -> list[list[int]]:
     """Generated ids of each row of an output [B, L + N], up to and including the first end token of the call."""
-    found = options.get("eos_token_id", target.generation_config.eos_token_id)
-    ends = set() if found is None else {found} if isinstance(found, int) else set(found)
-    rows = output[:, prompt_width(target, inputs) :].tolist()
-    return [row[: next((n for n, token in enumerate(row, 1) if token in ends), len(row))] for row in rows]
+    eos_token_id = options.get("eos_token_id", target.generation_config.eos_token_id)
+    if eos_token_id is None:
+        eos_token_id = []
+    end_ids = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    texts = []
+    for row in output[:, prompt_width(target, inputs) :].tolist():
+        length = next((count for count, token in enumerate(row, 1) if token in end_ids), len(row))
+        texts.append(row[:length])
+    return texts

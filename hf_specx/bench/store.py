@@ -30,15 +30,15 @@ class Store:
     """Cells of a file, each written as soon as it is known: "cell" (name or settings), "provenance", figures.
 
     The file need not be there, and None keeps the cells in memory. Its key `kind` says what it is, one of `LACKS`. A
-    cell is taken from it if its "provenance" has all of `made`. A file of results is locked until the store is closed
-    or gone; an unfinished check, which others do not name, is not.
+    cell is taken from it if its "provenance" has all of that of the store. A file of results is locked until the store
+    is closed or gone; an unfinished check, which others do not name, is not.
 
     Raises:
         ValueError: the file is something else, or another process writes it.
     """
 
-    def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
-        self.path, self.kind, self.made = path, kind, made
+    def __init__(self, path: Path | None, kind: str, provenance: dict[str, Any]):
+        self.path, self.kind, self.provenance = path, kind, provenance
         self.lock = ExitStack()
         if path is not None and kind == "schema":
             self.lock.enter_context(locked(path))
@@ -51,21 +51,22 @@ class Store:
         """Let others write the file."""
         self.lock.close()
 
-    def add(self, known: dict[str, Any]) -> None:
-        """Take a cell in, in place of an earlier one of the same name or settings."""
-        self.cells = [x for x in self.cells if x["cell"] != known["cell"]] + [known]
+    def add(self, cell: dict[str, Any]) -> None:
+        """Add a cell, in place of an earlier one of the same name or settings."""
+        others = [other for other in self.cells if other["cell"] != cell["cell"]]
+        self.cells = [*others, cell]
         if self.path is not None:
             part = self.path.with_name(f"{self.path.name}.part")
             text = json.dumps({self.kind: FILE_VERSION, "cells": self.cells}, indent=1)
             part.write_text(f"{text}\n", encoding="utf-8")
             os.replace(part, self.path)
 
-    def take(self, name: str, make: Callable[[], Any]) -> Any:
-        """The value of a name, made if it is not known; as a file would have it, so that both ways give the same."""
-        for known in self.cells:
-            if known["cell"] == name and self.made.items() <= known["provenance"].items():
-                return known["value"]
-        self.add(json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()})))
+    def get_or_compute(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The value of a name, computed if it is not stored; as a file would have it, so that both give the same."""
+        for cell in self.cells:
+            if cell["cell"] == name and self.provenance.items() <= cell["provenance"].items():
+                return cell["value"]
+        self.add(json.loads(json.dumps({"cell": name, "provenance": self.provenance, "value": compute()})))
         return self.cells[-1]["value"]
 
 
@@ -75,17 +76,19 @@ def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
     if path is None or not path.exists():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        found = None
-    known = isinstance(found, dict) and found.get(kind) == FILE_VERSION and isinstance(found.get("cells"), list)
-    require(known, f"{path} is there already and {LACKS[kind]}; name another file.")
-    return found["cells"]
+        content = None
+    cells: Any = None
+    if isinstance(content, dict) and content.get(kind) == FILE_VERSION:
+        cells = content.get("cells")
+    require(isinstance(cells, list), f"{path} is there already and {LACKS[kind]}; name another file.")
+    return list(cells)
 
 
-def provenance(where: PreTrainedModel) -> dict[str, Any]:
+def provenance(model: PreTrainedModel) -> dict[str, Any]:
     """Where a number was made: versions, device, and the precision of a model."""
-    device = execution_device(where)
+    device = execution_device(model)
     return {
         "hf_specx": hf_specx.__version__,
         "torch": torch.__version__,
@@ -93,5 +96,5 @@ def provenance(where: PreTrainedModel) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": f"{device.type} ({hardware(device)})",
         "threads": torch.get_num_threads(),
-        "dtype": str(where.dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
     }

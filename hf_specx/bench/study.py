@@ -1,4 +1,4 @@
-"""How drafts are tried for a target, and what was found of each."""
+"""How drafts are tried for a target, and what came of each."""
 
 import math
 import statistics
@@ -10,14 +10,14 @@ from hf_specx.common.errors import require
 from hf_specx.hub.pair_config import Measurement, PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import LEAST_TURNS, SECONDS, check_runs
+from .checks import MIN_TURNS, SECONDS, check_runs
 from .compatibility import Finding
-from .looks import Looks
+from .sequential_test import SequentialTest
 
 
 BATCHES = (1, 8)
 LEARNING_ROWS = 8  # texts from which acceptance is learned before anything is chosen
-MISLED = 0.025  # the chance that a study recommends a draft that gains nothing; as large is that of the opposite
+FALSE_ALARM = 0.025  # the chance that a study recommends a draft that gains nothing; as large is that of the opposite
 
 
 @dataclass
@@ -27,35 +27,35 @@ class Study:
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
-    repeats: int = LEAST_TURNS  # of plain and ours, each on the next prompts: so many at each batch size at least
+    repeats: int = MIN_TURNS  # of plain and ours, each on the next prompts: so many at each batch size at least
     seconds: float = SECONDS  # of timed runs of a draft at a batch size, after which no more turn begins
     seed: int = 0
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
     command: str = "hf_specx.bench.tune.tune(...)"  # what the measurements say that they were made by
-    drafts: int = 1  # how many are tried; all of their speed-ups share one chance to be misled
+    drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of the study
 
     def __post_init__(self) -> None:
         check_runs(self.batches, self.repeats)
         require(0 <= self.seconds < math.inf, f"seconds={self.seconds} is no time; give 0 or more.")
 
     @property
-    def learning(self) -> int:
-        """Generations, of the largest batch, from which acceptance is learned before anything is chosen."""
+    def num_learning_batches(self) -> int:
+        """Batches of the largest size from which acceptance is learned before anything is chosen."""
         return max(1, LEARNING_ROWS // max(self.batches))
 
-    def looks(self, turns: int) -> Looks:
-        """When to look at a speed-up; all prompts have had their turn after so many."""
-        share = MISLED / (self.drafts * len(self.batches))
-        return Looks(share, max(turns, self.repeats), self.repeats, self.seconds)
+    def sequential_test(self, num_batches: int) -> SequentialTest:
+        """The test of one speed-up, which is first looked at when each of so many batches has had its turn."""
+        share = FALSE_ALARM / (self.drafts * len(self.batches))
+        return SequentialTest(share, max(num_batches, self.repeats), self.repeats, self.seconds)
 
 
 @dataclass
 class DraftTrial:
-    """What was found of one draft."""
+    """What came of one draft."""
 
-    name: str  # as it was given
+    name: str  # as it was named
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None  # why it cannot be used
     misread: str = ""  # why its files look as if they were misread, and what to do
@@ -75,9 +75,12 @@ class DraftTrial:
     @property
     def speedup(self) -> float:
         """The geometric mean of the measured speed-ups over batch sizes; 0 where nothing was measured."""
-        return statistics.geometric_mean(m.measured_speedup for m in self.measurements) if self.measurements else 0.0
+        if not self.measurements:
+            return 0.0
+        return statistics.geometric_mean(m.measured_speedup for m in self.measurements)
 
     def to_dict(self) -> dict[str, Any]:
+        """All of it but the pair as plain values."""
         return {
             "draft": self.name,
             "error": self.error,

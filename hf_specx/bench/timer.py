@@ -19,8 +19,8 @@ from hf_specx.engine.report import PLAINLY, SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .contenders import Contender
+from .decoding_methods import ASSISTED_NAME, PLAIN_NAME
 from .inputs import Inputs, emitted
-from .ways import ASSISTED_NAME, PLAIN_NAME
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
@@ -37,7 +37,7 @@ class TimedCall:
     seconds: float
     tokens: int  # emitted, over all rows
     report: SpeculationReport | None = None  # of ours
-    steps: int = 1  # tokens of the longest row
+    longest_row: int = 1  # its tokens, which is the number of steps of plain `generate`
 
 
 @dataclass
@@ -73,78 +73,91 @@ class Timing:
         """Tokens of all runs over the seconds of all runs."""
         return sum(run.tokens for run in self.runs) / sum(self.seconds)
 
-    def times(self, plain: "Timing") -> float:
-        """How many times as fast as plain `generate`: tokens per second of both, each the median of its runs."""
-        return self.tokens_per_second / plain.tokens_per_second
+    def speedups(self, plain: "Timing") -> list[float]:
+        """How many times as fast as plain `generate` in each turn, by tokens per second."""
+        return [rate / plain_rate for rate, plain_rate in zip(self.rates, plain.rates, strict=True)]
+
+    def measured_speedup(self, plain: "Timing") -> float:
+        """The median of `speedups`."""
+        return statistics.median(self.speedups(plain))
 
     def median_of(self, figure: str) -> float | None:
-        """The median of a figure of `reports` over the runs that know it."""
-        known = [value for report in self.reports if (value := getattr(report, figure)) is not None]
-        return statistics.median(known) if known else None
+        """The median of a figure of `reports` over the runs that have it; None if none has."""
+        values = [getattr(report, figure) for report in self.reports]
+        values = [value for value in values if value is not None]
+        return statistics.median(values) if values else None
 
     def to_dict(self) -> dict[str, Any]:
+        """Seconds and tokens of each run, and the median rate, as plain values."""
         runs = {name: [getattr(run, name) for run in self.runs] for name in ("seconds", "tokens")}
         return runs | {"tokens_per_second": self.tokens_per_second}
 
     def __str__(self) -> str:
         rates = f"{self.tokens_per_second:8.1f} tokens/s ({min(self.rates):.1f} to {max(self.rates):.1f})"
-        return f"{rates}, {statistics.median(run.seconds for run in self.runs):.2f} s a run"
+        return f"{rates}, {statistics.median(self.seconds):.2f} s a run"
 
 
 @dataclass
 class Timer:
     """Times contenders in turns."""
 
-    make: Callable[[str], Contender]  # gives the contender of a name; called once for each
+    make_contender: Callable[[str], Contender]  # by its name; called once for each
     batches: Sequence[Inputs]  # of one turn after another, from the first on again where there are more turns
     options: dict[str, Any]  # of `generate`, `max_new_tokens` among them
     seeds: Sequence[int]  # of the turns, one run of each contender in each; the warm-up has that of the first
     advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each contender
     may_fail: Container[str] = ()  # contenders whose failure is noted, and the others go on; else it is raised
-    order: random.Random | None = None  # draws the order of each turn; None rotates it
-    enough: Callable[[dict[str, Timing]], bool] = lambda timings: False  # asked after each turn: was it the last?
+    rng: random.Random | None = None  # draws the order of each turn; None rotates it
+    should_stop: Callable[[dict[str, Timing]], bool] = lambda timings: False  # asked after each turn: was it the last?
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
         """The runs of the contenders of these names."""
         self.contenders: dict[str, Contender] = {}
-        self.seen: set[tuple[str, torch.Size]] = set()  # contenders with the shapes of inputs that they ran
-        found = {name: Timing() for name in names}
+        self.warm_shapes: set[tuple[str, torch.Size]] = set()  # contenders with the shapes of inputs that they ran
+        timings = {name: Timing() for name in names}
         for turn in range(-1, len(self.seeds)):
             first = max(turn, 0) % len(names)
-            rotated = [*names[first:], *names[:first]]
-            for name in rotated if self.order is None else self.order.sample(rotated, len(rotated)):
-                if found[name].error is None:
+            order = [*names[first:], *names[:first]]
+            if self.rng is not None:
+                order = self.rng.sample(order, len(order))
+            for name in order:
+                if timings[name].error is None:
                     try:
-                        self._take(name, turn, found[name])
+                        self._time_turn(name, turn, timings[name])
                     except Exception as error:  # compilers, memory, and options that are not there
                         if name not in self.may_fail:
                             raise
                         first_line = next(iter(str(error).strip().splitlines()), "")
-                        found[name] = Timing(error=f"{type(error).__name__}: {first_line}")
+                        timings[name] = Timing(error=f"{type(error).__name__}: {first_line}")
                 self.advance()
-            if turn >= 0 and self.enough(found):
+            if turn >= 0 and self.should_stop(timings):
                 break
-        return found
+        return timings
 
-    def _take(self, name: str, turn: int, timing: Timing) -> None:
+    def _time_turn(self, name: str, turn: int, timing: Timing) -> None:
         """One run, in which nothing is compiled; turn -1 warms up, as does a first run of a shape that is compiled."""
-        contender = self.contenders.get(name) or self.contenders.setdefault(name, self.make(name))
-        options, number = self.options, max(turn, 0)
+        if name not in self.contenders:
+            self.contenders[name] = self.make_contender(name)
+        contender = self.contenders[name]
+        options = self.options
         if turn < 0 and not contender.compiled:
             options = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"])}
-        call = contender, self.batches[number % len(self.batches)], options, self.seeds[number]
-        shape = name, call[1]["input_ids"].shape
-        if turn < 0 or (contender.compiled and shape not in self.seen):  # transformers does not say what it compiles
-            warm_up = time_call(*call)
+        number = max(turn, 0)
+        inputs = self.batches[number % len(self.batches)]
+        seed = self.seeds[number]
+        shape = name, inputs["input_ids"].shape
+        # transformers does not say what it compiles
+        if turn < 0 or (contender.compiled and shape not in self.warm_shapes):
+            warm_up = time_call(contender, inputs, options, seed)
             timing.first_seconds = timing.first_seconds or warm_up.seconds
-            self.seen.add(shape)
+            self.warm_shapes.add(shape)
         if turn < 0:
             return
-        run = time_call(*call)
+        run = time_call(contender, inputs, options, seed)
         for _ in range(RETRIES):
             if run.report is None or not run.report.compilations:
                 break
-            run = time_call(*call)  # a size had not occurred before
+            run = time_call(contender, inputs, options, seed)  # a size had not occurred before
         timing.runs.append(run)
 
 
@@ -164,11 +177,6 @@ def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], see
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The median, the least and the largest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def speedups(rates: Sequence[float], plain_rates: Sequence[float]) -> list[float]:
-    """How many times as fast as plain `generate`, turn by turn."""
-    return [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
 
 
 def seconds_per_step(report: SpeculationReport) -> float:
@@ -193,13 +201,13 @@ class Comparison:
 
         "expected_speedup" (Theorem 3.8) and "forward_limited_speedup" are None where no costs were measured.
         """
-        known = {name: self.ours.median_of(name) for name in REPORTED_RATIOS}
-        return known | {"measured_speedup": statistics.median(speedups(self.ours.rates, self.plain.rates))}
+        reported = {name: self.ours.median_of(name) for name in REPORTED_RATIOS}
+        return reported | {"measured_speedup": self.ours.measured_speedup(self.plain)}
 
     @property
     def plain_step(self) -> float:
         """Seconds of plain `generate` for each token of the longest row, prompts included."""
-        return statistics.median(run.seconds / max(1, run.steps) for run in self.plain.runs)
+        return statistics.median(run.seconds / max(1, run.longest_row) for run in self.plain.runs)
 
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
@@ -222,8 +230,8 @@ class Comparison:
                 f"speed-up by the times of forwards alone {limit:.2f}, by Theorem 3.8 {expected:.2f}",
             ]
         plainly = all(report.layout == PLAINLY for report in self.ours.reports)
-        said = "though both decode plainly: what differs is noise" if plainly else "the median of the turns'"
-        return "\n".join([*lines, f"measured speed-up {measured:.2f}, {said}"])
+        remark = "though both decode plainly: what differs is noise" if plainly else "the median of the turns'"
+        return "\n".join([*lines, f"measured speed-up {measured:.2f}, {remark}"])
 
 
 def compare(
@@ -235,16 +243,16 @@ def compare(
     seed: int = 0,
     advance: Advance = lambda: None,
     draft: PreTrainedModel | None = None,
-    order: random.Random | None = None,
-    enough: Callable[[Timing, Timing], bool] = lambda plain, ours: False,
+    rng: random.Random | None = None,
+    should_stop: Callable[[Timing, Timing], bool] = lambda plain, ours: False,
 ) -> Comparison:
     """Time plain `generate` of the target and ours in turns; with a `draft` transformers' assisted generation too.
 
     Each turn takes the next of `batches`, all of B rows, and number i starts from `torch.manual_seed(seed + i)`.
     `options` are of `generate`, `max_new_tokens` among them. The strategy gets times of forwards where it has none, so
     that the report has its speed-ups. Where ours has another draft than `draft`, ours with that takes part as well.
-    `advance` is called after each run, and `enough` after each turn: was it the last? Else there are `repeats`.
-    `order` draws the order of each turn.
+    `advance` is called after each run, and `should_stop` after each turn: was it the last? Else there are `repeats`.
+    `rng` draws the order of each turn.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     if draft is not None:
@@ -254,7 +262,7 @@ def compare(
     contenders["ours"].prepare(batches[0])
     seeds = range(seed, seed + repeats)
     may_fail = ("assisted", "ours_with_its_draft")
-    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail, order)
-    timer.enough = lambda timings: enough(timings["plain"], timings["ours"])
+    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail, rng)
+    timer.should_stop = lambda timings: should_stop(timings["plain"], timings["ours"])
     timings = timer.time(tuple(contenders)).items()
     return Comparison(**{name: timing for name, timing in timings if timing.error is None})

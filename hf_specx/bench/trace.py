@@ -14,38 +14,42 @@ from hf_specx.sampling.verifiers import distribution
 class Recorder:
     """Listens to the rounds of a call for one row, after a token; `rounds` are as `trace` gives them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, last: list[int]):
-        self.tokenizer, self.last = tokenizer, last
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, last_token: list[int]):
+        self.tokenizer, self.last_token = tokenizer, last_token
         self.rounds: list[dict[str, Any]] = []
 
     def observe(self, done: Round) -> None:
-        """Take in one round of one row."""
-        accepted, drafted, first = done.accepted[0], done.draft.lengths[0], done.batch.width + done.before[0]
+        """Record one round of one row."""
+        accepted, drafted = done.accepted[0], done.draft.lengths[0]
         proposed = done.draft.tokens[0].tolist()
+        first = done.batch.width + done.before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]
 
-        def entry(position: int, run: list[int]) -> dict[str, Any]:
-            token, before = run[position], run[position - 1 : position] or self.last
-            known = None if q is None or position >= len(proposed) else float(q[position, token])
+        def entry(position: int, tokens: list[int]) -> dict[str, Any]:
+            token, before = tokens[position], tokens[position - 1 : position] or self.last_token
+            draft_chance = None
+            if q is not None and position < len(proposed):
+                draft_chance = float(q[position, token])
             text = text_added(self.tokenizer, before, token)
-            return {"token": token, "text": text, "p": float(p[position, token]), "q": known}
+            return {"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance}
 
         candidates = []
         for position in range(min(drafted, len(p))):
-            known = entry(position, proposed)
+            candidate = entry(position, proposed)
             overlap = done.overlap[0][position] if position < len(done.overlap[0]) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
-            acceptance = overlap if known["q"] is None else min(1.0, known["p"] / known["q"])
-            kept = {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
-            candidates.append(known | kept)
+            acceptance = overlap if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
+            candidates.append(
+                candidate | {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
+            )
         follower = "bonus" if accepted == drafted else "recovered"
         tokens = [
             entry(position, emitted) | {"origin": "accepted" if position < accepted else follower}
             for position in range(len(emitted))
         ]
-        self.last = emitted[-1:] or self.last
+        self.last_token = emitted[-1:] or self.last_token
         rejected = None if accepted == drafted else accepted
         self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
 
@@ -68,7 +72,8 @@ def trace(
         None. "tokens" entered the text; their "origin" is "accepted", "recovered" or "bonus".
     """
     prompt = inputs["input_ids"][0].tolist()
-    recorder, listened = Recorder(tokenizer, prompt[-1:]), copy.copy(strategy)
+    recorder = Recorder(tokenizer, prompt[-1:])
+    listened = copy.copy(strategy)
     listened.listeners = (*strategy.listeners, recorder)
     target.generate(**inputs, **options, custom_generate=listened)  # type: ignore[operator]
     strategy.report = report = listened.report
@@ -78,6 +83,11 @@ def trace(
 
 def text_added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
     """The text of a token after another one, since some tokenizers strip the space at the start of a text."""
-    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
-    first, both, alone = map(str, texts)
-    return both.removeprefix(first) if both.startswith(first) and both != first else alone  # else part of a character
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    text_before, text = decode(before), decode([*before, token])
+    if text.startswith(text_before) and text != text_before:
+        return text.removeprefix(text_before)
+    return decode([token])  # else part of a character

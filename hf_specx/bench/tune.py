@@ -29,17 +29,17 @@ from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .compatibility import ERROR, find_fit, find_own
+from .compatibility import ERROR, describe_draft, find_fit
 from .contenders import Contender
 from .inputs import batches_of, prompt_rows, settings_of
-from .looks import Interval
+from .sequential_test import Interval
 from .store import provenance
 from .study import DraftTrial, Study
-from .timer import Advance, Comparison, compare, speedups, time_call
+from .timer import Advance, Comparison, compare, time_call
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
-MOST_TURNS = 2**20  # time is up before
+MAX_TURNS = 2**20  # time is up before
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -61,8 +61,8 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
     trust = study.trust_remote_code
     config = load_config(get_settings(find_files(folder_of(target)), ModelSource(), trust), trust)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
-    named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
-    return list(dict.fromkeys(itertools.chain.from_iterable(named)))
+    names = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
+    return list(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 def exit_layers(config: PreTrainedConfig) -> list[int]:
@@ -70,7 +70,8 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
     if config.is_encoder_decoder:
         return []
     layers = config.get_text_config(decoder=True).num_hidden_layers
-    return sorted({number for share in TRIED_SHARES if 1 <= (number := round(share * layers)) < layers})
+    numbers = {round(share * layers) for share in TRIED_SHARES}
+    return sorted(number for number in numbers if 1 <= number < layers)
 
 
 def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
@@ -84,8 +85,9 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
     Raises:
         ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
     """
-    once = drafts and len(set(drafts)) == len(drafts)
-    require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
+    require(
+        bool(drafts) and len(set(drafts)) == len(drafts), f"drafts={list(drafts)!r}: give at least one, and each once."
+    )
     loaded = load(target, study, study.device_map)
     study = replace(study, options=settings_of(loaded.model, study.options), drafts=len(drafts))
     ids = read_prompts(target, loaded, study)
@@ -101,13 +103,16 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
-    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}."
-    require(target is None or not is_embedded(name), message)
-    trust, name = study.trust_remote_code, folder_of(name)
+    require(
+        target is None or not is_embedded(name),
+        f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}.",
+    )
+    name = folder_of(name)
+    trust = study.trust_remote_code
     files = find_files(name) if target is None else find_draft_files(name)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
-    of_target = None if target is None else target.model
-    model = load_model(files, trust, of_target, dtype=study.dtype, device_map=device_map)
+    target_model = None if target is None else target.model
+    model = load_model(files, trust, target_model, dtype=study.dtype, device_map=device_map)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
     if study.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
@@ -138,14 +143,16 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
         if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
             trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer)
         else:
-            trial.findings = find_own(target.model, draft.model)
+            trial.findings = describe_draft(target.model, draft.model)
         for finding in trial.findings:
             require(finding.verdict != ERROR, finding.follows)
-        both = target.tokenizer, draft.tokenizer
+        tokenizers = None
+        if target.tokenizer is not None and draft.tokenizer is not None:
+            tokenizers = tokenizer_facts(target.tokenizer, draft.tokenizer)
         config = PairConfig(
             target=target.facts,
             draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
-            tokenizers=None if None in both else tokenizer_facts(*both),  # type: ignore[arg-type]
+            tokenizers=tokenizers,
         )
         config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
@@ -167,50 +174,56 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, adv
 
     Returns why the draft's files look as if they were misread, if they do.
     """
-    target, config, measurements = pair.target, pair.config, list[Measurement]()
+    target, config = pair.target, pair.config
     shuffled = random.Random(study.seed).sample(ids, len(ids))
     batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in study.batches}
     options = study.options | {"eos_token_id": None}
-    chooses = isinstance(pair.draft, SuffixDraft)  # the number itself, for each row
+    chooses_number = isinstance(pair.draft, SuffixDraft)  # itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,
-        num_draft_tokens="auto" if chooses else FIXED_DRAFT_TOKENS,
+        num_draft_tokens="auto" if chooses_number else FIXED_DRAFT_TOKENS,
         tokenizer=pair.tokenizer,
         draft_tokenizer=pair.draft_tokenizer,
     )
     contender, reports = Contender("ours", target, strategy=strategy), list[Any]()
-    for run, inputs in enumerate(batches[max(study.batches)][: study.learning]):
+    for run, inputs in enumerate(batches[max(study.batches)][: study.num_learning_batches]):
         reports.append(time_call(contender, inputs, options, study.seed + run).report)
         advance()
     learned: Any = reduce(operator.add, reports)
-    if not learned.rounds and not chooses:
+    if not learned.rounds and not chooses_number:
         warnings.warn(f"nothing was drafted ({learned.layout_reason}), so its speed tells nothing.", stacklevel=2)
     if learned.survival[1]:
         strategy.costs.alpha[learned.verification] = learned.survival_rate
-    for rows in () if chooses else study.batches:
-        strategy.calibrate(target, batches[rows][0]["input_ids"])
-    most = make_drafter(pair.draft, target).max_candidates
+    if not chooses_number:
+        for rows in study.batches:
+            strategy.calibrate(target, batches[rows][0]["input_ids"])
+    max_candidates = make_drafter(pair.draft, target).max_candidates
+    measurements = []
     for rows in study.batches:
-        if not chooses:
-            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(rows, learned.verification, most)
-        looks = study.looks(len(batches[rows]))
+        if not chooses_number:
+            number = strategy.costs.best_num_draft_tokens(rows, learned.verification, max_candidates)
+            strategy.num_draft_tokens = number
+        test = study.sequential_test(len(batches[rows]))
         comparison = compare(
             target,
             strategy,
             batches[rows],
             options,
-            MOST_TURNS,
+            MAX_TURNS,
             study.seed,
             advance,
-            order=random.Random(study.seed),
-            enough=lambda plain, ours: looks.enough(plain.seconds, ours.seconds),  # noqa: B023
+            rng=random.Random(study.seed),
+            should_stop=lambda plain, ours: test.should_stop(plain.seconds, ours.seconds),  # noqa: B023
         )
-        measurements.append(_measurement(rows, target, strategy, comparison, looks.interval, shuffled, study))
+        measurements.append(_measurement(rows, target, strategy, comparison, test.interval, shuffled, study))
     config.measurements = measurements
-    numbers = {m.num_draft_tokens for m in measurements}
-    faster = all(m.is_faster for m in measurements)
-    one_number = len(study.batches) > 1 and len(numbers) == 1 and learned.verification != "greedy" and not chooses
-    config.num_draft_tokens = 0 if not config.pays else numbers.pop() if one_number and faster else "auto"
+    config.num_draft_tokens = "auto"
+    if not config.pays:
+        config.num_draft_tokens = 0
+    elif len(study.batches) > 1 and learned.verification != "greedy" and not chooses_number:
+        numbers = {m.num_draft_tokens for m in measurements}
+        if len(numbers) == 1 and all(m.is_faster for m in measurements):
+            config.num_draft_tokens = numbers.pop()
     last = measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
     pair.strategy = pair._strategy()
@@ -226,17 +239,17 @@ def _measurement(
     ids: list[list[int]],
     study: Study,
 ) -> Measurement:
-    """What all turns say together of so many rows; the speed-up is tokens of all over seconds of all."""
+    """What all turns of batches of so many rows say; the speed-up is tokens of all turns over seconds of all."""
     plain, ours = comparison.plain, comparison.ours
-    report, where = reduce(operator.add, ours.reports), provenance(target)
-    draft, number, turns = strategy.draft_model, strategy.num_draft_tokens, len(ours.runs)
-    in_turns = speedups(ours.rates, plain.rates)
+    report = reduce(operator.add, ours.reports)
+    where = provenance(target)
+    draft, turns = strategy.draft_model, len(ours.runs)
     sampling: dict[str, Any] = {name: study.options.get(name) for name in ("temperature", "top_p", "top_k")}
     return Measurement(
         batch=rows,
         dtype=where["dtype"],
         verification=report.verification,
-        num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(number),
+        num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(strategy.num_draft_tokens),
         layout=report.layout,
         alpha=report.alpha,
         cost_coefficient=strategy.costs.cost_coefficient(rows) or None,  # 0 where a draft runs no forwards
@@ -251,7 +264,7 @@ def _measurement(
         interval_low=interval.low,
         interval_high=interval.high,
         turns=turns,
-        turn_spread=statistics.stdev(in_turns) if turns > 1 else None,
+        turn_spread=statistics.stdev(ours.speedups(plain)) if turns > 1 else None,
         **sampling,
         max_new_tokens=study.options["max_new_tokens"],
         prompts=min(turns * rows, len(ids)),

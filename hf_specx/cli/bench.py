@@ -1,4 +1,4 @@
-"""`specx bench`: time the ways to generate in turns on this machine."""
+"""`specx bench`: time methods to generate in turns on this machine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specx.bench.cell import Cell
 from hf_specx.bench.checks import check_runs
-from hf_specx.bench.ways import AFTER_KINDS, KINDS, Cell, way
+from hf_specx.bench.decoding_methods import AFTER_KINDS, KINDS, parse_method
 from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import check_free
 
-from .console import Output, figure, imports, steps
+from .console import SPEEDUP_COLUMNS, Output, figure, imports, steps
 from .options import Batches, Loading, Named, Prompted, Sampling, command, typed
 from .prompts import prompts_of_file
 
@@ -19,16 +20,14 @@ from .prompts import prompts_of_file
 COLUMNS = {  # with what is in them
     "contender": "",
     "tokens/s": "all rows together, the median over turns",
-    "times plain": "tokens/s over those of plain",
-    "within turns": "the least and the largest of these ratios within one turn",
     "accepted": "α, the chance that a candidate is accepted",
     "tokens a round": "of each row",
-    "limit": "times plain by the times of bare forwards; measured may be more, since plain steps take longer",
-    "Theorem 3.8": "the same, if the target took as long for all candidates as for one token",
+    **SPEEDUP_COLUMNS,
+    "speed-up": f"{SPEEDUP_COLUMNS['speed-up']}, the median over turns (the least to the largest)",
 }
 HELP_CONTENDER = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
-    "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the ways of this pair, and assisted ones."
+    "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the methods of this pair, and assisted ones."
 )
 HELP_PROMPT_TOKENS = "Join prompts and cut them to so many tokens; else 64, and with --prompts they are as they are."
 GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
@@ -56,34 +55,35 @@ def bench(
     sizes, contenders = batch_size or [1, 8], tuple(contender or ())
     check_runs(sizes, repeats)
     for name in contenders:
-        way(name)
-    how: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS} | sampling.given
-    how |= {
+        parse_method(name)
+    cell_settings: dict[str, Any] = {
+        "max_new_tokens": MAX_NEW_TOKENS,
+        **sampling.options,
         "prompt_tokens": prompt_tokens or (0 if source.file else PROMPT_TOKENS),
         "repeats": repeats,
         "dtype": loading.dtype,
     }
-    cells = [Cell(named.name, contenders, size, **how) for size in sizes]
+    cells = [Cell(named.name, contenders, size, **cell_settings) for size in sizes]
     check_out(out)
     prompts = prompts_of_file(source)
     with imports():
         from hf_specx.bench.inputs import settings_of
+        from hf_specx.bench.measure_cell import measure_cell, usual_contenders
         from hf_specx.bench.store import Store, read_cells
-        from hf_specx.bench.turns import measure_cell, usual_contenders
 
         from .loading import load_named, say_what_runs, texts_for
     read_cells(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
     pair.config.prompts = texts_for(pair, prompts, named.name)
-    settings = settings_of(pair.target, sampling.given, MAX_NEW_TOKENS)
-    if source.file is None and "do_sample" not in sampling.given and not settings["do_sample"]:
-        settings = settings_of(pair.target, SAMPLED | sampling.given, MAX_NEW_TOKENS)
+    settings = settings_of(pair.target, sampling.options, MAX_NEW_TOKENS)
+    if source.file is None and "do_sample" not in sampling.options and not settings["do_sample"]:
+        settings = settings_of(pair.target, SAMPLED | sampling.options, MAX_NEW_TOKENS)
     cells = [replace(cell, **settings) for cell in cells]
     say_what_runs(pair, settings)
     names = contenders or usual_contenders(pair, settings["do_sample"])
-    runs = (1 + repeats) * len(cells) * len(names)
-    with Store(out, "schema", {}) as store, steps("contenders in turns", runs) as bar:
+    num_runs = (1 + repeats) * len(cells) * len(names)
+    with Store(out, "schema", {}) as store, steps("contenders in turns", num_runs) as bar:
         for cell in cells:
             store.add(measure_cell(cell, pair, typed(), bar.update))
     show(dict(zip(cells, store.cells[-len(cells) :], strict=True)), names, settings["do_sample"])
@@ -92,26 +92,41 @@ def bench(
 def show(cells: dict[Cell, dict[str, Any]], names: tuple[str, ...], do_sample: bool) -> None:
     """Print what was measured of each cell, and what the names of contenders and columns mean."""
     console = Output()
-    for cell, measured in cells.items():
+    for cell, results in cells.items():
         console.text(f"\n{cell}", "bold")
-        console.figures(list(COLUMNS), rows_of(measured["contenders"]))
-        for name, noted in measured["contenders"].items():
-            if "unavailable" in noted:
-                console.text(f"{name} did not run: {noted['unavailable']}", "yellow")
-    meanings = {kind: KINDS[kind] for kind in KINDS if kind in {way(name).kind for name in names}} | COLUMNS
-    said = ["", *(f"{name}: {meaning}" for name, meaning in meanings.items() if meaning), AFTER_KINDS]
-    said += [] if do_sample else [GREEDILY]
-    console.text("\n".join(said), "dim")
+        console.figures(list(COLUMNS), rows_of(results["contenders"]))
+        for name, values in results["contenders"].items():
+            if "unavailable" in values:
+                console.text(f"{name} did not run: {values['unavailable']}", "yellow")
+    kinds = {parse_method(name).kind for name in names}
+    meanings = {kind: meaning for kind, meaning in KINDS.items() if kind in kinds} | COLUMNS
+    legend = ["", *(f"{name}: {meaning}" for name, meaning in meanings.items() if meaning), AFTER_KINDS]
+    if not do_sample:
+        legend.append(GREEDILY)
+    console.text("\n".join(legend), "dim")
 
 
 def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
     """One for each contender, as `COLUMNS` says; those that could not run have no figures."""
-    rows = []
-    for name, noted in contenders.items():
-        rate, speedup = noted.get("tokens_per_second"), noted.get("speedup")
-        speed = "-" if rate is None else f"{rate['median']:.0f}"
-        within = "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}"
-        others = ("alpha", "tokens_per_round", "forward_limited_speedup", "expected_speedup")
-        shown = [figure(noted.get(other) or None) for other in others]  # an α of no candidates is 0
-        rows.append((name, speed, figure(noted.get("times_plain")), within, *shown))
+    rows: list[tuple[str, ...]] = []
+    for name, values in contenders.items():
+        rate = values.get("tokens_per_second")
+        rows.append(
+            (
+                name,
+                "-" if rate is None else f"{rate['median']:.0f}",
+                figure(values.get("alpha") or None),  # that of no candidates is 0
+                figure(values.get("tokens_per_round") or None),
+                figure_with_range(values.get("speedup")),
+                figure(values.get("forward_limited_speedup") or None),
+                figure(values.get("expected_speedup") or None),
+            )
+        )
     return rows
+
+
+def figure_with_range(values: dict[str, float] | None) -> str:
+    """The median of turns, and the least and the largest of them."""
+    if values is None:
+        return "-"
+    return f"{values['median']:.2f} ({values['min']:.2f} to {values['max']:.2f})"

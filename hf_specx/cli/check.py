@@ -12,7 +12,7 @@ from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, note
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
-from .options import DRAWN, Batches, Drawing, Loading, Named, Prompted, Seed, command, typed
+from .options import SAMPLING_OPTIONS, Batches, Drawing, Loading, Named, Prompted, Seed, command, typed
 from .prompts import prompts_of_file
 
 
@@ -46,8 +46,8 @@ def check(
     for path in out or ():
         check_out(path, OF_PAGE if path.suffix.lower() in PAGES else OF_RESULT)
     verifications = tuple(verification or CHECKED)
-    how = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.given
-    settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **how)
+    options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.options
+    settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **options)
     prompts = prompts_of_file(source)
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
@@ -58,9 +58,10 @@ def check(
             from .loading import load_named, say_what_runs, texts_for
         read_cells(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
-        subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.given)
-        drawn = {name: getattr(subject.settings, name) for name in ("max_new_tokens", *DRAWN)}
-        say_what_runs(pair, {"verification": ", ".join(verifications)} | drawn | {"seed": seed})
+        subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.options)
+        shown = {"verification": ", ".join(verifications)}
+        shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
+        say_what_runs(pair, shown | {"seed": seed})
         with steps("plain and speculative, and both compared", settings.steps) as bar:
             result = run_check(subject, bar.update, unfinished)
     result.pair, result.command = named.name, typed()
@@ -77,7 +78,7 @@ def check(
 
 
 def write(result: CheckResult, path: Path) -> None:
-    """As a page or as JSON, by the end of its name."""
+    """Write a result as a page or as JSON, by the end of the file's name."""
     if path.suffix.lower() in PAGES:
         path.write_text(page(result), encoding="utf-8")
     else:

@@ -21,7 +21,7 @@ MEANINGS = {
     "recovered": "the target's, in place of a rejected candidate; ",
     "bonus": "the target's after all candidates, or without any",
 }
-LEGEND = Text().join(Text.assemble((name, STYLES[name]), f": {said}") for name, said in MEANINGS.items())
+LEGEND = Text().join(Text.assemble((name, STYLES[name]), f": {meaning}") for name, meaning in MEANINGS.items())
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -60,7 +60,7 @@ class TokenDecoder:
 class OriginStreamer(BaseStreamer):
     """Prints what each round has emitted; that round is the last one in the report.
 
-    `begin` is called before the first one, when the call has been found to be possible.
+    `before_first` is called before the first one, once it is clear that the call is possible.
     """
 
     def __init__(
@@ -68,22 +68,23 @@ class OriginStreamer(BaseStreamer):
         strategy: SpeculativeDecoding,
         tokenizer: PreTrainedTokenizerBase,
         console: Console,
-        begin: Callable[[], None],
+        before_first: Callable[[], None],
     ):
-        self.strategy, self.tokenizer, self.console, self.begin = strategy, tokenizer, console, begin
+        self.strategy, self.tokenizer, self.console, self.before_first = strategy, tokenizer, console, before_first
         self.decoder: TokenDecoder | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt [1, L] in the first call, then the tokens [n] of a round."""
+        """Print the tokens [n] of a round; the first call has the prompt [1, L], which is not printed."""
         if self.decoder is None:
-            self.begin()
+            self.before_first()
             self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
             return
         report = self.strategy.report
-        last = [] if report is None else report.history[0][-1:]
-        self.console.print(coloured(value.tolist(), last, self.decoder, last=False), end="", soft_wrap=True)
+        history = [] if report is None else report.history[0][-1:]
+        self.console.print(coloured(value.tolist(), history, self.decoder, last=False), end="", soft_wrap=True)
 
     def end(self) -> None:
+        """Print what waits."""
         rest = "" if self.decoder is None else self.decoder.rest()
         self.console.print(Text(written_out(rest)), soft_wrap=True)
 
@@ -92,8 +93,8 @@ def round_origins(record: RoundRecord) -> list[str]:
     """The origin of each token that a row emitted in a round: a key of `STYLES`."""
     accepted = min(record.accepted, record.emitted)
     follower = "bonus" if record.accepted == record.drafted else "recovered"
-    kept = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
-    return kept + [follower] * (record.emitted - accepted)
+    origins = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
+    return origins + [follower] * (record.emitted - accepted)
 
 
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:

@@ -23,8 +23,8 @@ from .tune import tune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
-for each in (generate, bench, tune, distill, check, card, publish):
-    app.command()(each)
+for body in (generate, bench, tune, distill, check, card, publish):
+    app.command()(body)
 export.command()(vllm)
 app.add_typer(export, name="export")
 

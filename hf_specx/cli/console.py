@@ -30,6 +30,11 @@ WRONG, BROKEN, PIPE_CLOSED = 2, 3, 141  # exit codes; the last is 128 and the nu
 VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
 INDENT = max(map(len, VERDICTS)) + 2
 BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
+SPEEDUP_COLUMNS = {  # of all tables of speed, with what is in them
+    "speed-up": "how many times as fast as plain generate, as measured",
+    "limit": "the same by the times of bare forwards; measured may be more, since plain steps take longer",
+    "Theorem 3.8": "the same by α and c, if the target took as long for all candidates as for one token",
+}
 
 
 class Output(Console):
@@ -71,7 +76,7 @@ def imports() -> Iterator[None]:
 
     Ctrl-C ends the process at once meanwhile: half-imported modules answer it with errors of their own.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
         from transformers.utils import logging
@@ -79,7 +84,7 @@ def imports() -> Iterator[None]:
         logging.set_verbosity_error()  # its warnings and progress bars would mix with the output
         logging.disable_progress_bar()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def waiting_for(doing: str) -> AbstractContextManager[object]:
@@ -94,14 +99,18 @@ def steps(doing: str, total: int | None = None) -> tqdm:
 
     It is drawn in these calls alone, since a thread that draws would slow down what is timed.
     """
-    of_all = "" if total is None else " of {total_fmt}"
-    in_terminal, shown = sys.stderr.isatty(), f"{doing}: {{n_fmt}}{of_all} in {{elapsed}}"
+    of_total = "" if total is None else " of {total_fmt}"
+    text = f"{doing}: {{n_fmt}}{of_total} in {{elapsed}}"
+    in_terminal = sys.stderr.isatty()
+    bar_format = f"{text}\n"
+    if in_terminal:
+        bar_format = f"{{bar:20}} {text}" if total else text
     return tqdm(
         total=total,
         leave=not in_terminal,
         delay=BAR_AFTER if in_terminal else NEXT_LINE_AFTER,
         mininterval=0.1 if in_terminal else NEXT_LINE_AFTER,
-        bar_format=f"{shown}\n" if not in_terminal else f"{{bar:20}} {shown}" if total else shown,
+        bar_format=bar_format,
     )
 
 
@@ -125,7 +134,7 @@ def say(message: str, style: str = "") -> None:
 
 
 def drop_output() -> None:
-    """What is left to write goes nowhere."""
+    """Write what is left nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         os.dup2(nowhere, stream.fileno())
@@ -133,7 +142,7 @@ def drop_output() -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """For errors that a user can correct: print one red line on stderr, and exit with code 2. Warnings are lines too.
+    """Print errors that a user can correct as one red line on stderr, and exit with code 2. Warnings are lines too.
 
     Any other error is printed with its traceback, and ends with code 3: 1 is for a failed check alone. A reader of the
     output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.

@@ -56,17 +56,19 @@ def distill(
     """
     folder = Path(f"{out if out.name else out.absolute()}.training")
     named = read_draft(draft, *NEW_HEADS)
-    told = "suffix has no weights to train; give layers:2, dspark, eagle3, or a model."
-    require(draft in NEW_HEADS or not (named.model is None and named.layers is None), told)
+    require(
+        draft in NEW_HEADS or named.model is not None or named.layers is not None,
+        "suffix has no weights to train; give layers:2, dspark, eagle3, or a model.",
+    )
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
-    options |= settings_typed(others or []) | sampling.given
-    held_out = {"held_out": options.pop("held_out")} if "held_out" in options else {}
-    TrainingRecipe.of(options)
+    options |= settings_typed(others or []) | sampling.options
+    of_recipe = {name: value for name, value in options.items() if name != "held_out"}
+    TrainingRecipe.of(of_recipe)
     check_folder(out, overwrite, "--overwrite")
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
     with going_on_with(folder):
-        result = train(target, draft, loading, prompts, source.chat, options | held_out | {"folder": folder})
+        result = train(target, draft, loading, prompts, source.chat, options | {"folder": folder})
         if result is None:
             return
         say(str(result))
@@ -78,18 +80,20 @@ def distill(
 
 
 def settings_typed(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE each; a value is JSON, else a text."""
-    found: dict[str, Any] = {}
+    """Options by name, from NAME=VALUE each; a value is JSON, else a text."""
+    options: dict[str, Any] = {}
     for pair in pairs:
-        name, known, value = pair.partition("=")
-        require(bool(name and known), f"--set {pair} is not NAME=VALUE; write it like --set lora=16.")
-        told = f"--set has no {name}; {similar(name, SETTABLE)}give one of {', '.join(SETTABLE)}."
-        require(name in SETTABLE, told)
+        name, equals, value = pair.partition("=")
+        require(bool(name and equals), f"--set {pair} is not NAME=VALUE; write it like --set lora=16.")
+        require(
+            name in SETTABLE,
+            f"--set has no {name}; {similar(name, SETTABLE)}give one of {', '.join(SETTABLE)}.",
+        )
         try:
-            found[name] = json.loads(value)
+            options[name] = json.loads(value)
         except ValueError:
-            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
-    return found
+            options[name] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options
 
 
 def train(
@@ -104,21 +108,23 @@ def train(
         from hf_specx.training.distill import with_settings
 
         from .loading import check_template, in_words, study_of, texts_of
-    study, draft, own = study_of(loading), read_draft(named, *NEW_HEADS), None
+    study, draft = study_of(loading), read_draft(named, *NEW_HEADS)
+    loaded_draft = None
     with waiting_for(f"loading {target}"):
         loaded = load(target, study, study.device_map)
         check_template(loaded.tokenizer, chat)
         if draft.model is not None:
-            own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
-            check_head(named, own.model)
-    options, start = with_settings(loaded.model, named, options), draft.model or named
+            loaded_draft = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
+            check_head(named, loaded_draft.model)
+    options = with_settings(loaded.model, named, options)
+    start = draft.model or named
     say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(
         loaded.model,
-        start if own is None else own.model,
+        start if loaded_draft is None else loaded_draft.model,
         texts_of(prompts, loaded.tokenizer),
         tokenizer=loaded.tokenizer,
-        draft_tokenizer=None if own is None else own.tokenizer,
+        draft_tokenizer=None if loaded_draft is None else loaded_draft.tokenizer,
         command=typed(),
         **options,
     )
@@ -134,7 +140,7 @@ def measure_pair(result: "Distilled", seconds: float = SECONDS) -> None:
         with closing(Bar()) as bar:
             result.measure(BATCHES, typed(), bar, seconds)
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        say(f"the pair is saved without all figures, as timing failed: {first}", "yellow")
+        first_line = str(error).partition("\n")[0]
+        say(f"the pair is saved without all figures, as timing failed: {first_line}", "yellow")
     for line in result.pair.config.speeds():
         say(line)

@@ -16,12 +16,12 @@ from hf_specx.pairs.results_file import check_results_path
 
 from .console import WRONG, going_on_with, imports, say
 from .options import LARGEST_SEED, AsJson, Loading, NamedByOptions, Prompted, Sampling, command
-from .prompts import as_asked, read_prompts
+from .prompts import Prompts, apply_chat_option, read_prompts
 
 
 TIMED_TURNS = 5  # of the demo
 BATCH_SIZE = 8  # of --out
-WAYS = "as arguments, with --prompts FILE, on standard input, or use --demo"
+WAYS_TO_GIVE_PROMPTS = "as arguments, with --prompts FILE, on standard input, or use --demo"
 DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
 HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
 HELP_REPEATS = "Time it against plain generate, in so many turns."
@@ -55,37 +55,39 @@ def generate(
     """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
 
     Prompts come from the arguments, --prompts, --demo, or else standard input. Texts go to standard output, all else
-    to standard error. What is not given is as the target's own generation config says.
+    to standard error. Options that are left out come from the target's generation config.
     """
     check_out_alone(out, batch_size, demo or repeats is not None)
     strategy = strategy_options(num_draft_tokens, verification)
     if json_schema is not None:
         check_json_schema(json_schema)
-    ways = bool(prompts) + demo + (source.file is not None)
-    require(ways <= 1, "prompts were given in more than one way; use arguments, --prompts or --demo.")
-    typed = [as_asked(prompt, source.chat) for prompt in prompts or ()]
-    given = typed if typed or demo else read_prompts(source, WAYS)
-    call, turns = sampling.given, repeats or (TIMED_TURNS if demo else 0)
+    num_sources = bool(prompts) + demo + (source.file is not None)
+    require(num_sources <= 1, "prompts were given in more than one way; use arguments, --prompts or --demo.")
+    chosen: Prompts = [apply_chat_option(prompt, source.chat) for prompt in prompts or ()]
+    if not chosen and not demo:
+        chosen = read_prompts(source, WAYS_TO_GIVE_PROMPTS)
+    options, turns = sampling.options, repeats or (TIMED_TURNS if demo else 0)
     if demo:
         say(HELLO.format(named.name))
-        if call.get("do_sample", True):
-            call = {"do_sample": True, "temperature": DEMO_TEMPERATURE, "top_k": 0} | call
+        if options.get("do_sample", True):
+            options = {"do_sample": True, "temperature": DEMO_TEMPERATURE, "top_k": 0} | options
     with going_on_with(out):
         with imports():
             from .loading import load_named
             from .session import Session, show_demo, write_texts
         pair = load_named(named, loading, source.chat)
-        seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
-        session = Session(pair, named.name, strategy, call, json_schema, seed, quiet=as_json)
+        if seed is None:
+            seed = 0 if demo or out else secrets.randbelow(LARGEST_SEED)
+        session = Session(pair, named.name, strategy, options, json_schema, seed, quiet=as_json)
         if demo:
-            found = {"runs": show_demo(session, turns)}
+            results = {"runs": show_demo(session, turns)}
         elif out is not None:
-            found = write_texts(session, given, out, batch_size or BATCH_SIZE)
+            results = write_texts(session, chosen, out, batch_size or BATCH_SIZE)
         else:
-            found = {"runs": [session.answer(given, turns)]}
+            results = {"runs": [session.answer(chosen, turns)]}
     if as_json:
-        typer.echo(json.dumps(session.facts | found))
-    if found.get("refused"):
+        typer.echo(json.dumps(session.facts | results))
+    if results.get("refused"):
         raise typer.Exit(WRONG)
 
 
@@ -95,14 +97,14 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     if number is not None and number.removeprefix("-").isdecimal():
         number = int(number)
     check_choices("auto" if number is None else number, verification)
-    given = {"num_draft_tokens": number, "verification": verification}
-    return {option: value for option, value in given.items() if value is not None}
+    options = {"num_draft_tokens": number, "verification": verification}
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def check_json_schema(file: Path) -> None:
     """Raise a ValueError, before models are loaded, if xgrammar is not installed, or a file of it is no JSON."""
-    found = importlib.util.find_spec("xgrammar") is not None
-    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
+    is_installed = importlib.util.find_spec("xgrammar") is not None
+    require(is_installed, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
     try:
         json.loads(file.read_bytes())
     except ValueError as error:

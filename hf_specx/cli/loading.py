@@ -34,16 +34,20 @@ def device_map(device: str | None) -> str | None:
     try:
         torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
-        first = str(error).partition("\n")[0]
-        told = f"--device-map {device} is not available on this machine ({first}); give cpu, or leave it out."
-        raise ValueError(told) from error
+        first_line = str(error).partition("\n")[0]
+        message = f"--device-map {device} is not available on this machine ({first_line}); give cpu, or leave it out."
+        raise ValueError(message) from error
     return device
 
 
-def study_of(loading: Loading, **how: Any) -> Study:
+def study_of(loading: Loading, **options: Any) -> Study:
     """A `Study` of models that are loaded in this way."""
-    where, trust = device_map(loading.device_map), loading.trust_remote_code
-    return Study(dtype=loading.dtype, device_map=where, trust_remote_code=trust, **how)
+    return Study(
+        dtype=loading.dtype,
+        device_map=device_map(loading.device_map),
+        trust_remote_code=loading.trust_remote_code,
+        **options,
+    )
 
 
 def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
@@ -54,25 +58,27 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
         if model is not None:
             find_draft_files(model)  # raises where there is none
         if is_known(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
-            pair = load_given_pair(name, loading, draft)
+            pair = load_pair(name, loading, draft)
         else:
-            told = f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as "
-            require(draft is not None, told + f"--draft {SUFFIX}, which needs no second model.")
+            require(
+                draft is not None,
+                f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as --draft {SUFFIX}, "
+                "which needs no second model.",
+            )
             (trial,) = tune(name, [str(draft)], study)
             require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair
-    told = f"{named.name!r} has no tokenizer, so it cannot read text."
-    require(pair.tokenizer is not None, told)
+    require(pair.tokenizer is not None, f"{named.name!r} has no tokenizer, so it cannot read text.")
     check_template(pair.tokenizer, chat)
     return pair
 
 
-def load_given_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
+def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
-    how: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
-    return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **how)
+    options: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
+    return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **options)
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:
@@ -87,8 +93,10 @@ def in_words(settings: dict[str, Any]) -> str:
 
 def check_template(tokenizer: PreTrainedTokenizerBase | None, chat: bool) -> None:
     """Raise a ValueError for --chat where there is no chat template."""
-    told = "--chat: the target's tokenizer has no chat template; leave --chat out."
-    require(not chat or bool(getattr(tokenizer, "chat_template", None)), told)
+    require(
+        not chat or bool(getattr(tokenizer, "chat_template", None)),
+        "--chat: the target's tokenizer has no chat template; leave --chat out.",
+    )
 
 
 def texts_of(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
@@ -104,21 +112,24 @@ def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> li
 
 
 def saved_as(pair: DraftTargetPair, role: str) -> str:
-    """Whether to save a model of a pair inside it or by reference, as far as that can be shown to mean it."""
-    reference, why = reference_to(pair, role)
-    if why and reference.name is not None:
-        say(f"warning: the {role} {why}; it is saved inside the pair", "yellow")
-    return INSIDE if why else REFERENCE
+    """`REFERENCE` if a model of a pair is shown to be that of its id and commit, else `INSIDE`: how to save it."""
+    reference, reason = reference_to(pair, role)
+    if reason and reference.name is not None:
+        say(f"warning: the {role} {reason}; it is saved inside the pair", "yellow")
+    return INSIDE if reason else REFERENCE
 
 
 def save_best(best: DraftTrial, out: Path, overwrite: bool) -> str:
     """Save the pair with the best draft; returns a line that says where its models are."""
     pair = best.pair
     assert pair is not None
-    is_model = isinstance(pair.draft, PreTrainedModel)
-    target, draft = saved_as(pair, "target"), saved_as(pair, "draft") if is_model else INSIDE
+    target = saved_as(pair, "target")
+    if not isinstance(pair.draft, PreTrainedModel):
+        pair.save_pretrained(out, target=target, draft=INSIDE, overwrite=overwrite)
+        return f"saved in {out}: target {target}, draft {best.name}"
+    draft = saved_as(pair, "draft")
     pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
-    return f"saved in {out}: target {target}, draft {draft if is_model else best.name}"
+    return f"saved in {out}: target {target}, draft {draft}"
 
 
 def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[WritePair, str]:
@@ -127,19 +138,24 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
     It is loaded only where models that it names by id are to be inside, or where models inside may have code.
     """
     name, revision = split_revision(named)
-    place = embedded_folder() if is_embedded(name) else name
-    config = get_pair(place, revision)[1]
-    models = {"target": config.target} | ({} if config.weightless_draft() else {"draft": config.draft})
+    source = embedded_folder() if is_embedded(name) else name
+    config = get_pair(source, revision)[1]
+    models = {"target": config.target}
+    if not config.weightless_draft():
+        models["draft"] = config.draft
     references = [role for role, model in models.items() if model.name is not None]
     if (inside and references) or (trust_remote_code and len(references) < len(models)):
-        pair = load_given_pair(named, Loading(trust_remote_code=trust_remote_code))
-        references = [] if inside else references
+        pair = load_pair(named, Loading(trust_remote_code=trust_remote_code))
+        if inside:
+            references = []
         write = loaded_pair(pair, **dict.fromkeys(references, REFERENCE))
     else:
-        write = pair_as_it_is(place, revision, trust_remote_code)
-    shown = {role: REFERENCE if role in references else INSIDE for role in models}
-    draft = shown.get("draft") or type(config.weightless_draft()).__name__
-    return write, f"target {shown['target']}, draft {draft}"
+        write = pair_as_it_is(source, revision, trust_remote_code)
+    target = REFERENCE if "target" in references else INSIDE
+    draft = REFERENCE if "draft" in references else INSIDE
+    if "draft" not in models:
+        draft = type(config.weightless_draft()).__name__
+    return write, f"target {target}, draft {draft}"
 
 
 def config_of(named: str) -> PairConfig:
@@ -155,6 +171,6 @@ def card_of(named: str, repo_id: str | None) -> str:
         return known_card(name)
     config, folder = config_of(named), Path(name)
     code = get_files(name, revision, [f"{ENTRY}.py"], CODE).root / CODE / f"{ENTRY}.py"
-    if repo_id is None and folder.is_dir():
-        return render(config, folder.resolve().name, code.is_file())
-    return render(config, repo_id or name, code.is_file())
+    if repo_id is None:
+        repo_id = folder.resolve().name if folder.is_dir() else name
+    return render(config, repo_id, code.is_file())

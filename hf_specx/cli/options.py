@@ -24,7 +24,7 @@ from .console import errors_in_one_line
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DRAWN = ("temperature", "top_p", "top_k")  # what greedy decoding has none of
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # what greedy decoding has none of
 LARGEST_SEED = 2**32 - 1
 
 AT = "perhaps with @ and a commit, branch or tag"
@@ -68,9 +68,11 @@ class Named:
     draft: Annotated[str | None, typer.Option(help=HELP_DRAFT)] = None
 
     def __post_init__(self) -> None:
-        told = f"--draft {self.draft} needs a target; name one, as in specx bench TARGET --draft {self.draft} or "
-        told += f"specx generate PROMPT --target TARGET --draft {self.draft} (embedded is that in the package)."
-        require(self.pair is not None or self.draft is None, told)
+        require(
+            self.pair is not None or self.draft is None,
+            f"--draft {self.draft} needs a target; name one, as in specx bench TARGET --draft {self.draft} or specx "
+            f"generate PROMPT --target TARGET --draft {self.draft} (embedded is that in the package).",
+        )
         if self.draft is None:
             check_name(self.first)
         else:
@@ -96,7 +98,7 @@ class NamedByOptions(Named):
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, and how many; None is as the target's own generation config says."""
+    """How tokens are drawn, and how many; what is None comes from the target's generation config."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens of a row, at most.", min=1)] = None
     temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None
@@ -104,13 +106,14 @@ class Drawing:
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = None
 
     def __post_init__(self) -> None:
-        known = {"temperature": 1.0, "top_p": 1.0} | self.given
-        check_sampling(known["temperature"], known["top_p"], known.get("top_k", 0))
+        values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | self.options
+        check_sampling(values["temperature"], values["top_p"], values["top_k"])
 
     @property
-    def given(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Those that were typed, as arguments of `generate`."""
-        return {name: value for name in (*DRAWN, "max_new_tokens") if (value := getattr(self, name)) is not None}
+        values = {name: getattr(self, name) for name in (*SAMPLING_OPTIONS, "max_new_tokens")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,20 @@ class Sampling(Drawing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        drawn = any(getattr(self, name) is not None for name in DRAWN)
-        told = "--no-do-sample draws nothing; leave --temperature, --top-p and --top-k out."
-        require(not drawn or self.do_sample is not False, told)
+        require(
+            self.do_sample is not False or not self.options.keys() & set(SAMPLING_OPTIONS),
+            "--no-do-sample draws nothing; leave --temperature, --top-p and --top-k out.",
+        )
 
     @property
-    def given(self) -> dict[str, Any]:
-        given = super().given
+    def options(self) -> dict[str, Any]:
+        """Those that were typed, as arguments of `generate`; do_sample follows where the others say so."""
+        options = super().options
         if self.do_sample is not None:
-            return {"do_sample": self.do_sample} | given
-        return {"do_sample": True} | given if given.keys() & set(DRAWN) else given
+            return {"do_sample": self.do_sample} | options
+        if options.keys() & set(SAMPLING_OPTIONS):
+            return {"do_sample": True} | options
+        return options
 
 
 def command(body: Callable[..., None]) -> Callable[..., None]:
@@ -141,22 +148,27 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
     Errors that a user can correct end it as `errors_in_one_line` says.
     """
     parameters = inspect.signature(body).parameters.values()
-    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
-    shown: list[inspect.Parameter] = []
-    for each in parameters:
-        options = inspect.signature(groups[each.name]).parameters.values() if each.name in groups else [each]
-        shown += [option.replace(kind=each.KEYWORD_ONLY) for option in options]
+    groups: dict[str, Any] = {
+        parameter.name: parameter.annotation for parameter in parameters if is_dataclass(parameter.annotation)
+    }
+    options: list[inspect.Parameter] = []
+    for parameter in parameters:
+        if parameter.name in groups:
+            options += inspect.signature(groups[parameter.name]).parameters.values()
+        else:
+            options.append(parameter)
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     @wraps(body)
-    def run(**given: Any) -> None:
+    def call(**values: Any) -> None:
         with errors_in_one_line():
             for name, group in groups.items():
-                given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
-            body(**given)
+                values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            body(**values)
 
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in shown}
-    return run
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    return call
 
 
 def check_name(name: str) -> None:

@@ -55,9 +55,13 @@ def check_known(name: str, repo_id: str | None = None) -> None:
     """Raise a ValueError if no pair can have this name, and for what means nothing for a well-known one."""
     check_name(name)
     first, revision = split_revision(name)
-    for value in (repo_id, revision) if is_known(first) else ():
-        told = f"{first!r} is a well-known pair, of which there is one card and one version; leave {value} out."
-        require(value is None, told)
+    if not is_known(first):
+        return
+    for value in (repo_id, revision):
+        require(
+            value is None,
+            f"{first!r} is a well-known pair, of which there is one card and one version; leave {value} out.",
+        )
 
 
 @command
@@ -76,14 +80,17 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     A README.md that is not a pair's stays.
     """
-    goal, branch = (None, None) if repo_id is None else split_revision(repo_id)
-    told = "give either the repository's name, or --out FOLDER to write one without uploading it."
-    require((goal is None) != (out is None), told)
-    told = "--{} goes with {}, which was not given; leave it out."
-    require(out is not None or not overwrite, told.format("overwrite", "--out"))
-    require(goal is not None or not private, told.format("private", "a repository"))
-    if goal is not None:
-        check_repository(goal)
+    repository, branch = (None, None) if repo_id is None else split_revision(repo_id)
+    require(
+        (repository is None) != (out is None),
+        "give either the repository's name, or --out FOLDER to write one without uploading it.",
+    )
+    require(out is not None or not overwrite, "--overwrite goes with --out, which was not given; leave it out.")
+    require(
+        repository is not None or not private, "--private goes with a repository, which was not given; leave it out."
+    )
+    if repository is not None:
+        check_repository(repository)
     if out is not None:
         check_folder(out, overwrite, "--overwrite")
     check_name(pair)
@@ -95,10 +102,11 @@ def publish(
         write, models = pair_to_publish(pair, inside, trust_remote_code)
         if out is not None:
             write_folder(write, out, overwrite, with_code=True)
-            done = f"written to {out}"
+            outcome = f"written to {out}"
         else:
-            done = f"published {goal} at {upload(write, str(goal), private or None, revision=branch)}"
-    say(f"{done}: {models}")
+            commit = upload(write, str(repository), private or None, revision=branch)
+            outcome = f"published {repository} at {commit}"
+    say(f"{outcome}: {models}")
 
 
 @command

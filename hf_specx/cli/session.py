@@ -19,19 +19,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
-from hf_specx.bench.timer import Comparison, compare
+from hf_specx.bench.timer import Comparison, Timing, compare
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import label_of, vocabulary
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
-from .console import Output, steps, waiting_for
+from .console import SPEEDUP_COLUMNS, Output, figure, steps, waiting_for
 from .loading import say_what_runs, texts_for, texts_of
 from .prompts import Prompt, Prompts
 
 
 DEMO_BATCHES = (1, 8)
+DEMO_COLUMNS = ("", "batch", "tokens/s", *SPEEDUP_COLUMNS)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
@@ -67,7 +68,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 class Session:
     """A pair with options of its strategy and arguments of `generate`; `facts` and what methods return are for --json.
 
-    Arguments that are not given are as the target's own generation config says.
+    Arguments that are left out come from the target's generation config.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Session:
         pair: DraftTargetPair,
         name: str,
         strategy: dict[str, Any],
-        given: dict[str, Any],
+        options: dict[str, Any],
         schema: Path | None,
         seed: int,
         quiet: bool,
@@ -84,24 +85,24 @@ class Session:
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
-        settings = settings_of(pair.target, given)
+        settings = settings_of(pair.target, options)
         grammar = {} if schema is None else {"logits_processor": json_grammar(schema, pair)}
-        self.given = given | {"max_new_tokens": settings["max_new_tokens"]} | grammar
+        self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | grammar
         self.options = settings | grammar
         say_what_runs(pair, settings | {"seed": seed} | strategy)
         self.facts = {"pair": name, "seed": seed, "options": settings, **provenance(pair.target)}
 
     def answer(self, prompts: Iterable[Prompt], repeats: int) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` in so many turns."""
-        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer))
+        values, inputs = self.generate_and_show(texts_of(prompts, self.pair.tokenizer))
         if not repeats:
-            return run
+            return values
         comparison = self.compare(inputs, repeats)
         self.console.text(f"\n{comparison}")
-        return run | {"comparison": comparison.to_dict()}
+        return values | {"comparison": comparison.to_dict()}
 
     def show_prompt(self, prompt: str) -> None:
-        """On a new line, which the text goes on with."""
+        """Print a prompt on a new line, on which the text goes on."""
         self.console.print(Text(f"\n{written_out(prompt)}", "dim"), end="", soft_wrap=True)
 
     def draft_model(self) -> PreTrainedModel | None:
@@ -111,46 +112,51 @@ class Session:
             return None
         draft: PreTrainedModel | None = next(iter(pair.models[1:]), None)
         if draft is None and is_embedded(self.name):  # its draft is a head, which transformers does not take
-            folder, where = embedded_folder() / DRAFT_MODEL, {"": pair.target.device}
-            draft = AutoModelForCausalLM.from_pretrained(folder, dtype=pair.target.dtype, device_map=where)
+            draft = AutoModelForCausalLM.from_pretrained(
+                embedded_folder() / DRAFT_MODEL, dtype=pair.target.dtype, device_map={"": pair.target.device}
+            )
         return draft
 
     def compare(self, inputs: Inputs, repeats: int, draft: PreTrainedModel | None = None) -> Comparison:
         """Time plain `generate` and ours in turns; with a draft also assisted generation and ours with that draft."""
-        ways = 2 if draft is None else 3 + (draft is not self.pair.draft)
-        with steps("all ways in turns", ways * (repeats + 1)) as bar:
-            how = self.options, repeats, self.seed, bar.update
-            return compare(self.pair.target, self.pair.strategy, [inputs], *how, draft)
+        num_contenders = 2 if draft is None else 3 + (draft is not self.pair.draft)
+        with steps("all in turns", num_contenders * (repeats + 1)) as bar:
+            strategy = self.pair.strategy
+            return compare(self.pair.target, strategy, [inputs], self.options, repeats, self.seed, bar.update, draft)
 
-    def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
-        """What `generate` is given for a batch, and what it makes of it from the seed; `how` are more arguments."""
+    def generate(self, prompts: list[str], **more: Any) -> tuple[Inputs, torch.Tensor]:
+        """The inputs of `generate` for a batch, and its output from the seed; `more` are other arguments."""
         target, tokenizer = self.pair.target, self.pair.tokenizer
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
         torch.manual_seed(self.seed)
-        return inputs, target.generate(**inputs, **self.options, **how)  # type: ignore[operator]
+        return inputs, target.generate(**inputs, **self.options, **more)  # type: ignore[operator]
 
-    def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
-        """Generate for a batch and print text and report; returns the same as plain values, and what was given."""
-        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, copy.copy(self.pair.strategy)
+    def generate_and_show(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
+        """Generate for a batch and print text and report; returns these as plain values, and the inputs."""
+        target, tokenizer = self.pair.target, self.pair.tokenizer
+        strategy = copy.copy(self.pair.strategy)
         assert tokenizer is not None
         if show and self.texts.color_system is not None and not self.texts.no_color:
             self.console.text(LEGEND)
         streams = len(prompts) == 1 and show and not self.texts.quiet
         if streams:
-            begin = partial(self.show_prompt, prompts[0])
-            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.texts, begin), "run"
+            show_prompt = partial(self.show_prompt, prompts[0])
+            strategy.streamer = OriginStreamer(strategy, tokenizer, self.texts, show_prompt)
+            strategy.stream_by = "run"
         with nullcontext() if streams else waiting_for(f"generating, batch {len(prompts)}"):
             inputs, output = self.generate(prompts, custom_generate=strategy)
-        report, new = strategy.report, emitted(target, inputs, output, self.options)
+        report = strategy.report
         assert report is not None
-        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if show and not streams else ():
-            read = output[row, : prompt_width(target, inputs)].tolist()
-            self.show_prompt(f"{row + 1}. {prompt}")
-            self.texts.text(coloured(tokens, report.history[row], TokenDecoder(tokenizer, read)))
+        ids = emitted(target, inputs, output, self.options)
+        if show and not streams:
+            for row, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+                prompt_ids = output[row, : prompt_width(target, inputs)].tolist()
+                self.show_prompt(f"{row + 1}. {prompt}")
+                self.texts.text(coloured(tokens, report.history[row], TokenDecoder(tokenizer, prompt_ids)))
         if show:
             self.console.text(f"\n{report}")
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
         return values | {"comparison": None}, inputs
 
@@ -160,7 +166,7 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
 
     "refused" prompts have a line in it without a text.
     """
-    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.given)
+    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.typed_options)
     with out.open(encoding="utf-8") as lines:
         refused = sum("error" in json.loads(line) for line in lines)
     rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""
@@ -169,36 +175,55 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
 
 
 def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:
-    """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
-    console, own = session.console, texts_for(session.pair, [], session.name)
+    """Generate for one prompt and show that plain generate gives the same, then time all methods at batch 1 and 8."""
+    console, prompts = session.console, texts_for(session.pair, [], session.name)
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0
-    runs, found, draft = [], [], session.draft_model()
+    runs, comparisons, draft = [], {}, session.draft_model()
     for size in DEMO_BATCHES:
-        batch = list(itertools.islice(itertools.cycle(own), first, first + size))
-        run, inputs = session.run(batch, show=size == 1)
+        batch = list(itertools.islice(itertools.cycle(prompts), first, first + size))
+        values, inputs = session.generate_and_show(batch, show=size == 1)
         if size == 1:
             console.text(f"\n{same_text(session, batch)}\n")
-        found.append(session.compare(inputs, repeats, draft))
-        runs.append(run | {"comparison": found[-1].to_dict()})
-    words = side_by_side(draft, session.pair.draft)
-    rows = [(name, *(speed_of(comparison, way) for comparison in found)) for way, name in words.items()]
-    console.figures(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
-    gains = [comparison.ours.times(comparison.plain) for comparison in found]
-    said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
+        comparisons[size] = session.compare(inputs, repeats, draft)
+        runs.append(values | {"comparison": comparisons[size].to_dict()})
+    labels = labels_of(draft, session.pair.draft)
+    rows = [
+        (label, str(size), *figures_of(getattr(comparison, method), comparison.plain))
+        for size, comparison in comparisons.items()
+        for method, label in labels.items()
+    ]
+    console.figures(DEMO_COLUMNS, rows)
+    speedups = " and ".join(
+        f"{comparison.ours.measured_speedup(comparison.plain):.2f} times at batch {size}"
+        for size, comparison in comparisons.items()
+    )
     medians = f"(medians of {repeats} turns), with the same distribution of texts"
-    console.text(f"\nHere {words['ours']} was {said} as fast as plain generate {medians}.", "bold")
+    console.text(f"\nHere {labels['ours']} was {speedups} as fast as plain generate {medians}.", "bold")
+    console.text("\n".join(f"{name}: {meaning}" for name, meaning in SPEEDUP_COLUMNS.items()), "dim")
     console.text(NEXT)
     return runs
 
 
-def side_by_side(draft: PreTrainedModel | None, own: Any) -> dict[str, str]:
-    """The ways of a `Comparison` by name: assisted generation and ours with one draft, then ours with the pair's."""
-    ways = {"plain": "plain generate"}
+def labels_of(draft: PreTrainedModel | None, pair_draft: Any) -> dict[str, str]:
+    """What the demo calls the attributes of a `Comparison`: the other two have one draft, and "ours" the pair's."""
+    labels = {"plain": "plain generate"}
     if draft is not None:
-        ways["assisted"] = f"assisted generation with {draft_label(draft)}"
-    if draft is not None and draft is not own:
-        ways["ours_with_its_draft"] = f"speculative sampling with {draft_label(draft)}"
-    return ways | {"ours": f"speculative sampling with {draft_label(own)}"}
+        labels["assisted"] = f"assisted generation with {draft_label(draft)}"
+    if draft is not None and draft is not pair_draft:
+        labels["ours_with_its_draft"] = f"speculative sampling with {draft_label(draft)}"
+    return labels | {"ours": f"speculative sampling with {draft_label(pair_draft)}"}
+
+
+def figures_of(timing: Timing | None, plain: Timing) -> tuple[str, ...]:
+    """Tokens per second and the speed-ups of a row of the demo; assisted generation does not take every call."""
+    if timing is None:
+        return ("does not take it", "-", "-", "-")
+    return (
+        f"{timing.tokens_per_second:.0f}",
+        figure(timing.measured_speedup(plain)),
+        figure(timing.median_of("forward_limited_speedup")),
+        figure(timing.median_of("expected_speedup")),
+    )
 
 
 def draft_label(draft: Any) -> str:
@@ -208,21 +233,16 @@ def draft_label(draft: Any) -> str:
     return f"a {'model' if draft.can_generate() else 'head'} of {draft.num_parameters() / 1e6:.1f}M"
 
 
-def speed_of(comparison: Comparison, way: str) -> str:
-    """Tokens per second, and the speed compared with plain `generate`."""
-    timing = getattr(comparison, way)
-    if timing is None:
-        return "does not take it"
-    return f"{timing.tokens_per_second:.0f} tokens/s, {timing.times(comparison.plain):.2f} times"
-
-
 def same_text(session: Session, prompts: list[str]) -> str:
     """A sentence that says whether plain generate and ours gave one text: greedily, or from one seed."""
     coupled = copy.copy(session.pair.strategy)
     coupled.verification = "coupled"
-    plain, ours = (session.generate(prompts, **how)[1] for how in ({}, {"custom_generate": coupled}))
-    sampled = session.options["do_sample"]
-    how = f'From seed {session.seed}, verification="coupled"' if sampled else "Greedy speculative decoding"
-    same = plain.tolist() == ours.tolist()
-    verdict = "the same text, token by token" if same else "different texts (which rounding can do in half precision)"
-    return f"{how} and plain generate gave {verdict}."
+    _, plain = session.generate(prompts)
+    _, ours = session.generate(prompts, custom_generate=coupled)
+    method = "Greedy speculative decoding"
+    if session.options["do_sample"]:
+        method = f'From seed {session.seed}, verification="coupled"'
+    verdict = "different texts (which rounding can do in half precision)"
+    if plain.tolist() == ours.tolist():
+        verdict = "the same text, token by token"
+    return f"{method} and plain generate gave {verdict}."

@@ -3,24 +3,25 @@
 import json
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.bench.checks import LEAST_TURNS, SECONDS, check_runs
+from hf_specx.bench.checks import MIN_TURNS, SECONDS, check_runs
 from hf_specx.common.drafts import HELP_DRAFT, SEVERAL_EXITS, read_draft
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 
-from .console import VERDICTS, Output, error_line, figure, imports, say, steps
+from .console import SPEEDUP_COLUMNS, VERDICTS, Output, error_line, figure, imports, say, steps
 from .options import HELP_TARGET, AsJson, Batches, Loading, Overwrite, Prompted, Sampling, command, typed
-from .prompts import read_prompts
+from .prompts import Prompts, read_prompts
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
     from hf_specx.bench.study import DraftTrial
+    from hf_specx.hub.pair_config import Measurement
 
 
 TUNE_COLUMNS = {  # with what is in them
@@ -29,10 +30,8 @@ TUNE_COLUMNS = {  # with what is in them
     "draft cost": "c, a step of the draft over one of the target",
     "candidates": "γ, the recommended number in each round",
     "tokens a round": "of each row",
-    "Theorem 3.8": "times plain by α and c, if the target took as long for all candidates as for one token",
-    "limit": "times plain by the times of bare forwards",
-    "times plain": "as measured: tokens of all turns over their seconds",
-    "interval": "where that lies, as far as these turns tell; all intervals together hold in 19 of 20 studies",
+    **SPEEDUP_COLUMNS,
+    "interval": "of the measured speed-up; all intervals together hold in 19 of 20 studies",
 }
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
 HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 only checks, and needs no prompts."
@@ -47,7 +46,7 @@ def tune(
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     batch_size: Batches = None,
-    repeats: Annotated[int, typer.Option(help=HELP_REPEATS, min=0)] = LEAST_TURNS,
+    repeats: Annotated[int, typer.Option(help=HELP_REPEATS, min=0)] = MIN_TURNS,
     seconds: Annotated[float, typer.Option(help=HELP_SECONDS, min=0)] = SECONDS,
     out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
     overwrite: Overwrite = False,
@@ -60,36 +59,52 @@ def tune(
     """
     for name in drafts or ():
         read_draft(name, SEVERAL_EXITS)
-    check_runs(sizes := batch_size or [1, 8])
+    sizes = batch_size or [1, 8]
+    check_runs(sizes)
     require(out is not None or not overwrite, "--overwrite is for saving; name a folder with --out.")
     if out is not None:
         check_folder(out, overwrite, "--overwrite")
-    told = "--out saves the best draft, which --repeats 0 cannot tell; give one draft, or measure."
-    require(out is None or repeats > 0 or (len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]), told)
-    prompts = read_prompts(source, "with --prompts FILE, on standard input, or use --repeats 0") if repeats else []
+    names_one_draft = len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]
+    require(
+        out is None or repeats > 0 or names_one_draft,
+        "--out saves the best draft, which --repeats 0 cannot tell; give one draft, or measure.",
+    )
+    prompts: Prompts = []
+    if repeats:
+        prompts = read_prompts(source, "with --prompts FILE, on standard input, or use --repeats 0")
     with imports():
         from hf_specx.bench import tune as tuning
         from hf_specx.hub.fetch import find_files, get_tokenizer
         from hf_specx.hub.known_pairs import folder_of
 
         from .loading import check_template, in_words, save_best, study_of, texts_of
-    tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code) if source.chat else None
+    tokenizer = None
+    if source.chat:
+        tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code)
     check_template(tokenizer, source.chat)
     texts = texts_of(prompts, tokenizer)
-    how: dict[str, Any] = {"prompts": texts, "batches": sizes, "repeats": repeats or 1, "seconds": seconds}
-    study = study_of(loading, command=typed(), options=sampling.given, **how)
+    study = study_of(
+        loading,
+        prompts=texts,
+        batches=sizes,
+        options=sampling.options,
+        repeats=repeats or 1,
+        seconds=seconds,
+        command=typed(),
+    )
     names = tuning.drafts_to_try(target, drafts or [], study)
     with steps("drafts in turns with plain generate, runs") as bar:
-        found = tuning.tune(target, names, study, bar.update)
-    if found[0].pair is not None and texts:
-        settings = tuning.settings_of(found[0].pair.target, sampling.given)
+        trials = tuning.tune(target, names, study, bar.update)
+    best = trials[0]
+    if best.pair is not None and texts:
+        settings = tuning.settings_of(best.pair.target, sampling.options)
         say(f"target {target}, drafts {', '.join(names)}: {in_words(settings)}", "dim")
-    show_drafts(target, found, Output(quiet=as_json))
+    show_drafts(target, trials, Output(quiet=as_json))
     if as_json:
-        typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
-    require(found[0].error is None, "no draft can be used, for the reasons given with each.")
+        typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in trials]}))
+    require(best.error is None, "no draft can be used, for the reasons given with each.")
     if out is not None:
-        say(save_best(found[0], out, overwrite))
+        say(save_best(best, out, overwrite))
 
 
 def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> None:
@@ -100,31 +115,41 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
             table = Table(box=None, pad_edge=False)
             for heading in ("", "", "target", "draft", "what follows"):
                 table.add_column(heading, overflow="fold")  # no word is cut
-            for verdict, *words in ((x.verdict, x.subject, x.target, x.draft, x.follows) for x in trial.findings):
-                table.add_row(Text(verdict, VERDICTS[verdict]), *map(Text, words))
+            for finding in trial.findings:
+                words = finding.subject, finding.target, finding.draft, finding.follows
+                table.add_row(Text(finding.verdict, VERDICTS[finding.verdict]), *map(Text, words))
             console.print(table)
         if trial.error is not None:
             console.text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"])
         if trial.misread:
             console.text(f"{trial.name}: {trial.misread}", VERDICTS["note"])
-    measured, best = [trial for trial in trials if trial.measurements], trials[0]
+    measured = [trial for trial in trials if trial.measurements]
     for trial in measured:
         console.text(f"\n{trial.name}", "bold")
-        figures = []
-        for m in trial.measurements:
-            ratios = m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup
-            draft = figure(m.alpha or None), figure(m.cost_coefficient), str(m.num_draft_tokens)
-            interval = f"{figure(m.interval_low)} to {figure(m.interval_high)}"
-            figures.append((str(m.batch), *draft, *map(figure, ratios), interval))
-        console.figures(list(TUNE_COLUMNS), figures)
+        console.figures(list(TUNE_COLUMNS), [row_of(measurement) for measurement in trial.measurements])
         console.text("\n".join(map(str, trial.measurements)))
     if measured:
-        console.text("\n".join(f"{head}: {said}" for head, said in TUNE_COLUMNS.items()), "dim")
-        console.text(outcome(best))
+        console.text("\n".join(f"{heading}: {meaning}" for heading, meaning in TUNE_COLUMNS.items()), "dim")
+        console.text(outcome(trials[0]))
+
+
+def row_of(measurement: "Measurement") -> tuple[str, ...]:
+    """The figures of `TUNE_COLUMNS`."""
+    return (
+        str(measurement.batch),
+        figure(measurement.alpha or None),
+        figure(measurement.cost_coefficient),
+        str(measurement.num_draft_tokens),
+        figure(measurement.tokens_per_round),
+        figure(measurement.measured_speedup),
+        figure(measurement.forward_limited_speedup),
+        figure(measurement.expected_speedup),
+        f"{figure(measurement.interval_low)} to {figure(measurement.interval_high)}",
+    )
 
 
 def outcome(best: "DraftTrial") -> str:
-    """What a study came to, in a line or two, by the draft that it put first."""
+    """The result of a study in a line or two, by the draft that it put first."""
     assert best.config is not None
     numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
     speeds = [m.measured_speedup for m in best.measurements]

@@ -32,11 +32,11 @@ from .settings import CHECKED, UNITS, Settings, check_packages, is_greedy, plain
 from .texts import Subject, generate_texts
 
 
-SHOWN = 4  # texts of each way that a result has
+SHOWN_TEXTS = 4  # by each method, that a result has
 CONFIDENCE = 0.95  # of intervals
-MEASURES = 4  # of quality
-Part = Callable[..., Any]  # makes what has a name, by a function of a subject and more, unless it is known
-Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
+NUM_MEASURES = 4  # of quality
+GetPart = Callable[..., Any]  # a part by its name: stored, or computed by a function of a subject and more
+Texts = dict[tuple[str, int], dict[str, Any]]  # by method to generate and batch size
 
 
 def check(
@@ -78,11 +78,11 @@ def check(
         >>> hf_specx.check(pair, prompts, batch_sizes=(2,), max_new_tokens=8).passed
         True
     """
-    drawn = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    how: dict[str, Any] = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed, "level": level}
-    settings = Settings(tuple(batch_sizes), verifications=tuple(verifications), options=options, **how)
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    more: dict[str, Any] = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed, "level": level}
+    settings = Settings(tuple(batch_sizes), verifications=tuple(verifications), options=options, **more)
     check_can_write(report)
-    subject = subject_of(pair, prompts, settings, drawn)
+    subject = subject_of(pair, prompts, settings, sampling)
     with tqdm(total=settings.steps, delay=3, desc="checking", disable=advance is not None) as bar:
         result = run_check(subject, advance or bar.update, path)
     result.pair = without_folders(" with ".join(map(label_of, (pair.target, *pair.drafts))))
@@ -91,104 +91,128 @@ def check(
     return result
 
 
-def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, given: dict[str, Any]) -> Subject:
-    """What is checked; raises for what cannot be. Of `given`, arguments of `generate`, None is the target's own."""
+def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, options: dict[str, Any]) -> Subject:
+    """What is checked; raises for what cannot be. Of `options`, arguments of `generate`, None is the target's own."""
     check_packages()
-    told = f"pair={pair!r} is no DraftTargetPair; load it, as by DraftTargetPair.from_pretrained(name)."
-    require(isinstance(pair, DraftTargetPair), told)
+    require(
+        isinstance(pair, DraftTargetPair),
+        f"pair={pair!r} is no DraftTargetPair; load it, as by DraftTargetPair.from_pretrained(name).",
+    )
     prompts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
-    told = "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself."
-    require(not pair.target.config.is_encoder_decoder, told)
-    told = "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
-    require(pair.tokenizer is not None, told)
-    listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
-    told = f"prompts={brief(prompts)}: give a list of texts; without it the pair's own are taken, if it has any."
-    require(bool(listed), told)
-    given = {name: value for name, value in given.items() if value is not None}
-    drawn = settings_of(pair.target, {"do_sample": True} | given, settings.max_new_tokens)
-    drawn.pop("do_sample")  # some of what is checked is greedy
-    subject = Subject(pair, prompts, replace(settings, **drawn))
+    require(
+        not pair.target.config.is_encoder_decoder,
+        "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself.",
+    )
+    require(
+        pair.tokenizer is not None,
+        "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one.",
+    )
+    are_texts = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
+    require(
+        bool(are_texts),
+        f"prompts={brief(prompts)}: give a list of texts; without it the pair's own are taken, if it has any.",
+    )
+    options = {name: value for name, value in options.items() if value is not None}
+    sampling = settings_of(pair.target, {"do_sample": True} | options, settings.max_new_tokens)
+    sampling.pop("do_sample")  # some of what is checked is greedy
+    subject = Subject(pair, prompts, replace(settings, **sampling))
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
     return subject
 
 
 def run_check(subject: Subject, advance: Advance, path: str | Path | None = None) -> CheckResult:
-    """`check` of what was put together by `subject_of`."""
-    made = provenance(subject.target) | described(subject.pair)
-    made |= {"code": digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))}
-    store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
+    """The result of `check` for what was put together by `subject_of`."""
+    code = digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))
+    where = provenance(subject.target) | described(subject.pair) | {"code": code}
+    store = Store(None if path is None else Path(path), "check", where | {"asked": digest_of_subject(subject)})
 
-    def part(name: str, make: Callable[..., Any], *args: Any) -> Any:
-        found = store.take(name, partial(make, subject, *args))
+    def get_part(name: str, compute: Callable[..., Any], *args: Any) -> Any:
+        value = store.get_or_compute(name, partial(compute, subject, *args))
         advance()
-        return found
+        return value
 
     accelerator = torch.accelerator.current_accelerator()
-    everywhere = range(torch.accelerator.device_count())  # all of them are seeded by `torch.manual_seed`
-    with torch.random.fork_rng(everywhere, device_type="cuda" if accelerator is None else accelerator.type):
+    devices = range(torch.accelerator.device_count())  # all of them are seeded by `torch.manual_seed`
+    with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
         texts = {
-            (way, batch): part(f"texts, {way}, batch {batch}", generate_texts, way, batch)
+            (method, batch): get_part(f"texts, {method}, batch {batch}", generate_texts, method, batch)
             for batch in subject.settings.batch_sizes
-            for way in subject.settings.ways
+            for method in subject.settings.methods
         }
-        cells = all_cells(subject, part, texts)
-        traced = part("trace", trace_one)
-    first, shown = subject.settings.batch_sizes[0], {}
-    for way in subject.settings.ways:
-        pairs = zip(subject.prompt_indices(way, first), texts[way, first]["texts"][:SHOWN], strict=False)
-        shown[way] = [{"prompt": index, "text": subject.decoded([text])[0]} for index, text in pairs]
-    lines, settings = lines_of(subject.settings, cells), subject.settings.to_dict()
-    return CheckResult(lines, settings, made, subject.prompts, cells, shown, traced)
+        cells = all_cells(subject, get_part, texts)
+        traced = get_part("trace", trace_one)
+    first_size = subject.settings.batch_sizes[0]
+    shown = {}
+    for method in subject.settings.methods:
+        indices = subject.prompt_indices(method, first_size)
+        pairs = zip(indices, texts[method, first_size]["texts"][:SHOWN_TEXTS], strict=False)
+        shown[method] = [{"prompt": index, "text": subject.decoded([text])[0]} for index, text in pairs]
+    lines = lines_of(subject.settings, cells)
+    return CheckResult(lines, subject.settings.to_dict(), where, subject.prompts, cells, shown, traced)
 
 
-def asked_of(subject: Subject) -> str:
-    """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
+def digest_of_subject(subject: Subject) -> str:
+    """A digest that differs for other settings, prompts, models, drafts or tokenizers."""
     pair, settings = subject.pair, subject.settings
-    told = {"prompts": subject.prompts, "ids": subject.ids, "tokenizers": [pair.tokenizer, pair.draft_tokenizer]}
-    told |= {"layout": pair.strategy.layout, "compile": pair.strategy.compile} | settings.to_dict()
-    return digest_of([json.dumps(arguments_of(pair, settings.seed, told)).encode()])
+    arguments = {
+        "prompts": subject.prompts,
+        "ids": subject.prompt_ids,
+        "tokenizers": [pair.tokenizer, pair.draft_tokenizer],
+        "layout": pair.strategy.layout,
+        "compile": pair.strategy.compile,
+        **settings.to_dict(),
+    }
+    return digest_of([json.dumps(arguments_of(pair, settings.seed, arguments)).encode()])
 
 
-def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:
+def all_cells(subject: Subject, get_part: GetPart, texts: Texts) -> dict[str, dict[str, Any]]:
     """What the metrics say of each verification."""
     settings, cells = subject.settings, {}
-    for way in (way for way in settings.ways if way in settings.verifications):
-        in_distribution, plain = way in settings.in_distribution, plain_of(way)
+    for verification in [name for name in settings.methods if name in settings.verifications]:
+        in_distribution = verification in settings.in_distribution
+        plain = plain_of(verification)
         for batch in settings.batch_sizes:
-            name, ours = f"{way}, batch {batch}", texts[way, batch]["texts"]
-            cells[name] = {"acceptance": texts[way, batch]["acceptance"]}
+            name = f"{verification}, batch {batch}"
+            ours = texts[verification, batch]
+            cells[name] = {"acceptance": ours["acceptance"]}
             if in_distribution:
-                args = way, batch, ours, texts[way, batch]["heard"]
-                cells[name]["law"] = part(f"law, {name}", judge_distribution, *args)
+                cells[name]["law"] = get_part(
+                    f"law, {name}", judge_distribution, verification, batch, ours["texts"], ours["observed"]
+                )
             else:
-                args = way, batch, texts[plain, batch], texts[way, batch]
-                cells[name]["equality"] = part(f"equality, {name}", judge_equality, *args)
+                cells[name]["equality"] = get_part(
+                    f"equality, {name}", judge_equality, verification, batch, texts[plain, batch], ours
+                )
         if in_distribution:
-            sizes = settings.batch_sizes
-            pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
-            indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
-            cells[way] = {"quality": part(f"quality, {way}", judge_quality, indices, *pooled)}
+            indices, plain_texts, our_texts = [], [], []
+            for batch in settings.batch_sizes:
+                indices += subject.prompt_indices(verification, batch)
+                plain_texts += texts[plain, batch]["texts"]
+                our_texts += texts[verification, batch]["texts"]
+            quality = get_part(f"quality, {verification}", judge_quality, indices, plain_texts, our_texts)
+            cells[verification] = {"quality": quality}
     return cells
 
 
 def trace_one(subject: Subject) -> dict[str, Any]:
     """`trace` of one text of the first prompt, by token verification if that is checked."""
-    chosen = subject.settings.verifications
-    way = "token" if "token" in chosen else chosen[-1]
-    torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
-    options = subject.settings.generation(way)
-    return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)
+    verifications = subject.settings.verifications
+    verification = "token" if "token" in verifications else verifications[-1]
+    torch.manual_seed(subject.settings.batch_seed("trace", 1, 0))
+    options = subject.settings.generate_options(verification)
+    return trace(subject.target, subject.strategy(verification), subject.encoded([0]), options, subject.tokenizer)
 
 
 def described(pair: DraftTargetPair) -> dict[str, str]:
     """Both models by class, size and where they came from on the Hub; a draft without a model by its class."""
-    found = {"target": "", "draft": type(pair.draft).__name__}
+    descriptions = {"target": "", "draft": type(pair.draft).__name__}
     for role, model in zip(("target", "draft"), pair.models, strict=False):
-        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
+        facts = [type(model).__name__, f"{model.num_parameters():,} parameters"]
+        source = pair.sources[role]
         if source is not None and source.name is not None:
             facts += [source.name, f"commit {source.revision}"]
-        found[role] = ", ".join(facts)
-    return found
+        descriptions[role] = ", ".join(facts)
+    return descriptions
 
 
 @cache
@@ -200,33 +224,38 @@ def metric(name: str) -> Any:
 
 
 def judge_equality(
-    subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
+    subject: Subject, method: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of the texts of a way and the plain ones, and what `Rounding` says of ours.
+    """`sequence_equality` of the texts of a method and the plain ones, and what `Rounding` says of ours.
 
     "differences" are the first of each row: "plain" and "ours" are ids, -1 where a text has ended; "gap" is that of
     our token, None where it has none.
     """
-    texts, options, level = ours["texts"], subject.settings.generation(way), subject.settings.share
+    texts, options = ours["texts"], subject.settings.generate_options(method)
     result = metric("sequence_equality").compute(predictions=texts, references=plain["texts"])
     differences, rows, largest = [], [], 0.0
     for row, (text, position) in enumerate(zip(texts, result["first_difference"], strict=True)):
-        reference = Reference(subject.target, options, subject.text(way, batch, row, text))
-        seed = subject.settings.run_seed(way, batch, row // batch)
-        noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
-        parts_at = len(text) if position < 0 else position
-        candidates = json.loads(ours["heard"][row])  # none of a text that was decoded plainly
-        rows.append(gaps_of(reference, noise, parts_at, candidates + [-1] * (len(text) - len(candidates))))
+        reference = Reference(subject.target, options, subject.text(method, batch, row, text))
         largest = max(largest, reference.largest)
+        noise = None
+        if not is_greedy(method):
+            noise = Noise(subject.settings.batch_seed(method, batch, row // batch), batch, row % batch)
+        candidates = json.loads(ours["observed"][row])  # none of a text that was decoded plainly
+        candidates += [-1] * (len(text) - len(candidates))
+        gaps = gaps_of(reference, noise, len(text) if position < 0 else position, candidates)
+        rows.append(gaps)
         if position >= 0:
-            left, right = (each[position] if position < len(each) else -1 for each in (plain["texts"][row], text))
-            gap = math.inf if -1 in (left, right) else float(rows[-1].chosen[position])
-            difference = {"row": row, "position": position, "plain": left, "ours": right}
+            plain_text = plain["texts"][row]
+            plain_id = plain_text[position] if position < len(plain_text) else -1
+            our_id = text[position] if position < len(text) else -1
+            gap = math.inf if -1 in (plain_id, our_id) else float(gaps.chosen[position])
+            difference = {"row": row, "position": position, "plain": plain_id, "ours": our_id}
             differences.append(difference | {"gap": None if math.isinf(gap) else gap})
     rounding = Rounding(rows, rounding_scale(plain["rounding"]["mean"], largest))
     total = float(rounding.sums.sum())
-    ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
-    chance = 0.0 if ended else rounding.p_value
+    has_ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
+    p_value = 0.0 if has_ended else rounding.p_value
+    level = subject.settings.level_per_test
     return {
         "exact_match": result["exact_match"],
         "rows": len(texts),
@@ -235,31 +264,31 @@ def judge_equality(
         "rounding": plain["rounding"],
         "gaps": None if math.isinf(total) else total,
         "expected_gaps": rounding.expected,
-        "p_value": chance,
+        "p_value": p_value,
         "level": level,
-        "detectable_gap": None if chance < level else rounding.detectable(level),
+        "detectable_gap": None if p_value < level else rounding.detectable(level),
     }
 
 
 def judge_distribution(
-    subject: Subject, way: str, batch: int, ours: list[list[int]], offers: list[str]
+    subject: Subject, method: str, batch: int, ours: list[list[int]], offers: list[str]
 ) -> dict[str, Any]:
     """`sampled_law` of the texts at one batch size, with what the draft offered."""
-    found: dict[str, Any] = metric("sampled_law").compute(
+    result: dict[str, Any] = metric("sampled_law").compute(
         predictions=ours,
-        references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
+        references=[subject.prompt_ids[index] for index in subject.prompt_indices(method, batch)],
         model=subject.target,
-        generation_config=GenerationConfig(**subject.settings.generation(way)),
+        generation_config=GenerationConfig(**subject.settings.generate_options(method)),
         offers=list(map(json.loads, offers)),
         rounding=UNITS,
-        level=subject.settings.share,
+        level=subject.settings.level_per_test,
     )
-    return found
+    return result
 
 
-def too_few(pairs: int, share: float) -> bool:
-    """Whether all differences of so many pairs of texts may have one sign by chance, at a level that is shared."""
-    return MEASURES * 2.0 ** (1 - pairs) >= share
+def too_few(num_pairs: int, level: float) -> bool:
+    """Whether all differences of so many pairs of texts may have one sign by chance, in one of the measures."""
+    return NUM_MEASURES * 2.0 ** (1 - num_pairs) >= level
 
 
 def judge_quality(
@@ -269,20 +298,22 @@ def judge_quality(
 
     Lengths are those of the tokens that were emitted, since text that is read again may have more of them.
     """
-    share = subject.settings.share
-    if too_few(len(ours), share):
+    level = subject.settings.level_per_test
+    if too_few(len(ours), level):
         return None
-    texts = [subject.decoded(each) for each in (ours, plain)]
-    judge = {"model": subject.target, "prompts": [subject.prompts[index] for index in indices]}
+    our_texts, plain_texts = subject.decoded(ours), subject.decoded(plain)
+    perplexity = {"model": subject.target, "prompts": [subject.prompts[index] for index in indices]}
     # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
-    pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
-    found: dict[str, Any] = metric("text_quality").compute(
-        predictions=texts[0],
-        references=texts[1],
+    num_pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(our_texts, plain_texts, strict=True))
+    if too_few(num_pairs, level):
+        perplexity = {}
+    result: dict[str, Any] = metric("text_quality").compute(
+        predictions=our_texts,
+        references=plain_texts,
         tokenizer=subject.tokenizer,
-        lengths=[[len(text) for text in each] for each in (ours, plain)],
+        lengths=[list(map(len, ours)), list(map(len, plain))],
         level=1 - CONFIDENCE,
         seed=subject.settings.seed,
-        **({} if too_few(pairs, share) else judge),
+        **perplexity,
     )
-    return found
+    return result

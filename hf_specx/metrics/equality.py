@@ -31,7 +31,7 @@ ALLOWANCE = 1.5
 RIVALS = 16  # tokens next to the best that rounding may choose
 TILTS = torch.linspace(0.02, 0.9, 45, dtype=torch.float64, device="cpu")  # of Chernoff's bound, in units of 1 / scale
 RESAMPLES, DELTAS = 400, 100
-STEPS, FINEST, FACTOR = 1400, 1e-9, 1.02  # of logits that are shifted until a token is chosen; then it never is
+NUM_SHIFTS, FINEST, FACTOR = 1400, 1e-9, 1.02  # of a logit until a token is chosen; after all of them it never is
 
 
 class Noise(NamedTuple):
@@ -44,9 +44,9 @@ class Noise(NamedTuple):
     def exponentials(self, like: Tensor) -> Iterator[Tensor]:
         """The Exp(1) numbers [V] that `generate` draws for the row, position by position."""
         generator = torch.Generator(like.device).manual_seed(self.seed)
-        of_batch = torch.empty(self.rows, like.shape[-1], dtype=torch.float32, device=like.device)
+        batch_noise = torch.empty(self.rows, like.shape[-1], dtype=torch.float32, device=like.device)
         while True:
-            yield of_batch.exponential_(generator=generator)[self.row].double()
+            yield batch_noise.exponential_(generator=generator)[self.row].double()
 
 
 class Text(NamedTuple):
@@ -89,7 +89,7 @@ class Reference:
         for position, logits in enumerate(self.logits):
             yield self.processed(processors, position, logits)
 
-    def edge_gap(self, position: int, token: int, best: int, race: Tensor | None, gap: float) -> float:
+    def edge_gap(self, position: int, token: int, best: int, exponentials: Tensor | None, gap: float) -> float:
         """The least shift of one logit by which a token is chosen and not the best: its own up, or the other down.
 
         It is smaller than the `gap` of the scores where one of the two is at the edge of what top-k and the like keep.
@@ -102,15 +102,16 @@ class Reference:
             logits = self.logits[position].double()
             logits[token_shifted] += shift
             copies = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
-            return int(raced(self.processed(copies, position, logits), race).argmax()) == token
+            scores = raced(self.processed(copies, position, logits), exponentials)
+            return int(scores.argmax()) == token
 
         temperature = self.options.get("temperature", 1.0) if self.options.get("do_sample") else 1.0
         half = gap * temperature / 2
         if math.isfinite(gap) and not (is_chosen(token, half) or is_chosen(best, -half)):
             return gap
-        shifts = [FINEST * FACTOR**step for step in range(STEPS)] + [math.inf]
-        up = bisect_left(shifts, True, hi=STEPS, key=lambda shift: is_chosen(token, shift))
-        down = bisect_left(shifts, True, hi=STEPS, key=lambda shift: is_chosen(best, -shift))
+        shifts = [FINEST * FACTOR**step for step in range(NUM_SHIFTS)] + [math.inf]
+        up = bisect_left(shifts, True, hi=NUM_SHIFTS, key=lambda shift: is_chosen(token, shift))
+        down = bisect_left(shifts, True, hi=NUM_SHIFTS, key=lambda shift: is_chosen(best, -shift))
         return min(gap, shifts[min(up, down)] / temperature)
 
 
@@ -136,9 +137,10 @@ def measure_rounding(reference: Reference, steps: Sequence[tuple[Tensor, Tensor]
     """By how much the lead of the best token over the second differs between plain steps and the reference: nats."""
     sizes = []
     for scores, (values, ids) in zip(reference.scores(), steps, strict=False):
-        step, again = values[row].double(), scores[ids[row]].double()
-        if step.isfinite().all() and again.isfinite().all():
-            sizes.append(abs(float((step[0] - step[1]) - (again[0] - again[1]))))
+        of_step, of_reference = values[row].double(), scores[ids[row]].double()
+        if of_step.isfinite().all() and of_reference.isfinite().all():
+            lead, reference_lead = of_step[0] - of_step[1], of_reference[0] - of_reference[1]
+            sizes.append(abs(float(lead - reference_lead)))
     return sizes
 
 
@@ -157,24 +159,24 @@ class Gaps(NamedTuple):
 
 
 @torch.no_grad()
-def gaps_of(reference: Reference, noise: Noise | None, parts_at: int, candidates: Sequence[int]) -> Gaps:
-    """The gaps of a text that parts from plain text at a position; -1 in `candidates` [T] is none."""
-    exponentials = None if noise is None else noise.exponentials(reference.logits)
+def gaps_of(reference: Reference, noise: Noise | None, first_difference: int, candidates: Sequence[int]) -> Gaps:
+    """The gaps of a text that differs from plain text from a position on; -1 in `candidates` [T] is none."""
+    draws = None if noise is None else noise.exponentials(reference.logits)
     chosen, rejected, rivals = [], [], []
     emitted = zip(reference.text.emitted, candidates, reference.scores(), strict=True)
     for position, (token, candidate, processed) in enumerate(emitted):
-        race = None if exponentials is None else next(exponentials)
-        scores = raced(processed, race)
+        exponentials = None if draws is None else next(draws)
+        scores = raced(processed, exponentials)
         near = scores.topk(min(RIVALS + 1, len(scores)))
         top, best = float(near.values[0]), int(near.indices[0])
-        gap = top - float(scores[token]) if position >= parts_at else 0.0
+        gap = top - float(scores[token]) if position >= first_difference else 0.0
         if gap > 0 and processed.isinf().any():
-            gap = reference.edge_gap(position, token, best, race, gap)
+            gap = reference.edge_gap(position, token, best, exponentials, gap)
         chosen.append(gap)
         rejected.append(math.nan if candidate in (-1, token) else top - float(scores[candidate]))
         rivals.append((top - near.values[1:]).cpu())
-    of_tokens = (torch.tensor(gaps, dtype=torch.float64, device="cpu") for gaps in (chosen, rejected))
-    return Gaps(next(of_tokens), torch.stack(rivals), next(of_tokens))
+    columns = [torch.tensor(gaps, dtype=torch.float64, device="cpu") for gaps in (chosen, rejected)]
+    return Gaps(columns[0], torch.stack(rivals), columns[1])
 
 
 def rounding_scale(mean: float, largest: float) -> float:
@@ -207,7 +209,7 @@ class Rounding:
         return float(self.bound(self.sums.sum(), self.cumulants.sum(0)))
 
     def bound(self, sums: Tensor, cumulants: Tensor) -> Tensor:
-        """The least over the tilts: [...] of sums [...] and cumulants [..., tilts]."""
+        """The least Chernoff bound over the tilts: [...] of sums [...] and cumulants [..., tilts]."""
         return (cumulants - TILTS * sums[..., None] / self.scale).amin(-1).clamp(max=0).exp()
 
     def detectable(self, level: float, seed: int = 0) -> float | None:

@@ -1,4 +1,4 @@
-"""What a check has found: a verdict in lines, and all figures that it rests on."""
+"""What a check says: a verdict in lines, and all figures that it rests on."""
 
 import json
 import math
@@ -18,10 +18,10 @@ from .settings import POWER, Settings
 
 
 OF_RESULT = '"comparisons": '  # in the file of each
-PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+PASSED, FAILED, NOT_TOLD = "passed", "failed", "not told"
 NEVER_CHOSEN = "which is never chosen"
 SEEN_IN_WORDS = "9 of 10 such checks would reject"
-LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
+MIN_P_VALUE = 1e-300  # a p-value of 0 has no logarithm
 CHECK_LEGEND = (
     "figure: how far off, as -log10 of the p-value (3 is one in a thousand); larger is worse, and a test fails above "
     "its threshold"
@@ -45,8 +45,9 @@ WHERE = {"_first": " first", "_alternating": ", at even against odd places", "_a
 
 def in_words(name: str) -> str:
     """What a statistic or a measure is about; its name where that is a word."""
-    known = next((told for begins, told in IN_WORDS.items() if name.startswith(begins)), name)
-    return known + next((told for ends, told in WHERE.items() if name.endswith(ends)), "")
+    subject = next((words for begins, words in IN_WORDS.items() if name.startswith(begins)), name)
+    where = next((words for ends, words in WHERE.items() if name.endswith(ends)), "")
+    return subject + where
 
 
 class CheckLine(NamedTuple):
@@ -68,10 +69,10 @@ class CheckResult:
     settings: dict[str, Any]
     provenance: dict[str, Any]
     prompts: list[str]
-    # by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification alone
+    # by "verification, batch N" the results there: "acceptance", and "equality" or "law"; by verification alone
     # "quality", None where there were too few texts
     cells: dict[str, dict[str, Any]]
-    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few of each way, with indices of prompts
+    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few by each method, with prompt indices
     trace: dict[str, Any] = field(default_factory=dict)  # how one text came about; see `hf_specx.bench.trace.trace`
     pair: str = ""  # its name
     command: str = ""  # that made the check
@@ -93,8 +94,8 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, which JSON takes."""
-        known = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
-        return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
+        verdict = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
+        return verdict | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
         """Write JSON in the form of `evaluate.save`; in a folder that is there the file is named by the time.
@@ -120,53 +121,65 @@ def note_of(line: CheckLine) -> str:
 
 
 def summary(result: CheckResult) -> str:
+    """The verdict in a sentence."""
     rate = f"a correct one fails in at most {result.level:g} of such checks"
     if result.passed:
         rounded = any(cell.get("equality", {}).get("differences") for cell in result.cells.values())
-        but = " but what rounding explains" if rounded else ""
-        smaller = "; faults smaller than the lines say may pass" if any(line.sees for line in result.lines) else ""
-        return f"passed: no difference to plain generate was found{but}; {rate}{smaller}"
+        exception = " but what rounding explains" if rounded else ""
+        limit = "; faults smaller than the lines say may pass" if any(line.sees for line in result.lines) else ""
+        return f"passed: no difference to plain generate was found{exception}; {rate}{limit}"
     failed = [line.what for line in result.lines if line.verdict == FAILED]
     return f"failed: {'; '.join(failed)}; {rate}"
 
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
-    makes: dict[str, Callable[..., CheckLine]] = {"equality": equality_line}
-    makes["law"] = partial(distribution_line, temperature=settings.temperature)
-    makes["quality"] = partial(quality_line, share=settings.share)
-    return [makes[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in makes]
+    """A line for each test in the cells."""
+    make_line: dict[str, Callable[..., CheckLine]] = {
+        "equality": equality_line,
+        "law": partial(distribution_line, temperature=settings.temperature),
+        "quality": partial(quality_line, level=settings.level_per_test),
+    }
+    return [make_line[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in make_line]
 
 
 def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
-    what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
+    """The line that says whether tokens are those of plain `generate`, but for rounding."""
+    what = f"{name}: the same tokens as plain generate"
+    differences = cell["differences"]
     verdict = PASSED if cell["p_value"] >= cell["level"] else FAILED
     note = f"all {cell['rows']} rows are equal, {cell['tokens']} tokens"
     if differences:
-        first = max(differences, key=lambda difference: math.inf if difference["gap"] is None else difference["gap"])
-        gap = f"{first['gap']:.2g} nats below the best choice" if first["gap"] is not None else NEVER_CHOSEN
-        if -1 in (first["plain"], first["ours"]):
+        furthest = max(
+            differences, key=lambda difference: math.inf if difference["gap"] is None else difference["gap"]
+        )
+        gap = NEVER_CHOSEN
+        if furthest["gap"] is not None:
+            gap = f"{furthest['gap']:.2g} nats below the best choice"
+        if -1 in (furthest["plain"], furthest["ours"]):
             gap = "where one of the two texts has ended (-1)"
-        note = f"{len(differences)} of {cell['rows']} rows differ; furthest off is row {first['row']} at token "
-        note += f"{first['position']}: {first['plain']} became {first['ours']}, {gap}"
+        note = f"{len(differences)} of {cell['rows']} rows differ; furthest off is row {furthest['row']} at token "
+        note += f"{furthest['position']}: {furthest['plain']} became {furthest['ours']}, {gap}"
         if cell["gaps"] is not None:
             note += f". Over {cell['tokens']} tokens such gaps are {cell['gaps']:.2g} in sum, by rounding "
             note += f"{cell['expected_gaps']:.2g} on average, and as much with chance {cell['p_value']:.2g} at most"
-    least = cell["detectable_gap"]
-    sees = "" if least is None else f"a verifier that keeps candidates {least:.2g} nats below the best choice"
-    return CheckLine(what, verdict, unlikely(cell["p_value"]), unlikely(cell["level"]), note, sees)
+    sees = ""
+    if cell["detectable_gap"] is not None:
+        sees = f"a verifier that keeps candidates {cell['detectable_gap']:.2g} nats below the best choice"
+    return CheckLine(what, verdict, minus_log10(cell["p_value"]), minus_log10(cell["level"]), note, sees)
 
 
-def unlikely(chance: float) -> float:
+def minus_log10(chance: float) -> float:
     """A p-value as a figure of which more is worse: -log10 of it."""
-    return 0.0 - math.log10(max(chance, LEAST_CHANCE))  # 0 for 1, and not -0
+    return 0.0 - math.log10(max(chance, MIN_P_VALUE))  # 0 for 1, and not -0
 
 
 def standard_errors(chance: float) -> float:
     """How far off a normal is with this two-sided p-value."""
-    return abs(NormalDist().inv_cdf(max(chance, LEAST_CHANCE) / 2))
+    return abs(NormalDist().inv_cdf(max(chance, MIN_P_VALUE) / 2))
 
 
 def distribution_line(name: str, cell: dict[str, Any], temperature: float) -> CheckLine:
+    """The line that says whether texts were sampled from the target's distribution."""
     note = f"{cell['positions']} tokens, looked at in {cell['comparisons']} ways"
     if not cell["comparisons"]:
         note = f"{cell['positions']} tokens, of which no other was possible"
@@ -181,25 +194,33 @@ def distribution_line(name: str, cell: dict[str, Any], temperature: float) -> Ch
         note += f"off in one of these ways with chance {cell['p_value']:.2g} at most"
     if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
-    factors, sees = cell["detectable_temperature"], ""
-    if factors is not None:
-        low, high = (temperature * factor for factor in factors)
+    sees = ""
+    if cell["detectable_temperature"] is not None:
+        low, high = (temperature * factor for factor in cell["detectable_temperature"])
         sees = f"a temperature of {low:.3g} or {high:.3g} in place of {temperature:g}"
-    verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
-    return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note, sees)
+    what = f"{name}: sampled from the target's distribution"
+    verdict = PASSED if cell["passed"] else FAILED
+    return CheckLine(what, verdict, minus_log10(cell["p_value"]), minus_log10(cell["level"]), note, sees)
 
 
-def quality_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
-    what, threshold = f"{name}: quality of plain text", unlikely(share)
+def quality_line(name: str, cell: dict[str, Any] | None, level: float) -> CheckLine:
+    """The line that says whether texts are as good as plain ones."""
+    what = f"{name}: quality of plain text"
+    threshold = minus_log10(level)
     if cell is None:
-        return CheckLine(what, UNTOLD, None, threshold, "too few texts; ask for more samples")
+        return CheckLine(what, NOT_TOLD, None, threshold, "too few texts; ask for more samples")
     furthest = min(cell, key=lambda key: cell[key]["p_value"])
-    measured, chance = cell[furthest], min(1.0, len(cell) * cell[furthest]["p_value"])
+    measured = cell[furthest]
+    chance = min(1.0, len(cell) * measured["p_value"])
     low, high = measured["interval"]
     note = f"of {len(cell)} measures furthest off is {in_words(furthest)}, {measured['prediction']:.3g} against "
     note += f"{measured['reference']:.3g} of plain text (95 % interval of the difference {low:.2g} to {high:.2g}); a "
     note += f"correct pair is as far off with chance {chance:.2g} at most"
-    errors = standard_errors(share / len(cell)) + NormalDist().inv_cdf(POWER)  # the interval has 1.96 to each side
-    sizes = {key: (each["interval"][1] - each["interval"][0]) / 2 / 1.96 * errors for key, each in cell.items()}
-    sees = ", or ".join(f"{in_words(key)} off by {size:.2g}" for key, size in sizes.items())
-    return CheckLine(what, PASSED if chance >= share else FAILED, unlikely(chance), threshold, note, sees)
+    errors = standard_errors(level / len(cell)) + NormalDist().inv_cdf(POWER)  # the interval has 1.96 to each side
+    seen = []
+    for key, measure in cell.items():
+        low, high = measure["interval"]
+        size = (high - low) / 2 / 1.96 * errors
+        seen.append(f"{in_words(key)} off by {size:.2g}")
+    verdict = PASSED if chance >= level else FAILED
+    return CheckLine(what, verdict, minus_log10(chance), threshold, note, ", or ".join(seen))

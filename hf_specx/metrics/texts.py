@@ -1,4 +1,4 @@
-"""What a check generates: a pair with prompts, and the texts of each way to generate."""
+"""What a check generates: a pair with prompts, and the texts of each method to generate."""
 
 import json
 import operator
@@ -23,27 +23,29 @@ from .equality import Reference, StepScores, Text, measure_rounding
 from .settings import Settings, plain_of
 
 
-LIKELY = 4  # tokens of a candidate's distribution that are looked at
-MEASURED = 16  # rows in which rounding is measured
+LIKELY_TOKENS = 4  # of a candidate's distribution that are looked at
+ROUNDING_ROWS = 16  # in which rounding is measured
 
 
 @dataclass
 class Subject:
-    """What is checked, and how; `ids` are those of each prompt, without pads."""
+    """What is checked, and how; `prompt_ids` are those of each prompt, without pads."""
 
     pair: DraftTargetPair  # with a tokenizer
     prompts: list[str]
     settings: Settings
 
     def __post_init__(self) -> None:
-        self.ids = [token_ids(self.tokenizer, text) for text in self.prompts]
+        self.prompt_ids = [token_ids(self.tokenizer, text) for text in self.prompts]
 
     @property
     def target(self) -> PreTrainedModel:
+        """Of the pair."""
         return self.pair.target
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the pair."""
         assert self.pair.tokenizer is not None
         return self.pair.tokenizer
 
@@ -52,92 +54,106 @@ class Subject:
         options = {"num_draft_tokens": self.settings.num_draft_tokens, "costs": Costs()}
         return self.pair.strategy_for(options | {"verification": None if verification == "greedy" else verification})
 
-    def call(self, way: str) -> dict[str, Any]:
+    def generate_arguments(self, method: str) -> dict[str, Any]:
         """What `generate` is given besides its inputs; with a strategy where it is not plain."""
-        options = self.settings.generation(way)
-        return options if way == plain_of(way) else options | {"custom_generate": self.strategy(way)}
+        options = self.settings.generate_options(method)
+        if method == plain_of(method):
+            return options
+        return options | {"custom_generate": self.strategy(method)}
 
-    def prompt_indices(self, way: str, batch: int) -> list[int]:
+    def prompt_indices(self, method: str, batch: int) -> list[int]:
         """The index of each row's prompt, over all batches."""
-        return [i for indices in self.settings.batches(way, batch, len(self.prompts)) for i in indices]
+        return [i for indices in self.settings.batches(method, batch, len(self.prompts)) for i in indices]
 
     def encoded(self, indices: list[int]) -> Inputs:
+        """The prompts of these indices as a batch."""
         return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.max_new_tokens)
 
-    def text(self, way: str, batch: int, row: int, emitted: list[int]) -> Text:
+    def text(self, method: str, batch: int, row: int, emitted: list[int]) -> Text:
         """A row of all batches as `generate` had it."""
-        run, place = divmod(row, batch)
-        indices = self.settings.batches(way, batch, len(self.prompts))[run]
-        return Text(self.encoded(indices)["input_ids"][place].tolist(), self.ids[indices[place]], emitted)
+        batch_index, row_in_batch = divmod(row, batch)
+        indices = self.settings.batches(method, batch, len(self.prompts))[batch_index]
+        padded = self.encoded(indices)["input_ids"][row_in_batch].tolist()
+        return Text(padded, self.prompt_ids[indices[row_in_batch]], emitted)
 
     def decoded(self, texts: list[list[int]]) -> list[str]:
+        """The texts of ids, without special tokens."""
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
-class Offers:
+class DraftOffers:
     """Listens to a call for what the draft gave most chance at each emitted token that was judged by its candidate.
 
     Given that it was, and the text before, each token still comes with the target's probability. `rows` has the ids
     and chances for each row and token, none where there was no such candidate.
     """
 
-    def __init__(self, rows: int):
-        self.rows = [list[tuple[list[int], list[float]]]() for _ in range(rows)]
+    def __init__(self, num_rows: int):
+        self.rows = [list[tuple[list[int], list[float]]]() for _ in range(num_rows)]
 
     def observe(self, done: Round) -> None:
         """Note a round."""
-        draft, known = done.draft, [0] * len(done.rows)
+        draft = done.draft
+        num_offers = [0] * len(done.rows)
         if draft.probs is not None:
-            likely = draft.probs.topk(min(LIKELY, draft.probs.shape[-1]))
-            tokens, chances = likely.indices.tolist(), likely.values.double().round(decimals=3).tolist()
-            known = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
+            likely = draft.probs.topk(min(LIKELY_TOKENS, draft.probs.shape[-1]))
+            tokens = likely.indices.tolist()
+            chances = likely.values.double().round(decimals=3).tolist()
+            num_offers = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
         for index, row in enumerate(done.rows):
-            self.rows[row] += [(tokens[index][place], chances[index][place]) for place in range(known[index])]
-            self.rows[row] += [([], [])] * (done.emitted[index] - known[index])
+            for position in range(num_offers[index]):
+                self.rows[row].append((tokens[index][position], chances[index][position]))
+            self.rows[row] += [([], [])] * (done.emitted[index] - num_offers[index])
 
 
-class Candidates:
+class JudgedCandidates:
     """Listens to a call for the candidate that was judged at each emitted token, kept or not; -1 if there was none."""
 
-    def __init__(self, rows: int):
-        self.rows = [list[int]() for _ in range(rows)]
+    def __init__(self, num_rows: int):
+        self.rows = [list[int]() for _ in range(num_rows)]
 
     def observe(self, done: Round) -> None:
         """Note a round."""
         for index, row in enumerate(done.rows):
             judged = min(done.emitted[index], done.draft.lengths[index])
-            self.rows[row] += done.draft.tokens[index, :judged].tolist() + [-1] * (done.emitted[index] - judged)
+            self.rows[row] += done.draft.tokens[index, :judged].tolist()
+            self.rows[row] += [-1] * (done.emitted[index] - judged)
 
 
-def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
+def generate_texts(subject: Subject, method: str, batch: int) -> dict[str, Any]:
     """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well.
 
-    Of ours also "heard" of each row: where the distribution is compared what `Offers` has, else what `Candidates` has.
-    Of plain text, where tokens are compared, also "rounding".
+    Of ours also what was "observed" of each row: by `DraftOffers` where the distribution is compared, else by
+    `JudgedCandidates`. Of plain text, where tokens are compared, also "rounding".
     """
-    settings, options, reports, heard = subject.settings, subject.call(way), [], list[str]()
-    strategy: SpeculativeDecoding | None = options.get("custom_generate")
-    measured, texts, steps = way in settings.measured, list[list[int]](), []
+    settings, arguments = subject.settings, subject.generate_arguments(method)
+    strategy: SpeculativeDecoding | None = arguments.get("custom_generate")
     listeners = () if strategy is None else strategy.listeners
-    for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
+    listener_class: Any = DraftOffers if method in settings.in_distribution else JudgedCandidates
+    measures_rounding = method in settings.measures_rounding
+    texts, observed, reports, steps = list[list[int]](), list[str](), [], []
+    for batch_index, indices in enumerate(settings.batches(method, batch, len(subject.prompts))):
         inputs = subject.encoded(indices)
-        listener: Any = (Offers if way in settings.in_distribution else Candidates)(len(indices))
+        listener = listener_class(len(indices))
         if strategy is not None:
             strategy.listeners = (*listeners, listener)
-        if measured:
+        if measures_rounding:
             steps.append(StepScores())
-            options |= {"stopping_criteria": [steps[-1]], "output_scores": True, "return_dict_in_generate": True}
-        torch.manual_seed(settings.run_seed(way, batch, run))
-        output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
-        texts += emitted(subject.target, inputs, output.sequences if measured else output, options)
+            arguments |= {"stopping_criteria": [steps[-1]], "output_scores": True, "return_dict_in_generate": True}
+        torch.manual_seed(settings.batch_seed(method, batch, batch_index))
+        output = subject.target.generate(**inputs, **arguments)  # type: ignore[operator]
+        sequences = output.sequences if measures_rounding else output
+        new_texts = emitted(subject.target, inputs, sequences, arguments)
+        texts += new_texts
         if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
-            plainly = strategy.report.layout == PLAINLY and not strategy.report.layout_reason.endswith(DOES_NOT_PAY)
-            require(not plainly, f"nothing is speculated that could be checked: {strategy.report.layout_reason}.")
-        rows = zip(listener.rows, texts[-len(indices) :], strict=True)
-        heard += [json.dumps(row[: len(text)]) for row, text in rows]  # one short string each, in a file of a check
-    if measured:
-        return {"texts": texts, "rounding": rounding_of(subject, way, batch, texts, steps)}
+            reason = strategy.report.layout_reason
+            decoded_plainly = strategy.report.layout == PLAINLY and not reason.endswith(DOES_NOT_PAY)
+            require(not decoded_plainly, f"nothing is speculated that could be checked: {reason}.")
+        for row, text in zip(listener.rows, new_texts, strict=True):
+            observed.append(json.dumps(row[: len(text)]))  # one short string each, in a file of a check
+    if measures_rounding:
+        return {"texts": texts, "rounding": rounding_of(subject, method, batch, texts, steps)}
     if not reports:
         return {"texts": texts}
     report = reduce(operator.add, reports)
@@ -150,16 +166,17 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         "judged_per_position": report.judged_per_position,
         "accepted_per_position": report.accepted_per_position,
     }
-    return {"texts": texts, "acceptance": acceptance, "heard": heard}
+    return {"texts": texts, "acceptance": acceptance, "observed": observed}
 
 
 def rounding_of(
-    subject: Subject, way: str, batch: int, texts: list[list[int]], steps: list[StepScores]
+    subject: Subject, method: str, batch: int, texts: list[list[int]], steps: list[StepScores]
 ) -> dict[str, float]:
     """By how much plain scores differ from one shape of a forward to another, in nats: "mean", "most", "positions"."""
     sizes = list[float]()
-    for row, text in enumerate(texts[:MEASURED]):
-        reference = Reference(subject.target, subject.settings.generation(way), subject.text(way, batch, row, text))
+    for row, emitted_ids in enumerate(texts[:ROUNDING_ROWS]):
+        text = subject.text(method, batch, row, emitted_ids)
+        reference = Reference(subject.target, subject.settings.generate_options(method), text)
         sizes += measure_rounding(reference, steps[row // batch].steps, row % batch)
     mean = sum(sizes) / max(1, len(sizes))
     return {"mean": mean, "most": max(sizes, default=0.0), "positions": len(sizes)}

@@ -37,7 +37,7 @@ def test_of_two_writers_the_second_is_told_who_the_first_is(tmp_path):
     first = subprocess.Popen([sys.executable, "-c", WRITER, path], **how)
     assert first.stdout.readline() == "holds it\n"
     for refused in (lambda: Store(path, "schema", {}), lambda: check_free(path)):
-        with pytest.raises(ValueError, match=f"{path.name} is in use by process {first.pid} on .*; wait until"):
+        with pytest.raises(ValueError, match=f"process {first.pid}"):
             refused()
     first.communicate("\n")
     assert first.returncode == 0

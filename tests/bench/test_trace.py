@@ -34,10 +34,10 @@ def traced(models, mode: str):
     options = {"do_sample": False, "max_new_tokens": 24} if mode == "greedy" else OPTIONS
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=None if mode == "greedy" else mode)
     torch.manual_seed(3)
-    found = trace(target, strategy, INPUTS, options, tiny_tokenizer())
+    values = trace(target, strategy, INPUTS, options, tiny_tokenizer())
     report = strategy.report
     torch.manual_seed(3)
-    return found, report, target.generate(**INPUTS, **options, custom_generate=strategy)[0, 4:].tolist()
+    return values, report, target.generate(**INPUTS, **options, custom_generate=strategy)[0, 4:].tolist()
 
 
 def plain_distribution(target, ids: list[int], temperature: float) -> torch.Tensor:
@@ -47,16 +47,16 @@ def plain_distribution(target, ids: list[int], temperature: float) -> torch.Tens
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_origins_and_rejections_are_those_of_the_text(models, mode):
-    found, report, text = traced(models, mode)
-    assert [token["token"] for each in found["rounds"] for token in each["tokens"]] == text
-    assert (found["prompt"], found["verification"]) == (PROMPT[0].tolist(), mode)
-    assert [len(each["candidates"]) for each in found["rounds"]] == [r.drafted for r in report.history[0]]
+    values, report, text = traced(models, mode)
+    assert [token["token"] for each in values["rounds"] for token in each["tokens"]] == text
+    assert (values["prompt"], values["verification"]) == (PROMPT[0].tolist(), mode)
+    assert [len(each["candidates"]) for each in values["rounds"]] == [r.drafted for r in report.history[0]]
     origins = set()
-    for each in found["rounds"][:-1]:  # the last may be cut
-        kept = [candidate["accepted"] for candidate in each["candidates"]]
-        number = sum(kept)
-        assert kept == [True] * number + [False] * (len(kept) - number)
-        assert each["rejected"] == (None if number == len(kept) else number)
+    for each in values["rounds"][:-1]:  # the last may be cut
+        accepted = [candidate["accepted"] for candidate in each["candidates"]]
+        number = sum(accepted)
+        assert accepted == [True] * number + [False] * (len(accepted) - number)
+        assert each["rejected"] == (None if number == len(accepted) else number)
         last = "bonus" if each["rejected"] is None else "recovered"
         assert [token["origin"] for token in each["tokens"]] == ["accepted"] * number + [last]
         assert [c["token"] for c in each["candidates"][:number]] == [t["token"] for t in each["tokens"][:-1]]
@@ -68,9 +68,9 @@ def test_tokens_origins_and_rejections_are_those_of_the_text(models, mode):
 @pytest.mark.parametrize("mode", ["coupled", "token", "block"])
 def test_p_and_q_are_those_of_plain_forwards(models, mode):
     """Also of tokens that were no candidates; behind the last candidate the draft was not asked."""
-    found, _, _ = traced(models, mode)
+    values, _, _ = traced(models, mode)
     text, close = PROMPT[0].tolist(), partial(pytest.approx, rel=1e-3, abs=1e-7)
-    for each in found["rounds"]:
+    for each in values["rounds"]:
         ids = list(text)
         for candidate in each["candidates"]:
             p, q = (plain_distribution(model, ids, 0.8) for model in models)

@@ -10,7 +10,7 @@ from tiny import tiny
 from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
 from hf_specx.bench.contenders import Contender
-from hf_specx.bench.ways import KINDS, way
+from hf_specx.bench.decoding_methods import KINDS, parse_method
 
 
 QUICK = ["--prompt-tokens", "5", "--max-new-tokens", "6", "--repeats", "1"]
@@ -20,57 +20,68 @@ def specx(*arguments):
     return command("bench", *arguments, COLUMNS="160")
 
 
+def noted_inputs(monkeypatch) -> list[dict]:
+    """The inputs of each call of a contender from here on."""
+    all_inputs, call = [], Contender.__call__
+
+    def noted(contender, inputs, options):
+        all_inputs.append(inputs)
+        return call(contender, inputs, options)
+
+    monkeypatch.setattr(Contender, "__call__", noted)
+    return all_inputs
+
+
 def test_a_first_look(folder, texts, tmp_path, monkeypatch):
-    """Each way beside plain and beside what transformers has in its place; what cannot run is said."""
+    """Each method beside plain and beside what transformers has in its place; what cannot run is said."""
     out = tmp_path / "results.json"
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
     result = specx(folder, *QUICK, "--prompts", texts, "--out", str(out))
     assert result.exit_code == 0, result.stderr
     cells = json.loads(out.read_text())["cells"]
     assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
-    ways = ["plain", "assisted", "block-auto", "lookup-10", "suffix-auto"]  # the pair decodes greedily
-    assert "greedily they are one" in result.stdout
-    assert [list(cell["contenders"]) for cell in cells] == [ways, ways]
+    names = ["plain", "assisted", "block-auto", "lookup-10", "suffix-auto"]  # the pair decodes greedily
+    assert "greedily" in result.stdout
+    assert [list(cell["contenders"]) for cell in cells] == [names, names]
     assert "assisted did not run: ValueError: " in result.stdout
     assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
     for cell in cells:
-        for name, noted in cell["contenders"].items():
-            assert KINDS[way(name).kind] in result.stdout
-            assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
+        for name, figures in cell["contenders"].items():
+            assert KINDS[parse_method(name).kind] in result.stdout
+            speedup = figures.get("speedup", {"median": 1.0})["median"]
+            assert f"{speedup:.2f} (" in result.stdout
+    for heading in ("speed-up", "limit", "Theorem 3.8"):
+        assert f"{heading}: " in result.stdout
+    assert "times plain" not in result.stdout
 
 
-@pytest.mark.parametrize(("more", "told"), [([], "whole prompts and"), (["--prompt-tokens", 5], "5 prompt and")])
-def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, told: str):
+@pytest.mark.parametrize(("more", "shown"), [([], "whole prompts"), (["--prompt-tokens", 5], "5 prompt")])
+def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, shown: str):
     """Unless they are asked to have a length; a row alone has no pads, whatever other prompts there are."""
-    given, call = [], Contender.__call__
-    monkeypatch.setattr(
-        Contender, "__call__", lambda own, inputs, options: given.append(inputs) or call(own, inputs, options)
-    )
+    all_inputs = noted_inputs(monkeypatch)
     options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 1, "--contender", "plain", *more]
     result = specx(folder, "--prompts", texts, *options)
     assert result.exit_code == 0, result.stderr
-    assert f"batch 1, {told} 6 new tokens" in result.stdout
-    lengths = [int(inputs["attention_mask"].sum()) for inputs in given]
-    own = [len(tiny_tokenizer()(text)["input_ids"]) for text in Path(texts).read_text().splitlines()[:2]]
-    assert sorted(set(lengths)) == sorted(set([5] if more else own))
-    assert [inputs["input_ids"].shape[1] for inputs in given] == lengths
+    assert shown in result.stdout
+    lengths = [int(inputs["attention_mask"].sum()) for inputs in all_inputs]
+    whole = [len(tiny_tokenizer()(text)["input_ids"]) for text in Path(texts).read_text().splitlines()[:2]]
+    assert sorted(set(lengths)) == sorted(set([5] if more else whole))
+    assert [inputs["input_ids"].shape[1] for inputs in all_inputs] == lengths
 
 
 @pytest.mark.parametrize(("more", "drawn"), [([], "sampled at temperature 1, "), (["--no-do-sample"], "greedily")])
 def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list, drawn: str):
     """Of the pair's own prompts, other ones in each turn; sampled, unless it is asked for greedy ones."""
-    read, call = [], Contender.__call__
-    monkeypatch.setattr(
-        Contender, "__call__", lambda own, *args: read.append(args[0]["input_ids"].tolist()) or call(own, *args)
-    )
+    all_inputs = noted_inputs(monkeypatch)
     loaded(tiny(**SIZES))
     options = ["--max-new-tokens", 6, "--prompt-tokens", 5, "--repeats", 3, "--contender", "plain", *more]
     result = specx("embedded", "--batch-size", 1, *options)
     assert result.exit_code == 0, result.stderr
     assert drawn in result.stdout
-    own = [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
-    endless = [[token for text in (own * 9)[first:] for token in text][:5] for first in range(3)]
-    assert [ids for (ids,) in read] == [endless[0], *endless]  # after one that warms up
+    prompts = [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
+    endless = [[token for prompt in (prompts * 9)[first:] for token in prompt][:5] for first in range(3)]
+    ids = [inputs["input_ids"][0].tolist() for inputs in all_inputs]
+    assert ids == [endless[0], *endless]  # after one that warms up
 
 
 def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):
@@ -80,10 +91,10 @@ def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts,
     for more in ([], [], ["--draft", tmp_path / "draft"]):  # the second replaces the first
         result = specx(folder, *QUICK, "--prompts", texts, "--out", out, *options.split(), *more)
         assert result.exit_code == 0, result.stderr
-    own, other = json.loads(out.read_text())["cells"]
+    first, other = json.loads(out.read_text())["cells"]
     expected = {"batch": 2, "do_sample": True, "top_p": 0.9, "top_k": 50, "dtype": "bfloat16", "repeats": 1}
-    assert expected.items() <= own["cell"].items()
-    assert own["cell"]["contenders"] == ["plain", "token-2"]
-    assert own["provenance"]["dtype"] == "bfloat16"
+    assert expected.items() <= first["cell"].items()
+    assert first["cell"]["contenders"] == ["plain", "token-2"]
+    assert first["provenance"]["dtype"] == "bfloat16"
     assert other["cell"]["pair"] == f"{folder} with {tmp_path / 'draft'}"
-    assert other["pair"]["draft_parameters"] < own["pair"]["draft_parameters"]
+    assert other["pair"]["draft_parameters"] < first["pair"]["draft_parameters"]

@@ -23,17 +23,17 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     out, report = tmp_path / "result.json", tmp_path / "report.html"
     result = specx(folder, *SMALL.split(), "--prompts", texts, "--out", str(out), "--out", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
-    page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
-    assert found["command"] in html.unescape(page)
-    assert found["passed"] is True
-    assert found["prompts"] == list(TEXTS)
-    assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in found["lines"])
+    page, saved = report.read_text(encoding="utf-8"), json.loads(out.read_text())
+    assert saved["command"] in html.unescape(page)
+    assert saved["passed"] is True
+    assert saved["prompts"] == list(TEXTS)
+    assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in saved["lines"])
     assert not list(tmp_path.glob("*.unfinished"))
-    assert "passed: no difference to plain generate was found" in result.stdout
-    seen = [line["sees"] for line in found["lines"] if line["sees"]]
+    assert "\npassed: " in result.stdout
+    seen = [line["sees"] for line in saved["lines"] if line["sees"]]
     assert seen
-    for words in (" ".join(result.stdout.split()), html.unescape(page)):
-        assert all(f"9 of 10 such checks would reject: {each}" in words for each in seen)
+    for text in (" ".join(result.stdout.split()), html.unescape(page)):
+        assert all(f"9 of 10 such checks would reject: {fault}" in text for fault in seen)
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -54,7 +54,7 @@ def test_a_check_without_enough_memory_has_not_failed(monkeypatch, folder, texts
     monkeypatch.setattr("hf_specx.metrics.check.run_check", run_check)
     result = specx(folder, *SMALL.split(), "--prompts", texts)
     assert result.exit_code == 2
-    assert "error: memory is not enough; use smaller batches" in result.stderr
+    assert "error: memory" in result.stderr
 
 
 def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):

@@ -46,36 +46,35 @@ def test_a_file_to_a_file(pair: DraftTargetPair, file: Path, tmp_path: Path):
     prompts = [json.loads(line)["prompt"] for line in file.read_text().split("\n") if line]
     options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 30, "max_new_tokens": 12}
     assert texts_of(out) == pair.complete(prompts, seed=3, **options)
-    said = json.loads(result.stdout)
-    assert (said["out"], said["seed"], said["prompts"]) == (str(out), 3, 9)
-    assert said["options"] == options
+    document = json.loads(result.stdout)
+    assert (document["out"], document["seed"], document["prompts"]) == (str(out), 3, 9)
+    assert document["options"] == options
 
 
 def test_prompts_from_everywhere(pair: DraftTargetPair, texts: str, tmp_path: Path):
     """Arguments, lines of a file, a pipe, which can be read once, and standard input."""
-    found, (read, write) = [], os.pipe()
+    texts_of_each, (read, write) = [], os.pipe()
     os.write(write, "\n".join(TEXTS).encode())
     os.close(write)
-    ways = [*TEXTS], ["--prompts", texts], ["--prompts", f"/dev/fd/{read}"], []
-    for number, arguments in enumerate(ways):
+    sources = [*TEXTS], ["--prompts", texts], ["--prompts", f"/dev/fd/{read}"], []
+    for number, arguments in enumerate(sources):
         out = tmp_path / f"{number}.jsonl"
         options = f"--out {out} --no-do-sample --batch-size 2 --max-new-tokens 16"
         result = specx(*arguments, *options.split(), input="\n".join(TEXTS))
         assert result.exit_code == 0, result.stderr
-        found.append(texts_of(out))
+        texts_of_each.append(texts_of(out))
     os.close(read)
-    assert found == [pair.complete(TEXTS, max_new_tokens=16, do_sample=False)] * 4
+    assert texts_of_each == [pair.complete(TEXTS, max_new_tokens=16, do_sample=False)] * 4
 
 
-def test_a_command_is_told_that_the_file_is_in_use_before_models_are_loaded(texts: str, tmp_path: Path, monkeypatch):
+def test_a_file_that_is_in_use_is_refused_before_models_are_loaded(texts: str, tmp_path: Path, monkeypatch):
     loads: list[object] = []
     monkeypatch.setattr("hf_specx.cli.loading.load_named", lambda *_: loads.append(1))
     out = tmp_path / "done.jsonl"
     with locked(out):
         result = specx("--prompts", texts, "--out", out, *OPTIONS)
-    message = f"done.jsonl is in use by process {os.getpid()} on {socket.gethostname()}, since 2"
     assert (result.exit_code, loads) == (2, [])
-    assert message in " ".join(result.stderr.split())
+    assert f"process {os.getpid()} on {socket.gethostname()}" in " ".join(result.stderr.split())
 
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):
@@ -90,7 +89,7 @@ def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTarge
         result = specx(*TEXTS, "--out", tmp_path / "done.jsonl", "--max-new-tokens", 8, "--json-schema", schema)
         codes.append(result.exit_code)
     assert codes == [0, 0, 2]
-    assert re.search("was made with logits_processor=.*obje.*now with .*arra", result.stderr)
+    assert re.search("logits_processor.*obje.*arra", result.stderr)
 
 
 def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path: Path):
@@ -112,8 +111,7 @@ def test_refused_prompts_are_counted_and_end_with_another_code(pair: DraftTarget
         values = json.loads(result.stdout)
         assert (result.exit_code, values["prompts"], values["refused"]) == (2, 3, 1)
     result = specx("--prompts", file, "--out", out, "--no-do-sample", "--max-new-tokens", "4")
-    said = f"2 texts are in {out}; refused prompts: 1 of 3, and their lines say why"
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
+    assert (result.exit_code, "refused prompts: 1 of 3" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -123,5 +121,5 @@ def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str
     assert list(FilePrompts(Prompted(file))) == [" a \u2028b", "\x0cc "]
     assert len(FilePrompts(Prompted(file))) == 2
     file.write_bytes(b"a\n\xff\n")
-    with pytest.raises(ValueError, match="is not text in UTF-8"):
+    with pytest.raises(ValueError, match="UTF-8"):
         list(FilePrompts(Prompted(file)))

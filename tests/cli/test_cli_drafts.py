@@ -47,6 +47,6 @@ def test_heads(tmp_path: Path, form: str):
     for result in (generated, tuned):
         if form == "medusa":
             assert result.exit_code == 2
-            assert "save_pretrained() writes safetensors" in " ".join(result.output.split())
+            assert "safetensors" in result.output
         else:
             assert result.exit_code == 0, result.stderr

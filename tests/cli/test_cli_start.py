@@ -29,7 +29,7 @@ ALONE = """
 import contextlib, io, json, sys
 from hf_specx.cli.commands import app
 
-found = []
+results = []
 for line in json.loads(sys.argv[1]):
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -38,35 +38,35 @@ for line in json.loads(sys.argv[1]):
         except SystemExit as end:
             code = end.code
     slow = [name for name in ("torch", "transformers", "evaluate", "datasets", "numpy") if name in sys.modules]
-    found.append((code, bool(out.getvalue()), err.getvalue(), slow))
-print(json.dumps(found))
+    results.append((code, bool(out.getvalue()), err.getvalue(), slow))
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list]:
+def results() -> dict[str, list]:
     """Of each line, in one process: exit code, whether there is output, errors, slow modules so far."""
     lines = [*HELP, *WRONG]
-    found = subprocess.run([sys.executable, "-c", ALONE, json.dumps(lines)], capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (0, "")
-    return dict(zip(lines, json.loads(found.stdout), strict=True))
+    process = subprocess.run([sys.executable, "-c", ALONE, json.dumps(lines)], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
+    return dict(zip(lines, json.loads(process.stdout), strict=True))
 
 
 @pytest.mark.parametrize("line", [*HELP, *WRONG])
-def test_nothing_that_takes_time_is_imported(told, line):
-    code, output, errors, slow = told[line]
+def test_nothing_that_takes_time_is_imported(results, line):
+    code, output, errors, slow = results[line]
     assert (code, output, slow) == ((0, True, []) if line in HELP else (2, False, []))
     assert errors == "" if line in HELP else errors.splitlines()[-1].lower().startswith("error: ")
 
 
 def test_all_commands_are_looked_at():
     root = typer.main.get_command(app)
-    commands = root.commands | {f"export {name}": found for name, found in root.commands["export"].commands.items()}
-    assert {*commands} == {*NAMES}
+    exports = [f"export {name}" for name in root.commands["export"].commands]
+    assert {*root.commands, *exports} == {*NAMES}
 
 
 def test_what_is_missing_says_how_to_get_it():
     code = "import sys; sys.modules['typer'] = None; sys.argv = ['specx']; from hf_specx.cli.app import main; main()"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (1, "")
-    assert "in a clone of its repository, pip install '.[cli]'" in found.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert "pip install" in process.stderr

@@ -1,6 +1,7 @@
 """`specx tune`: what is shown, saved and refused."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -30,17 +31,17 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
 
 
 def test_tables_and_json(folders, texts, tmp_path):
-    out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
+    out, results = tmp_path / "pair", []  # for people, and as JSON; prompts from a file, and from standard input
     for more in (["--prompts", texts, "--out", str(out)], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
         assert (result.exit_code, "do_sample=False, max_new_tokens=4\n" in result.stderr) == (0, True)
-        told.append(result)
-    shown, found = told[0].stdout, json.loads(told[1].stdout)
-    assert f"saved in {out}: target inside, draft inside" in told[0].stderr
+        results.append(result)
+    shown, document = results[0].stdout, json.loads(results[1].stdout)
+    assert f"saved in {out}: target inside, draft inside" in results[0].stderr
     pair = DraftTargetPair.from_pretrained(out)
     assert [m.batch for m in pair.config.measurements] == [1, 2]
-    assert found["target"] == folders["target"]
-    by_name = {draft["draft"]: draft for draft in found["drafts"]}
+    assert document["target"] == folders["target"]
+    by_name = {draft["draft"]: draft for draft in document["drafts"]}
     assert by_name.keys() == {folders["draft"], folders["stranger"]}
     for draft in by_name.values():  # one has a tokenizer of its own, whose tokens are mapped
         assert [m["batch"] for m in draft["config"]["measurements"]] == [1, 2]
@@ -63,14 +64,15 @@ def test_the_last_lines_say_what_follows(ends, first):
     config = PairConfig(ModelSource(), ModelSource(), measurements=[measurement])
     console = Output(record=True, width=200, quiet=False)
     show_drafts("t", [DraftTrial("d", config=config)], console)
-    *_, said = (text := console.export_text()).rstrip().split("\n\n")
+    text = console.export_text()
+    legend = text.rstrip().split("\n\n")[-1]
     assert f"({ends[0]:.2f} to {ends[1]:.2f}, 24 turns, plain 50.0 tokens/s)" in text
     last = text.rstrip().splitlines()[-2 if first == "none is" else -1]
     assert last.startswith(first)
     assert ("num_draft_tokens='auto'" in text) == (first == "none is")
-    for word in ("Theorem 3.8", "limit", "times plain", "interval"):
-        assert f"{word}: " in said
-    assert "predicted" not in text
+    for heading in ("speed-up", "limit", "Theorem 3.8", "interval"):
+        assert f"{heading}: " in legend
+    assert not re.search("predicted|times plain", text)
 
 
 def test_options_reach_the_study(folders, monkeypatch):
@@ -109,11 +111,11 @@ def test_chats(folders, texts, tmp_path, monkeypatch):
     result = specx(str(chatty), "suffix", "--prompts", str(prompts), "--chat", *QUICK)
     assert (result.exit_code, seen) == (0, [["<the cat>", "<a dog>"]])
     result = specx(folders["target"], "suffix", "--prompts", texts, "--chat", *QUICK)
-    assert (result.exit_code, "has no chat template; leave --chat out" in result.stderr) == (2, True)
+    assert (result.exit_code, "--chat" in result.stderr) == (2, True)
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
-    """Checks alone need no prompts; what cannot be saved is told all the same."""
+    """Checks alone need no prompts."""
     out, methods = tmp_path / "pair", []
     options = ["--repeats", "0", "--out", str(out), "--json"]
     for draft, more in (("stranger", []), ("draft", ["--overwrite"])):  # the first has a tokenizer of its own
@@ -128,7 +130,7 @@ def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
     assert specx(folders["target"], folders["draft"], *options, input="").exit_code == 2
 
 
-def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):
+def test_what_was_measured_is_printed_before_it_is_saved(folders, monkeypatch, tmp_path):
     def save(pair, folder, **options):
         raise OSError("no space left")
 
@@ -142,7 +144,7 @@ def test_no_draft_fits(folders, tmp_path):
     out = tmp_path / "pair"
     result = specx(folders["target"], str(tmp_path), *QUICK, "--json", "--out", str(out))
     assert result.exit_code == 2
-    assert "no draft can be used" in result.stderr
+    assert "no draft" in result.stderr
     assert result.stderr.count(str(tmp_path)) == 0
     assert json.loads(result.stdout)["drafts"][0]["config"] is None
     assert not out.exists()
@@ -156,7 +158,7 @@ def test_the_pair_in_the_package_by_its_name(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr
     assert {draft["draft"]: draft["error"] for draft in json.loads(result.stdout)["drafts"]} == dict.fromkeys(drafts)
     result = specx("embedded", "embedded", "--repeats", "0", input="")
-    assert "embedded is a pair, and no draft; name the draft in it, as embedded/draft" in result.stdout
+    assert "embedded/draft" in result.stdout
     assert tune.drafts_to_try("embedded", [], Study()) == ["suffix", *(f"exit:{n}" for n in (1, 2, 3, 4, 5, 8))]
     (tmp_path / "embedded").mkdir()
-    assert "has no config.json" in specx("embedded", "exit:2", "--repeats", "0", input="").stderr
+    assert "config.json" in specx("embedded", "exit:2", "--repeats", "0", input="").stderr

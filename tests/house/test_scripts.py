@@ -31,7 +31,7 @@ def test_the_table_compares_like_with_like(script, monkeypatch, tmp_path: Path):
     def noted(own, inputs, options):
         calls.append((own.name, own.draft))
         compiled = own.name.endswith("-compiled")  # which takes minutes
-        own.way, own.compiled = own.way._replace(compiled=False), False
+        own.method, own.compiled = own.method._replace(compiled=False), False
         if compiled and own.strategy is not None:
             own.strategy.compile = False
         return call(own, inputs, options)

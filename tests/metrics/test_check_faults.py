@@ -29,10 +29,10 @@ def test_a_fault_is_rejected_with_a_head(monkeypatch: pytest.MonkeyPatch):
     pair = DraftTargetPair.embedded()
     settings = Settings(batch_sizes=(16,), verifications=("token",), max_new_tokens=32, samples=32)
     subject = subject_of(pair, pair.prompts, settings, {"temperature": 1.0, "top_k": 0})
-    made = generate_texts(subject, "token", 16)
-    found = judge_distribution(subject, "token", 16, made["texts"], made["heard"])
-    assert not found["passed"]
-    assert found["statistics"]["overrated"]["z"] > 4
+    generated = generate_texts(subject, "token", 16)
+    result = judge_distribution(subject, "token", 16, generated["texts"], generated["observed"])
+    assert not result["passed"]
+    assert result["statistics"]["overrated"]["z"] > 4
 
 
 HALF = "one candidate too many", "position off by one"

@@ -40,7 +40,7 @@ TRACE = {
         {"candidates": [], "rejected": None, "tokens": [entry(HOSTILE, 17, 0.017, None, origin="bonus")]},
     ],
 }
-TOLD = [  # of each token
+DESCRIPTIONS = [  # of each token
     "␣cat: accepted, token 12, p 0.0584, q 0.135, acceptance 0.434, round 1, candidate 1 of 2",
     f"↵⇥\\u202e␣␣: recovered, token 15, p 0.3, q 0.0777, acceptance -, round 1; in place of {HOSTILE}: token 13, "
     "p 0.00123, q 0.5, acceptance 0.00247",
@@ -62,8 +62,8 @@ def result() -> CheckResult:
 def test_text_stays_text_and_nothing_is_loaded_or_run(result):
     """Wherever a text comes from; nothing but the page's own style is applied."""
     texts = {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]}
-    given = {"prompts": [HOSTILE, "the dog"], "texts": texts, "trace": TRACE, "provenance": {"target": HOSTILE}}
-    source = page(replace(result, **given, pair=HOSTILE, command=HOSTILE))
+    changes = {"prompts": [HOSTILE, "the dog"], "texts": texts, "trace": TRACE, "provenance": {"target": HOSTILE}}
+    source = page(replace(result, **changes, pair=HOSTILE, command=HOSTILE))
     assert HOSTILE not in source
     assert text_of(source).count(HOSTILE) >= 9  # pair, command, prompt, model, texts, trace and its list
     assert not re.search(r"<script|<img|https?://|//cdn|@import|url\(", source)
@@ -74,8 +74,8 @@ def test_text_stays_text_and_nothing_is_loaded_or_run(result):
     assert re.search(r'Content-Security-Policy" content="([^"]*)"', source).group(1) == (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
-    assert [html.unescape(told) for _, told in re.findall(TOKEN, source)] == TOLD
-    assert all(told in text_of(source) for told in TOLD)  # the list
+    assert [html.unescape(description) for _, description in re.findall(TOKEN, source)] == DESCRIPTIONS
+    assert all(description in text_of(source) for description in DESCRIPTIONS)  # the list
 
 
 @pytest.mark.parametrize("fault", [None, "one candidate too many"])
@@ -89,7 +89,7 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
     assert len(steps) == Settings(**QUICK).steps
     source = path.read_text(encoding="utf-8")
     top, _, below = text_of(source).partition("What was looked at")
-    assert ("✗ failed What does not hold: greedy" if fault else "✓ passed No difference") in top
+    assert ("✗ failed" if fault else "✓ passed") in top
     for line in result.lines:
         sees = f" 9 of 10 such checks would reject: {line.sees}." if line.sees else ""
         figures = f"{number(line.figure)} {number(line.threshold)}"

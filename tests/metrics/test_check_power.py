@@ -16,8 +16,8 @@ from hf_specx.metrics.equality import Gaps, Rounding
 from hf_specx.metrics.settings import POWER
 
 
-WAYS = ("greedy", "coupled")
-SMALL = {"batch_sizes": (16,), "max_new_tokens": 32, "samples": 16, "top_k": 0}  # 512 tokens of each way
+METHODS = ("greedy", "coupled")
+SMALL = {"batch_sizes": (16,), "max_new_tokens": 32, "samples": 16, "top_k": 0}  # 512 tokens by each method
 SEEDS = {0.0: 100, 0.1: 20, 0.25: 10, 0.5: 10, 1.0: 10}  # by how far a verifier is off, in nats; 0 is right
 
 
@@ -33,9 +33,9 @@ def prompts_of(seed: int) -> list[str]:
     return ["".join(lines[first : first + 3]) for first in random.Random(seed).sample(firsts, 16)]
 
 
-def small_check(seed: int, *ways: str) -> CheckResult:
-    how = {"verifications": ways, "seed": seed, "advance": lambda: None}
-    return check(half_pair(), prompts_of(seed), **SMALL, **how)
+def small_check(seed: int, *methods: str) -> CheckResult:
+    options = {"verifications": methods, "seed": seed, "advance": lambda: None}
+    return check(half_pair(), prompts_of(seed), **SMALL, **options)
 
 
 @pytest.mark.parametrize("nats", [0.1, 0.25])
@@ -62,8 +62,8 @@ def test_a_right_one_passes_in_half_precision_and_says_what_it_would_have_seen()
 def test_power_and_false_alarms(monkeypatch, nats):
     """The table in the README of `metrics`. Of a hundred right ones more than three fail with probability 4e-6."""
     keep_within(monkeypatch, nats)
-    results = [small_check(seed, *WAYS) for seed in range(SEEDS[nats])]
-    rejected = {way: sum(way in failed(result) for result in results) for way in WAYS}
+    results = [small_check(seed, *METHODS) for seed in range(SEEDS[nats])]
+    rejected = {method: sum(method in failed(result) for result in results) for method in METHODS}
     print(f"{nats} nats: of {len(results)} checks rejected by {rejected}, {sum(not each.passed for each in results)}")
     if nats:
         assert all(not result.passed for result in results)

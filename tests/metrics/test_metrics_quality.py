@@ -19,14 +19,14 @@ def quality(left=LEFT, right=RIGHT, **options) -> dict:
 
 
 def test_measures_of_words_by_hand():
-    found = quality()
-    assert list(found) == ["distinct_1", "distinct_2", "length"]
-    assert found["distinct_1"]["prediction"] == pytest.approx((1 + 2 / 4 + 0) / 3)
-    assert found["distinct_2"]["prediction"] == pytest.approx((1 + 2 / 3 + 0) / 3)
-    assert found["distinct_2"]["reference"] == pytest.approx((1 + 1 + 0) / 3)
-    assert found["length"]["prediction"] == pytest.approx(7 / 3)
-    assert found["length"]["difference"] == pytest.approx(7 / 3 - 2)
-    low, high = found["length"]["interval"]
+    result = quality()
+    assert list(result) == ["distinct_1", "distinct_2", "length"]
+    assert result["distinct_1"]["prediction"] == pytest.approx((1 + 2 / 4 + 0) / 3)
+    assert result["distinct_2"]["prediction"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert result["distinct_2"]["reference"] == pytest.approx((1 + 1 + 0) / 3)
+    assert result["length"]["prediction"] == pytest.approx(7 / 3)
+    assert result["length"]["difference"] == pytest.approx(7 / 3 - 2)
+    low, high = result["length"]["interval"]
     assert -1 <= low < 1 / 3 < high <= 2
 
 
@@ -34,31 +34,31 @@ def test_tokens_and_lengths_by_hand():
     tokenizer = tiny_tokenizer()
     counts = [len(tokenizer(text).input_ids) for text in LEFT]
     assert quality(tokenizer=tokenizer)["length"]["prediction"] == pytest.approx(sum(counts) / 3)
-    found = quality(lengths=[[9, 8, 7], [9, 9, 9]])
-    assert (found["length"]["prediction"], found["length"]["reference"]) == (8, 9)
+    result = quality(lengths=[[9, 8, 7], [9, 9, 9]])
+    assert (result["length"]["prediction"], result["length"]["reference"]) == (8, 9)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_perplexity_is_that_of_the_models_loss(given: bool):
+@pytest.mark.parametrize("has_prompts", [True, False])
+def test_perplexity_is_that_of_the_models_loss(has_prompts: bool):
     """A text is judged behind its prompt, or behind the token that starts texts; the empty one is left out."""
     model, tokenizer = tiny(**SIZES).double(), tiny_tokenizer()
-    prompts = ["the ", "on a ", "x"] if given else None
+    prompts = ["the ", "on a ", "x"] if has_prompts else None
     losses = []
     for texts in (LEFT[:2], RIGHT[:2]):
         for text, prompt in zip(texts, ("the ", "on a "), strict=True):
-            prefix = tokenizer(prompt).input_ids if given else [0]
+            prefix = tokenizer(prompt).input_ids if has_prompts else [0]
             ids = torch.tensor([prefix + tokenizer(text).input_ids])
             labels = ids.clone()
             labels[:, : len(prefix)] = -100
             losses.append(model(ids, labels=labels).loss.item())
     expected = [math.exp(sum(losses[:2]) / 2), math.exp(sum(losses[2:]) / 2)]
-    found = quality(prompts=prompts, model=model, tokenizer=tokenizer)["perplexity"]
-    assert [found["prediction"], found["reference"]] == pytest.approx(expected)
-    assert found["difference"] == pytest.approx(expected[0] - expected[1])
-    ways = [math.exp(losses[i]) - math.exp(losses[i + 2]) for i in range(2)] + [expected[0] - expected[1]]
-    assert found["interval"] == pytest.approx([min(ways), max(ways)], rel=1e-4)  # of two rows, each way is drawn often
+    result = quality(prompts=prompts, model=model, tokenizer=tokenizer)["perplexity"]
+    assert [result["prediction"], result["reference"]] == pytest.approx(expected)
+    assert result["difference"] == pytest.approx(expected[0] - expected[1])
+    of_draws = [math.exp(losses[i]) - math.exp(losses[i + 2]) for i in range(2)] + [expected[0] - expected[1]]
+    assert result["interval"] == pytest.approx([min(of_draws), max(of_draws)], rel=1e-4)  # of two rows, each is often
     differences = [losses[i] - losses[i + 2] for i in range(2)]
-    assert found["p_value"] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+    assert result["p_value"] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
@@ -85,12 +85,12 @@ READING = {"model": tiny(**SIZES), "tokenizer": tiny_tokenizer()}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"left": ["a"], "right": ["b"]}, "1 rows have no interval; give"),
-        ({"level": 0}, "level=0 leaves no confidence; give"),
-        ({"prompts": ["a"], "model": "m"}, "prompts has 1 texts for 3 rows; give"),
-        ({"model": tiny(**SIZES)}, "model cannot read text; pass its tokenizer"),
-        (READING | {"left": ["", "a"], "right": ["b", ""]}, "less than two pairs both texts have tokens; leave out"),
-        (READING | {"tokenizer": tiny_tokenizer(eos_token=None)}, "has nothing before its first token; give prompts"),
+        ({"left": ["a"], "right": ["b"]}, "1 rows"),
+        ({"level": 0}, "level=0"),
+        ({"prompts": ["a"], "model": "m"}, "prompts"),
+        ({"model": tiny(**SIZES)}, "tokenizer"),
+        (READING | {"left": ["", "a"], "right": ["b", ""]}, "two pairs"),
+        (READING | {"tokenizer": tiny_tokenizer(eos_token=None)}, "prompts"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict, message: str):

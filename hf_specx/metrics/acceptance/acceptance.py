@@ -37,8 +37,9 @@ class Acceptance(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         counts = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": counts, "references": counts})
-        told = {"description": DESCRIPTION, "citation": CITATION, "inputs_description": INPUTS}
-        return evaluate.MetricInfo(**told, features=features)
+        return evaluate.MetricInfo(
+            description=DESCRIPTION, citation=CITATION, inputs_description=INPUTS, features=features
+        )
 
     def _compute(
         self,
@@ -47,31 +48,40 @@ class Acceptance(evaluate.Metric):
         overlaps: list[list[float]] | None = None,
     ) -> dict[str, object]:
         rounds = [pair for row in zip(predictions, references, strict=True) for pair in _rounds(*row)]
-        accepted, drafted = sum(kept for kept, _ in rounds), sum(number for _, number in rounds)
-        judged = sum(min(kept + 1, number) for kept, number in rounds)
-        known = [value for row in overlaps or [] for value in row]
-        overlap = None if overlaps is None else _share(sum(known), len(known))
-        if len(known) > judged or not all(-1e-4 <= value <= 1 + 1e-4 for value in known):
-            told = f"give sum_x min(p, q), 0 to 1, of the {judged} judged candidates and no others"
-            raise ValueError(f"overlaps: {told}.")
+        num_accepted = sum(accepted for accepted, _ in rounds)
+        num_drafted = sum(drafted for _, drafted in rounds)
+        num_judged = sum(min(accepted + 1, drafted) for accepted, drafted in rounds)
+        values = [value for row in overlaps or [] for value in row]
+        overlap = None if overlaps is None else _share(sum(values), len(values))
+        if len(values) > num_judged or not all(-1e-4 <= value <= 1 + 1e-4 for value in values):
+            raise ValueError(
+                f"overlaps: give sum_x min(p, q), 0 to 1, of the {num_judged} judged candidates and no others."
+            )
+        longest = max((drafted for _, drafted in rounds), default=0)
         return {
-            "alpha": _share(accepted, judged) if overlap is None else overlap,
-            "acceptance_rate": _share(accepted, drafted),
-            "per_position": [
-                _share(sum(kept > i for kept, _ in rounds), sum(number > i for _, number in rounds))
-                for i in range(max((number for _, number in rounds), default=0))
-            ],
-            "tokens_per_round": 1 + _share(accepted, len(rounds)),
+            "alpha": _share(num_accepted, num_judged) if overlap is None else overlap,
+            "acceptance_rate": _share(num_accepted, num_drafted),
+            "per_position": [_share_at(rounds, position) for position in range(longest)],
+            "tokens_per_round": 1 + _share(num_accepted, len(rounds)),
             "rounds": len(rounds),
             "overlap": overlap,
         }
 
 
 def _rounds(accepted: list[int], drafted: list[int]) -> list[tuple[int, int]]:
+    """The accepted and drafted candidates of each round of a row that has any."""
     if len(accepted) != len(drafted) or not all(0 <= k <= n for k, n in zip(accepted, drafted, strict=True)):
-        told = "give both for the same rounds, and 0 to all of the candidates as accepted"
-        raise ValueError(f"a row has accepted={accepted} of drafted={drafted}; {told}.")
-    return [(kept, number) for kept, number in zip(accepted, drafted, strict=True) if number]
+        raise ValueError(
+            f"a row has accepted={accepted} of drafted={drafted}; give both for the same rounds, and 0 to all of the "
+            "candidates as accepted."
+        )
+    return [(k, n) for k, n in zip(accepted, drafted, strict=True) if n]
+
+
+def _share_at(rounds: list[tuple[int, int]], position: int) -> float:
+    """The share of rounds that accepted the candidate at a position, among those that drafted it."""
+    num_accepted = sum(accepted > position for accepted, _ in rounds)
+    return _share(num_accepted, sum(drafted > position for _, drafted in rounds))
 
 
 def _share(part: float, whole: int) -> float:

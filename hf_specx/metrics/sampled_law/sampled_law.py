@@ -87,8 +87,9 @@ class SampledLaw(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": ids, "references": ids})
-        told = {"description": DESCRIPTION, "citation": CITATION, "inputs_description": INPUTS}
-        return evaluate.MetricInfo(**told, features=features)
+        return evaluate.MetricInfo(
+            description=DESCRIPTION, citation=CITATION, inputs_description=INPUTS, features=features
+        )
 
     def _compute(
         self,
@@ -115,7 +116,8 @@ class Rows:
     """Recomputes the distribution of each emitted token, row by row, and counts those that had p = 0."""
 
     def __init__(self, model: Any, config: Any, processors: Any, rounding: float):
-        self.target, self.given, self.rounding, self.device = model, processors, rounding, device_of(model)
+        self.target, self.rounding, self.device = model, rounding, device_of(model)
+        self.original_processors = processors
         self.impossible = self.on_the_edge = 0
         if processors is None:
             self.config, _ = model._prepare_generation_config(config)
@@ -123,9 +125,9 @@ class Rows:
             model._prepare_special_tokens(self.config, device=self.device)
 
     def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
-        """New ones for a prompt [1, L], as some keep a state: as `generate` prepares them, or copies of the given."""
-        if self.given is not None:
-            return LogitsProcessorList(copy.deepcopy(self.given, {id(self.target): self.target}))
+        """New ones for a prompt [1, L], since some keep a state: prepared as by `generate`, or copies."""
+        if self.original_processors is not None:
+            return LogitsProcessorList(copy.deepcopy(self.original_processors, {id(self.target): self.target}))
         length = prompt.shape[1]
         if self.config.max_new_tokens is not None:
             self.config.max_length = length + self.config.max_new_tokens
@@ -136,7 +138,8 @@ class Rows:
     @torch.no_grad()
     def moments(self, prompt: list[int], text: list[int], offers: Offers | None = None) -> Tensor:
         """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU; 0 where a token had p = 0."""
-        ids, first, parts = torch.tensor([prompt + text], device=self.device), len(prompt), []
+        ids = torch.tensor([prompt + text], device=self.device)
+        first, parts = len(prompt), []
         logits, processors = plain_logits(self.target, ids, first), self.processors(ids[:, :first])
         vocabulary = logits.shape[1]
         halves = random_halves(vocabulary).to(self.device)
@@ -147,9 +150,9 @@ class Rows:
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             for step in (~possible).nonzero()[:, 0].tolist():
-                kept = self.is_kept_when_raised(ids, logits, first, start + step)
-                self.on_the_edge += kept
-                self.impossible += not kept
+                is_kept = self.is_kept_when_raised(ids, logits, first, start + step)
+                self.on_the_edge += is_kept
+                self.impossible += not is_kept
             moments = function_moments(p, q, tokens, halves, seen(tokens, before, vocabulary))
             parts.append((moments * possible).cpu())
         return torch.cat(parts, -1)
@@ -165,8 +168,8 @@ class Rows:
 
 def plain_logits(model: Any, ids: Tensor, first: int) -> Tensor:
     """The logits [T, V] of a model at the T tokens of ids [1, L] from position `first` on, as `generate` has them."""
-    known = ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1).to(device_of(model))
-    logits = model(input_ids=known, attention_mask=torch.ones_like(known), use_cache=False).logits
+    input_ids = ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1).to(device_of(model))
+    logits = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits
     return logits[0, first - 1 : -1].to(ids.device, torch.float32, copy=True)
 
 
@@ -274,20 +277,34 @@ def p_value(excess: float, variance: float, third: float, jump: float) -> float 
 def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
     """The result of the test, from the sums [statistics, 5] of `weighted`."""
     sums = {name + kind: (JUMPS[name], *row) for (name, kind), row in zip(STATISTICS, totals.tolist(), strict=True)}
-    found: dict[str, dict[str, float]] = {}
+    statistics: dict[str, dict[str, float]] = {}
     for name, (jump, observed, expected, variance, third, weight) in sums.items():
         chance = p_value(abs(observed - expected), variance, third, jump)
         if chance is not None:
             error = math.sqrt(max(variance, LEAST_VARIANCE))
-            known = {"observed": observed, "expected": expected, "standard_error": error, "weight": weight}
-            found[name] = known | {"z": (observed - expected) / error, "p_value": chance}
-    least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
-    adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))
-    known = {"passed": not impossible and adjusted >= level, "p_value": adjusted, "level": level}
-    _, _, _, variance, third, _ = sums["surprisal"]
-    factors = detectable_temperature(variance, third, level / len(found)) if "surprisal" in found else None
-    known |= {"detectable_temperature": factors}
-    return known | {"comparisons": len(found), "impossible": impossible, "statistics": found}
+            statistics[name] = {
+                "observed": observed,
+                "expected": expected,
+                "standard_error": error,
+                "weight": weight,
+                "z": (observed - expected) / error,
+                "p_value": chance,
+            }
+    least = min((statistic["p_value"] for statistic in statistics.values()), default=1.0)
+    adjusted = 0.0 if impossible else min(1.0, least * max(1, len(statistics)))
+    factors = None
+    if "surprisal" in statistics:
+        _, _, _, variance, third, _ = sums["surprisal"]
+        factors = detectable_temperature(variance, third, level / len(statistics))
+    return {
+        "passed": not impossible and adjusted >= level,
+        "p_value": adjusted,
+        "level": level,
+        "detectable_temperature": factors,
+        "comparisons": len(statistics),
+        "impossible": impossible,
+        "statistics": statistics,
+    }
 
 
 def detectable_temperature(variance: float, third: float, level: float) -> list[float] | None:
@@ -298,6 +315,7 @@ def detectable_temperature(variance: float, third: float, level: float) -> list[
     error = math.sqrt(variance)
 
     def fails(z: float) -> bool:
+        """Whether a sum that is off by so many standard errors is rejected."""
         chance = p_value(z * error, variance, third, math.inf)
         return chance is not None and chance < level
 
@@ -307,6 +325,7 @@ def detectable_temperature(variance: float, third: float, level: float) -> list[
 
 
 def _check(model: Any, config: object, processors: object, level: float, predictions: Any, references: Any) -> None:
+    """Raise a ValueError for a model or rows whose distribution is not known."""
     if model is None or model.config.is_encoder_decoder or model.training:
         name = type(model).__name__
         raise ValueError(f"model={name}: pass the decoder that the text should be of, after model.eval().")
@@ -316,9 +335,11 @@ def _check(model: Any, config: object, processors: object, level: float, predict
         raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
     if not any(predictions):
         raise ValueError("predictions has no tokens; give those that were emitted.")
-    known = range(model.get_input_embeddings().weight.shape[0])
+    vocabulary = range(model.get_input_embeddings().weight.shape[0])
     for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
         if not prompt:
             raise ValueError(f"the prompt of row {row} is empty; give the ids that generate began with.")
-        if not all(token in known for token in prompt + text):
-            raise ValueError(f"row {row} has ids that are not 0 to {len(known) - 1}; give ids of the model's own.")
+        if not all(token in vocabulary for token in prompt + text):
+            raise ValueError(
+                f"row {row} has ids that are not 0 to {len(vocabulary) - 1}; give ids of the model's own."
+            )

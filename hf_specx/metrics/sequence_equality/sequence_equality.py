@@ -40,6 +40,7 @@ class SequenceEquality(evaluate.Metric):
 
 
 def _first_difference(left: list[int], right: list[int]) -> int:
+    """The index of the first token that differs, or -1."""
     shorter = min(len(left), len(right))
     end = -1 if len(left) == len(right) else shorter
     return next((i for i in range(shorter) if left[i] != right[i]), end)

@@ -65,34 +65,36 @@ class TextQuality(evaluate.Metric):
         seed: int = 0,
     ) -> dict[str, dict[str, object]]:
         _check(len(predictions), prompts, model, tokenizer, level)
-        parts = [[_parts(text, tokenizer) for text in each] for each in (predictions, references)]
-        values: dict[str, Pair] = {
-            f"distinct_{n}": [[_distinct(x, n) for x in each] for each in parts] for n in (1, 2)
+        tokens = [[_tokens(text, tokenizer) for text in texts] for texts in (predictions, references)]
+        columns: dict[str, Pair] = {
+            f"distinct_{n}": [[_distinct(text, n) for text in texts] for texts in tokens] for n in (1, 2)
         }
-        values["length"] = lengths or [[len(x) for x in each] for each in parts]
-        found = {name: _compared(pair, level, seed) for name, pair in values.items()}
+        columns["length"] = lengths or [[len(text) for text in texts] for texts in tokens]
+        measures = {name: _compared(pair, level, seed) for name, pair in columns.items()}
         if model is None:
-            return found
+            return measures
         prefixes = [_prefix(tokenizer, prompt) for prompt in prompts or [""] * len(predictions)]
-        rows = [row for row in zip(prefixes, *parts, strict=True) if row[1] and row[2]]
+        rows = [row for row in zip(prefixes, *tokens, strict=True) if row[1] and row[2]]
         if len(rows) < 2:
             raise ValueError("of less than two pairs both texts have tokens; leave out the model.")
         losses = [[_loss(model, row[0], row[side]) for row in rows] for side in (1, 2)]
-        return {"perplexity": _compared(losses, level, seed, shown=np.exp)} | found
+        return {"perplexity": _compared(losses, level, seed, transform=np.exp)} | measures
 
 
 def _compared(
-    pair: Pair, level: float, seed: int, shown: Callable[[np.ndarray], np.ndarray] = np.asarray
+    pair: Pair, level: float, seed: int, transform: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> dict[str, object]:
-    """Means of two paired columns, their difference, and intervals; `shown` is applied to each mean."""
+    """Means of two paired columns, their difference, and intervals; `transform` is applied to each mean."""
     left, right = np.array(pair, dtype=np.float64)  # [rows]
     rows, difference = len(left), left - right
     counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES)
-    ours, theirs = (shown(counts @ column / rows) for column in (left, right))  # [RESAMPLES]
-    low, high = np.quantile(ours - theirs, [level / 2, 1 - level / 2])
-    prediction, reference = float(shown(left.mean())), float(shown(right.mean()))
-    error, off = float(difference.std(ddof=1)) / math.sqrt(rows), abs(float(difference.mean()))
-    t = 0.0 if off == 0 else off / error if error else math.inf
+    drawn_left, drawn_right = (transform(counts @ column / rows) for column in (left, right))  # [RESAMPLES]
+    low, high = np.quantile(drawn_left - drawn_right, [level / 2, 1 - level / 2])
+    prediction, reference = float(transform(left.mean())), float(transform(right.mean()))
+    error, mean = float(difference.std(ddof=1)) / math.sqrt(rows), abs(float(difference.mean()))
+    t = mean / error if error else math.inf
+    if mean == 0:
+        t = 0.0
     return {
         "prediction": prediction,
         "reference": reference,
@@ -102,12 +104,14 @@ def _compared(
     }
 
 
-def _parts(text: str, tokenizer: Any) -> list[Any]:
+def _tokens(text: str, tokenizer: Any) -> list[Any]:
+    """The ids of a text, or without a tokenizer its words."""
     return text.split() if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _distinct(parts: list[Any], n: int) -> float:
-    grams = list(zip(*(parts[i:] for i in range(n)), strict=False))
+def _distinct(tokens: list[Any], n: int) -> float:
+    """The share of distinct n-grams."""
+    grams = list(zip(*(tokens[i:] for i in range(n)), strict=False))
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -131,6 +135,7 @@ def _loss(model: PreTrainedModel, prefix: list[int], text: Sequence[int]) -> flo
 
 
 def _check(rows: int, prompts: Any, model: Any, tokenizer: Any, level: float) -> None:
+    """Raise a ValueError for arguments that do not fit each other."""
     if rows < 2:
         raise ValueError(f"{rows} rows have no interval; give two at least.")
     if not 0 < level < 1:

@@ -3,7 +3,7 @@
 The machine is the one that was measured (plain beside plain on the embedded pair, 120 turns at batch 1 and 60 at batch
 8, while other work ran): fast for 8 s and 1.9 times as slow for 2 s, on average, with 3% from run to run. Times within
 a turn then part by 0.16 and 0.19 (standard deviation of the logarithm), where 0.12 and 0.18 were measured.
-`python tests/bench/test_looks.py` prints the table of hf_specx/bench/README.md.
+`python tests/bench/test_sequential_test.py` prints the table of hf_specx/bench/README.md.
 """
 
 import math
@@ -14,13 +14,14 @@ from typing import NamedTuple
 import pytest
 from scipy import stats
 
-from hf_specx.bench.looks import Interval, Looks, ratio_interval, student_quantile
-from hf_specx.bench.study import MISLED, Study
+from hf_specx.bench import sequential_test
+from hf_specx.bench.sequential_test import Interval, SequentialTest, ratio_interval, student_quantile
+from hf_specx.bench.study import FALSE_ALARM, Study
 
 
 PROMPTS = 24
 SECONDS_OF_PLAIN = {1: 0.8, 8: 1.6}  # a run, by batch size
-STUDIES = 400  # of a draft that gains nothing; ten or fewer misled are MISLED of them
+STUDIES = 400  # of a draft that gains nothing; ten or fewer misled are FALSE_ALARM of them
 
 
 class Machine:
@@ -59,7 +60,7 @@ class Outcome(NamedTuple):
         return all(x.high is not None and x.high < 1 for x in self.intervals)
 
 
-def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, looks=Study.looks) -> Outcome:
+def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, start=Study.sequential_test) -> Outcome:
     """A study of a draft that makes the whole file so many times as fast, and prompts more or less so.
 
     `spread` is the standard deviation of the logarithm of that over batches.
@@ -69,20 +70,20 @@ def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, lo
     for rows, seconds in SECONDS_OF_PLAIN.items():
         batches = math.ceil(PROMPTS / rows)
         costs = [math.exp(draws.gauss(0, spread)) for _ in range(batches)]
-        looking, plain, ours = looks(study, batches), list[float](), list[float]()
-        while not plain or not looking.enough(plain, ours):
+        test, plain, ours = start(study, batches), list[float](), list[float]()
+        while not plain or not test.should_stop(plain, ours):
             work = seconds / effect * costs[len(plain) % batches] / statistics.fmean(costs)
-            ways = [(plain, seconds), (ours, work)]
-            for times, needed in draws.sample(ways, 2):
+            contenders = [(plain, seconds), (ours, work)]
+            for times, needed in draws.sample(contenders, 2):
                 times.append(machine.run(needed))
-        intervals.append(looking.interval)
+        intervals.append(test.interval)
         turns += len(plain)
     return Outcome(intervals, turns)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.25])
 def test_what_gains_nothing_is_seldom_recommended(spread):
-    """In MISLED of studies at most; 400 of them have more than 20 with a chance of 0.0009 if it is just that."""
+    """In FALSE_ALARM of studies at most; 400 of them have more than 20 with a chance of 0.0009 if it is just that."""
     misled = sum(simulated(seed, 1.0, spread).faster for seed in range(STUDIES))
     assert misled <= 20
 
@@ -101,15 +102,15 @@ def test_what_gains_is_recommended_and_what_loses_never():
 def test_looks_that_share_nothing_are_misled_more_often():
     """A wrong variant, which the first test rejects: a look after every turn, each with the whole chance."""
 
-    class Greedy(Looks):
-        def enough(self, plain, ours):
-            self.first, self.taken = len(plain), 0
-            return super().enough(plain, ours)
+    class LooksAlways(SequentialTest):
+        def should_stop(self, plain, ours):
+            self.first_look, self.num_looks = len(plain), 0
+            return super().should_stop(plain, ours)
 
-    def looks(study: Study, turns: int) -> Looks:
-        return Greedy(MISLED, 3, 3, study.seconds)
+    def start(study: Study, num_batches: int) -> SequentialTest:
+        return LooksAlways(FALSE_ALARM, 3, 3, study.seconds)
 
-    assert sum(simulated(seed, 1.0, looks=looks).faster for seed in range(STUDIES)) > 20
+    assert sum(simulated(seed, 1.0, start=start).faster for seed in range(STUDIES)) > 20
 
 
 def test_three_turns_and_a_median_are_misled_in_most_studies():
@@ -123,28 +124,28 @@ def test_three_turns_and_a_median_are_misled_in_most_studies():
 
 
 def test_all_prompts_have_their_turn_before_anything_is_said():
-    looks = Study(batches=(1,)).looks(24)
+    test = Study(batches=(1,)).sequential_test(24)
     turns = 0
-    while not looks.enough([1.0 + turn / 1000 for turn in range(turns)], [0.5] * turns):
+    while not test.should_stop([1.0 + turn / 1000 for turn in range(turns)], [0.5] * turns):
         turns += 1
     assert turns == 24
-    assert looks.interval.low > 1.9
+    assert test.interval.low > 1.9
 
 
 @pytest.mark.parametrize(("seconds", "turns"), [(0.0, 8), (15.0, 10), (math.inf, 12)])
 def test_time_ends_a_study_but_for_its_least_turns(seconds, turns):
-    looks = Looks(0.025, 12, 8, seconds)
+    test = SequentialTest(0.025, 12, 8, seconds)
     plain, ours = [1.0, 1.001] * 6, [0.5, 0.501] * 6
-    assert next(n for n in range(1, 13) if looks.enough(plain[:n], ours[:n])) == turns
-    assert looks.interval.low > 1.9
+    assert next(n for n in range(1, 13) if test.should_stop(plain[:n], ours[:n])) == turns
+    assert test.interval.low > 1.9
 
 
 def test_the_shares_of_looks_are_no_more_than_the_whole():
     """However often it is looked."""
-    looks, tails = Looks(0.025, 4, 4, math.inf), []
+    test, tails = SequentialTest(0.025, 4, 4, math.inf), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_specx.bench.looks.ratio_interval", lambda *x: tails.append(x[2]) or Interval(0.9, 1.1))
-        assert not any(looks.enough([1.0] * n, [1.0] * n) for n in range(1, 5000))
+        patch.setattr(sequential_test, "ratio_interval", lambda *x: tails.append(x[2]) or Interval(0.9, 1.1))
+        assert not any(test.should_stop([1.0] * n, [1.0] * n) for n in range(1, 5000))
     assert len(tails) == 11
     assert 0.02 < sum(tails) < 0.025
 

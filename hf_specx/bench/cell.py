@@ -1,0 +1,53 @@
+"""What `specx bench` measures: a cell is one batch of one pair, on which contenders take turns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_specx.common.errors import require, require_option
+
+from .checks import check_runs, check_sampling
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; raises a ValueError if there would be nothing to time."""
+
+    pair: str  # its name
+    contenders: tuple[str, ...] = ()  # as `parse_method` reads them; () stands for `usual_contenders`
+    batch: int = 1
+    prompt_tokens: int = 64  # of each row; 0: prompts are as they are
+    max_new_tokens: int = 64
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    repeats: int = 3  # timed runs of each contender, after one that warms up
+    dtype: str = "auto"  # of the models; "auto" is as saved
+    seed: int = 0  # turn i of every contender starts from `torch.manual_seed(seed + i)`
+
+    def __post_init__(self) -> None:
+        check_runs((self.batch,), self.repeats)
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
+        require(twice is None, f"contender {twice!r} is given twice; give each once.")
+        rest = "is below 0; give more, or 0 for whole ones."
+        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, rest)
+        rest = "leaves no round to time; give 2 or more."
+        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, rest)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `generate`."""
+        names = ["do_sample", "max_new_tokens"]
+        if self.do_sample:
+            names += ["temperature", "top_p", "top_k"]
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
+        how = "greedily"
+        if self.do_sample:
+            how = f"sampled at temperature {self.temperature:g}, top-p {self.top_p:g}, top-k {self.top_k}"
+        prompts = f"{self.prompt_tokens} prompt" if self.prompt_tokens else "whole prompts"
+        sizes = f"batch {self.batch}, {prompts} and {self.max_new_tokens} new tokens"
+        return f"{self.pair} {precision}, {sizes}, {how}"
