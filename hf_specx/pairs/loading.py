@@ -11,7 +11,7 @@ from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.named import read_names
+from hf_specx.drafting.heads.draft_names import with_weightless_drafts
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
@@ -73,7 +73,8 @@ def load_pair(
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     files, config = get_pair(name_or_path, revision, **hub)
-    trust, given = (trust_remote_code, use_safetensors), {"target": target, "draft": read_names(draft)}
+    trust = (trust_remote_code, use_safetensors)
+    given = {"target": target, "draft": with_weightless_drafts(draft)}
     drafts = config.weightless_draft() if draft is None else given["draft"]
     _check_used(given | {"draft": drafts}, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
     found = {role: _find(files, config, role, other, hub, *trust) for role, other in given.items()}

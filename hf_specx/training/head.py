@@ -15,7 +15,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.wrappers import public_name, vocabulary
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.head import DraftHead
-from hf_specx.drafting.heads.layers import read_by
+from hf_specx.drafting.heads.layers import to_device_of
 from hf_specx.drafting.suffix import SuffixDraft
 
 from .draft import Learner, Tokenizers, named
@@ -187,7 +187,7 @@ def new_head(target: PreTrainedModel, kind: str, counts: torch.Tensor, recipe: T
     """
     known = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values
     rare, embed = counts.argsort(stable=True)[:RAREST], target.get_input_embeddings()
-    mask = int(rare[embed(read_by(embed, rare)).float().norm(dim=-1).argmax().cpu()])
+    mask = int(rare[embed(to_device_of(embed, rare)).float().norm(dim=-1).argmax().cpu()])
     with torch.device("cpu"):
         head: Any = DraftHead(new_config(target, kind, recipe, len(known), mask)).float()
     generator = torch.Generator("cpu").manual_seed(recipe.seed)

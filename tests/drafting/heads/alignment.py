@@ -130,29 +130,34 @@ def assert_equals_stock(
     assert strategy.report.accepted > 0
 
 
-LAST, BEGIN, TOKENS, SCORED = Batch.last, HeadDrafter.begin, HeadDrafter.tokens, Block.scored
-SELECTED = DFlash2.scored
+LAST, FIRST_STEP, SHIFTED_TOKENS = Batch.last, HeadDrafter.first_step, HeadDrafter.shifted_tokens
+ADJUST, SELECT = Block.adjust_logits, DFlash2.adjust_logits
 
 
-def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
+def unshifted(drafter: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
     """Tokens of the states themselves, in place of those behind them."""
-    return TOKENS(feed, ids, rows, starts - 1, width)
+    return SHIFTED_TOKENS(drafter, ids, rows, starts - 1, width)
 
 
-def begun_early(feed: HeadDrafter, batch: Batch) -> None:
+def begun_early(drafter: HeadDrafter, batch: Batch) -> None:
     """A block begins with the last token whose states are known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
-        BEGIN(feed, batch)
+        FIRST_STEP(drafter, batch)
 
 
-def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """A place is told of the token before the one before it."""
-    earlier, inner = memory or (tokens, None)
-    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
-    return scores, (tokens, inner), sure
+def adjusted_early(
+    body: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+) -> Any:
+    """Logits are adjusted by the token before the previous one."""
+    earlier, inner = carried or (previous, None)
+    logits, inner, confidence = ADJUST(body, logits, states, earlier, inner, with_confidence)
+    return logits, (previous, inner), confidence
 
 
-def selected_early(body: DFlash2, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """As `told_early`, of the selector."""
-    return SELECTED(body, scores, states, tokens if memory is None else memory, None, asked)[0], tokens, None
+def selected_early(
+    body: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+) -> Any:
+    """As `adjusted_early`, of the selector."""
+    earlier = previous if carried is None else carried
+    return SELECT(body, logits, states, earlier, None, with_confidence)[0], previous, None

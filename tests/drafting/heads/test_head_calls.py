@@ -238,12 +238,12 @@ def test_few_states_wait_while_another_draft_proposes(
 ):
     """Also of rows that are not alike; the head's candidates behind them are what they must be."""
     head, draft, target = made(kind, tmp_path, **({} if kind == "medusa" else {"confidence": False}))
-    monkeypatch.setattr(driver, "MOST_WAITING", 6)
+    monkeypatch.setattr(driver, "MOST_PENDING", 6)
     waiting, observe = [], HeadDrafter.observe
 
     def noted(drafter: HeadDrafter, done: Round) -> None:
         observe(drafter, done)
-        waiting.append(drafter.unread.shape[1])
+        waiting.append(drafter.pending_states.shape[1])
 
     monkeypatch.setattr(HeadDrafter, "observe", noted)
     plain = target.generate(**prompts(3), **GREEDY)[:, 11:].tolist()
@@ -259,7 +259,7 @@ def test_few_states_wait_while_another_draft_proposes(
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through rounds without candidates, of many tokens, the head misses nothing."""
     head, draft, target = made("eagle3", tmp_path)
-    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_WAITING", 6)
+    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_PENDING", 6)
     changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     schedule = "hf_specx.drafting.schedule.Schedule.__call__"
     number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
 from hf_specx import DraftHead
+from hf_specx.drafting.heads.formats import read_head
 from hf_specx.drafting.heads.layers import Rotary
-from hf_specx.drafting.heads.reading import read_head
 
 
 LAYERS = 8  # then (2, 4, 5) are the states that EAGLE-3 reads unless it is said

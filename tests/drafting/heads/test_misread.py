@@ -21,7 +21,9 @@ TEXT = torch.randint(0, 1000, (400,), generator=torch.Generator().manual_seed(0)
 BLOCK = HeadConfig(kind="dspark", sample_from_anchor=True)
 
 
-def watched(shift: int | None, kept: float = 0.0, rounds: int = 100, source: str = "head") -> tuple[MisreadWatch, Any]:
+def watched(
+    shift: int | None, accepted: float = 0.0, rounds: int = 100, source: str = "head"
+) -> tuple[MisreadWatch, Any]:
     """After rounds of one row with four candidates, half of which are the tokens so many places on."""
     watch, draws = MisreadWatch(), torch.Generator().manual_seed(1)
     for number in range(rounds):
@@ -29,31 +31,31 @@ def watched(shift: int | None, kept: float = 0.0, rounds: int = 100, source: str
         coin = torch.rand(4, generator=draws) < (0.5 if shift is not None else 0.0)
         tokens = torch.where(coin, torch.tensor(right), 2000)[None]
         draft = Draft(tokens, [4], source=source)
-        accepts = int(torch.rand((), generator=draws) < kept)
-        done: Any = SimpleNamespace(draft=draft, rows=[0], before=[1 + 3 * number], accepted=[accepts])
+        num_accepted = int(torch.rand((), generator=draws) < accepted)
+        done: Any = SimpleNamespace(draft=draft, rows=[0], before=[1 + 3 * number], accepted=[num_accepted])
         watch.observe(done, "head")
     return watch, SimpleNamespace(emitted={0: TEXT})
 
 
 def test_layouts_are_named_by_where_candidates_fit():
     for shift, anchor, layout in ((-1, True, "fill-in"), (1, False, "anchor")):
-        watch, batch = watched(shift, kept=0.2)
+        watch, batch = watched(shift, accepted=0.2)
         reason = watch.reason(HeadConfig(kind="dflash", sample_from_anchor=anchor), batch)
         assert f"layout={layout!r}" in reason
         assert not watch.reason(HeadConfig(kind="dflash", sample_from_anchor=not anchor), batch)  # no other way round
-    watch, batch = watched(0, kept=0.2)
+    watch, batch = watched(0, accepted=0.2)
     assert not watch.reason(BLOCK, batch)
     watch, batch = watched(-1)
-    watch.forget([0])  # of other texts nothing is known
+    watch.forget_rows([0])  # of other texts nothing is known
     assert "layout=, is_causal=" in watch.reason(BLOCK, batch)
 
 
 def test_heads_of_which_nothing_is_kept_are_told_what_to_try():
-    watch, batch = watched(None, kept=0.05)
+    watch, batch = watched(None, accepted=0.05)
     assert "no more than by chance" in watch.reason(BLOCK, batch)
     assert "norm_output=" in watch.reason(HeadConfig(kind="eagle3"), batch)
     assert not watch.reason(HeadConfig(kind="medusa"), batch)  # of which nothing can be overridden
-    assert not watched(None, kept=0.3)[0].reason(BLOCK, batch)
+    assert not watched(None, accepted=0.3)[0].reason(BLOCK, batch)
     assert not watched(None, rounds=LEAST_FIRST - 1)[0].reason(BLOCK, batch)
     assert not watched(None, source="suffix")[0].reason(BLOCK, batch)
 

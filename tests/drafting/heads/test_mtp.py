@@ -130,7 +130,7 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
     """Through rounds without candidates; those behind them are the same as if all had waited."""
     target, drafted = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None), []
     for most in (1, 10**6):
-        monkeypatch.setattr(driver, "MOST_WAITING", most)
+        monkeypatch.setattr(driver, "MOST_PENDING", most)
         changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
         monkeypatch.setattr(Schedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows))
         strategy, rounds = (

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import hf_specx
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.drafting.heads import named
-from hf_specx.drafting.heads.named import load_draft
+from hf_specx.drafting.heads.draft_names import load_draft
 
 
 @pytest.fixture(scope="module")
