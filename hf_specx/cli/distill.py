@@ -101,7 +101,7 @@ def train(
         from hf_specx.common.devices import last_device
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
-        from hf_specx.training.distill import with_settings
+        from hf_specx.training.distill import with_generation_settings
 
         from .loading import check_template, in_words, study_of, texts_of
     study, draft, own = study_of(loading), read_draft(named, *NEW_HEADS), None
@@ -111,7 +111,7 @@ def train(
         if draft.model is not None:
             own = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, own.model)
-    options, start = with_settings(loaded.model, named, options), draft.model or named
+    options, start = with_generation_settings(loaded.model, named, options), draft.model or named
     say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(
         loaded.model,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_specx
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.drafting.heads import named
+from hf_specx.drafting.heads import draft_names
 from hf_specx.drafting.heads.draft_names import load_draft
 
 
@@ -122,7 +122,7 @@ def test_all_files_are_of_one_commit(target, folders, tmp_path: Path, monkeypatc
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    find = named.find_file
+    find = draft_names.find_file
 
     def find_and_move(name, file, **hub):
         path = find(name, file, **hub)
@@ -130,7 +130,7 @@ def test_all_files_are_of_one_commit(target, folders, tmp_path: Path, monkeypatc
             (repository / "refs" / "main").write_text("b" * 40)
         return path
 
-    monkeypatch.setattr(named, "find_file", find_and_move)
+    monkeypatch.setattr(draft_names, "find_file", find_and_move)
     draft = load_draft("org/model", target)
     assert weights_equal(draft, tiny(seed=1))
     assert (draft.name_or_path, draft.config._commit_hash) == ("org/model", "a" * 40)
