@@ -52,7 +52,7 @@ HOW |= {"a head": {"draft": "eagle3"}, "blocks": {"draft": "dspark"}}
 
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 def test_two_processes_equal_one(tmp_path, options):
-    """Each has half of the texts of every step, and writes half of them: within rounding, and both come to the same."""
+    """Each has half of the texts of every step, and writes half: within rounding, and both come to the same."""
     if "lora" in options:
         pytest.importorskip("peft")
     assert run(tmp_path / "one", tmp_path / "one", batch_size=8, **options) == 0

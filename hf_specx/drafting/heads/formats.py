@@ -350,14 +350,14 @@ class FormatReader:
 
     def _check_options(self) -> None:
         """Raise ValueError for an option that is not known, or whose value is not supported."""
-        known = set(READ_OPTIONS) | vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
+        known_options = set(READ_OPTIONS) | vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         if is_dflash2(self.raw, self.weights):
-            known |= set(DFLASH2_FIELDS)
+            known_options |= set(DFLASH2_FIELDS)
         for option, value in sorted(self.options.items()):
             if option in SUPPORTED_VALUES:
                 supported = value in SUPPORTED_VALUES[option]
             else:
-                supported = option in known or bool(TRAINING_OPTIONS.fullmatch(option))
+                supported = option in known_options or bool(TRAINING_OPTIONS.fullmatch(option))
                 supported = supported or (option in NO_EFFECT_IF_FALSE and value is False)
             self.need(
                 value is None or supported,

@@ -22,7 +22,7 @@ from hf_specx.drafting.heads.driver import HeadDrafter
 
 LAYERS = 8
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-LOOSE = 2.5  # the temperature of all that is sampled here, so that candidates of random heads are kept
+LOOSE = 2.5  # the temperature of all that is sampled here, so that candidates of random heads are accepted
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": LOOSE, "max_new_tokens": 24, "pad_token_id": 0}
 
 
@@ -63,8 +63,8 @@ class Aligned:
             if done.draft.probs is None:
                 right = int(logits.argmax()) == drafted[place]
             else:
-                found = done.draft.probs[index, place].double()
-                right = torch.allclose(found, (logits / LOOSE).softmax(-1), atol=2e-4)
+                probs = done.draft.probs[index, place].double()
+                right = torch.allclose(probs, (logits / LOOSE).softmax(-1), atol=2e-4)
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {self.row}, candidate {place}")
         if self.cut:
@@ -81,7 +81,7 @@ class Aligned:
     def states(self, text: Sequence[int]) -> list[torch.Tensor]:
         ids = self.head.layer_ids or [None]
         states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
-        return [one[0, self.prefix :] for one in states]
+        return [state[0, self.prefix :] for state in states]
 
     def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
         table = self.target.get_input_embeddings()
