@@ -20,7 +20,7 @@ from .head import DraftHead
 from .load_checked import load_model
 
 
-OF_MODELS = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
+MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 
@@ -81,7 +81,7 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         return DraftHead.from_pretrained(name, target=target, revision=commit)
     files = Files(name, commit, path.parent)
     try:
-        for file in OF_MODELS:
+        for file in MODEL_FILES:
             find_file(name, file, revision=commit)
         for shard in shards(files.folder):
             find_file(name, shard, revision=commit)

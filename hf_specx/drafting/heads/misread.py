@@ -11,11 +11,11 @@ from hf_specx.common.round import Round
 from .config import BLOCK_KINDS, EAGLE_KINDS, HeadConfig
 
 
-LEAST_FIRST = 64  # first candidates of rows, below which nothing is said
-CHANCE = 1 / 8  # of them; of trained heads a half or more are accepted, of those that were misread one in ten
-HALF = 1 / 2  # of them, up to which it is looked where the candidates of a block fit
-FITS = 0.15  # of the candidates, at least, that are the token one place on or back
-ROUNDS = 64  # of which candidates are looked at
+MIN_FIRST_CANDIDATES = 64  # first candidates of rows, below which nothing is said
+CHANCE_SHARE = 1 / 8  # of them; of trained heads a half or more are accepted, of those that were misread one in ten
+SHIFT_UP_TO = 1 / 2  # of them, up to which it is looked where the candidates of a block fit
+MIN_FITTING_SHARE = 0.15  # of the candidates, at least, that are the token one place on or back
+REMEMBERED_ROUNDS = 64  # of which candidates are looked at
 OPTIONS_TO_TRY = dict.fromkeys(BLOCK_KINDS, "layout=, is_causal=, layer_ids= or partial_rotary_factor=")
 OPTIONS_TO_TRY |= dict.fromkeys(EAGLE_KINDS, "layer_ids=, norm_output= or partial_rotary_factor=")
 
@@ -39,7 +39,7 @@ class MisreadWatch:
 
     def __init__(self) -> None:
         self.first_drafted = self.first_accepted = 0
-        self.rounds: deque[Proposed] = deque(maxlen=ROUNDS)
+        self.rounds: deque[Proposed] = deque(maxlen=REMEMBERED_ROUNDS)
 
     def observe(self, done: Round, source: str) -> None:
         """Count a round, as far as the candidates are of this source."""
@@ -61,20 +61,20 @@ class MisreadWatch:
     def reason(self, config: HeadConfig, batch: Batch) -> str:
         """What to say of the head, and which option of loading to try; nothing if it fits."""
         drafted, accepted = self.first_drafted, self.first_accepted
-        if drafted < LEAST_FIRST or accepted > HALF * drafted or config.kind not in OPTIONS_TO_TRY:
+        if drafted < MIN_FIRST_CANDIDATES or accepted > SHIFT_UP_TO * drafted or config.kind not in OPTIONS_TO_TRY:
             return ""
         message = f"the head's first candidates were kept {accepted} of {drafted} times"
         if config.kind in BLOCK_KINDS:
             shift, layout = (-1, "fill-in") if config.sample_from_anchor else (1, "anchor")
             fitting = self._share_fitting(batch, 0)
             fitting_shifted = self._share_fitting(batch, shift)
-            if fitting_shifted > max(FITS, 2 * fitting):
+            if fitting_shifted > max(MIN_FITTING_SHARE, 2 * fitting):
                 direction = "on" if shift > 0 else "back"
                 return (
                     f"{message}, and {fitting_shifted:.0%} of all candidates are the token one place {direction}: "
                     f"load it by DraftHead.from_pretrained(..., layout={layout!r})."
                 )
-        if accepted > CHANCE * drafted:
+        if accepted > CHANCE_SHARE * drafted:
             return ""
         return (
             f"{message}, no more than by chance: if it was made for this target, its files do not say all that "

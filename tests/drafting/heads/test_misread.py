@@ -14,7 +14,7 @@ from tiny import prompts
 from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.common.round import Draft
 from hf_specx.drafting.heads.config import HeadConfig
-from hf_specx.drafting.heads.misread import CHANCE, LEAST_FIRST, MisreadWatch
+from hf_specx.drafting.heads.misread import CHANCE_SHARE, MIN_FIRST_CANDIDATES, MisreadWatch
 
 
 TEXT = torch.randint(0, 1000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -56,14 +56,15 @@ def test_heads_of_which_nothing_is_kept_are_told_what_to_try():
     assert "norm_output=" in watch.reason(HeadConfig(kind="eagle3"), batch)
     assert not watch.reason(HeadConfig(kind="medusa"), batch)  # of which nothing can be overridden
     assert not watched(None, accepted=0.3)[0].reason(BLOCK, batch)
-    assert not watched(None, rounds=LEAST_FIRST - 1)[0].reason(BLOCK, batch)
+    assert not watched(None, rounds=MIN_FIRST_CANDIDATES - 1)[0].reason(BLOCK, batch)
     assert not watched(None, source="suffix")[0].reason(BLOCK, batch)
 
 
 def test_false_alarms_and_power_as_stated():
-    most = int(CHANCE * LEAST_FIRST)
+    n = MIN_FIRST_CANDIDATES
+    most = int(CHANCE_SHARE * n)
     reported = {
-        share: sum(comb(LEAST_FIRST, n) * share**n * (1 - share) ** (LEAST_FIRST - n) for n in range(most + 1))
+        share: sum(comb(n, accepted) * share**accepted * (1 - share) ** (n - accepted) for accepted in range(most + 1))
         for share in (0.3, 0.1, 0.05)
     }
     assert list(reported.values()) == pytest.approx([9e-4, 0.81, 0.995], rel=0.02)
