@@ -49,8 +49,10 @@ class HeadDraft(Learner):
         self, target: PreTrainedModel, start: DraftHead | str, recipe: TrainingRecipe, tokenizers: Tokenizers
     ):
         self.target, self.recipe, self.tokenizers = target, recipe, (tokenizers[0], tokenizers[0])
-        self.device, self.models = last_device(target), [target]
-        self.drafting, self.max_learned_tokens = SuffixDraft(), MAX_LEARNED_TOKENS
+        self.device = last_device(target)
+        self.models = [target]
+        self.drafting = SuffixDraft()
+        self.max_learned_tokens = MAX_LEARNED_TOKENS
         require(recipe.lora is None, f"lora={recipe.lora}: a head is small, and trained whole; leave lora out.")
         require(
             not recipe.training.get("gradient_checkpointing"),
@@ -139,7 +141,8 @@ class HeadOnTexts(nn.Module):
 
     def __init__(self, draft_head: DraftHead, target: PreTrainedModel, num_steps: int):
         super().__init__()
-        self.draft_head, self.drafter = draft_head, draft_head.bind(target)
+        self.draft_head = draft_head
+        self.drafter = draft_head.bind(target)
         most = draft_head.body.max_candidates
         self.num_steps = num_steps if most is None else min(num_steps, most)
 
@@ -148,7 +151,8 @@ class HeadOnTexts(nn.Module):
 
         Arguments as those of `unrolled_drafts`.
         """
-        body, outputs, carried = self.draft_head.body, [], None
+        body = self.draft_head.body
+        outputs, carried = [], None
         for step, previous, numbers, normed in unrolled_drafts(self, *texts):
             carried = None if step == 0 or carried is None else carried[: len(numbers)]
             logits = self.drafter.compute_logits(normed)
@@ -217,7 +221,8 @@ def new_head(target: PreTrainedModel, kind: str, counts: torch.Tensor, recipe: T
     All else is random. Its mask is one of the rarest ids, that with the longest embedding: pads may have zeros.
     """
     ids = counts.argsort(descending=True, stable=True)[: recipe.draft_vocab_size].sort().values
-    rarest, embedding = counts.argsort(stable=True)[:MASK_CHOICES], target.get_input_embeddings()
+    rarest = counts.argsort(stable=True)[:MASK_CHOICES]
+    embedding = target.get_input_embeddings()
     lengths = embedding(to_device_of(embedding, rarest)).float().norm(dim=-1)
     mask_token_id = int(rarest[lengths.argmax().cpu()])
     with torch.device("cpu"):

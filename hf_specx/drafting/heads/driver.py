@@ -80,13 +80,15 @@ class HeadDrafter(SampledCandidateGenerator):
     def start(self, context: DraftContext) -> None:
         """Note the states of all prompts; they are read when candidates are wanted first, if ever."""
         num_rows = len(context.batch.counts)
-        self.target, self.num_candidates = context.target, 1
+        self.target = context.target
+        self.num_candidates = 1
         super().start(context)
         # a candidate of a block is there though those before it are forced
         self.apart = self.apart or not self.body.autoregressive
         self.confidence_threshold = 0.0
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
-            self.confidence_threshold, self.threshold = self.threshold, 0.0
+            self.confidence_threshold = self.threshold
+            self.threshold = 0.0
         if self.ids is not None:
             no_tokens = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
             self.known = no_tokens.index_fill_(0, self.ids.cpu(), True)
@@ -163,7 +165,8 @@ class HeadDrafter(SampledCandidateGenerator):
     def observe(self, done: Round) -> None:
         """Add the states of what was kept, one for each emitted token, and drop rows that have left."""
         self.misread_watch.observe(done, self.source)
-        batch, states = done.batch, done.forward.hidden[:, : max(done.emitted)]
+        batch = done.batch
+        states = done.forward.hidden[:, : max(done.emitted)]
         computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in done.rows]
         starts = [before - number for before, number in zip(done.before, computed, strict=True)]
         if self.pending_states is not None and any(starts):
@@ -202,7 +205,8 @@ class HeadDrafter(SampledCandidateGenerator):
         num_draft_entries = self.body.num_draft_entries(self.num_candidates)
         first_slots, num_new = sent([computed, pending], device)[..., None]
         step = torch.arange(width + num_draft_entries, device=device)
-        self.row_index, self.end_slots = moved(batch.index, device), first_slots + num_new
+        self.row_index = moved(batch.index, device)
+        self.end_slots = first_slots + num_new
         newest = None if self.body.drafts_block else (num_new - 1).clamp(min=0)
         states = moved(self.pending_states[:, :width], device, self.dtype)
         if states.shape[1] < width:
@@ -218,7 +222,8 @@ class HeadDrafter(SampledCandidateGenerator):
             slots = torch.where(step < width, context_slots, draft_slots)
         for row, number in zip(batch.rows, pending, strict=True):
             self.num_computed_tokens[row] += number
-        self.pending_states, self.draft_states, self.draft_logits = None, [], []
+        self.pending_states = None
+        self.draft_states, self.draft_logits = [], []
         starts = batch.ends - sent(pending, batch.ids.device)
         embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
         mapping = self._slot_mapping(slots, extent, num_draft_entries if self.body.drafts_block else 0)
@@ -349,7 +354,8 @@ class HeadDrafter(SampledCandidateGenerator):
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
-        self.row_index, self.end_slots = batch.index.to(self.device), tokens * 0 + max(self.num_computed_tokens)
+        self.row_index = batch.index.to(self.device)
+        self.end_slots = tokens * 0 + max(self.num_computed_tokens)
         self.carried = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
         self.draft_states, self.draft_logits = [], []
         self._next_step(batch, 1, tokens)

@@ -70,8 +70,10 @@ def load_model(
     folder = files.folder  # not by the repository's name, whose code may have changed since it was checked
     if target is not None and holds_head(files):
         return _with_origin(files, DraftHead.from_pretrained(folder, target=target))
-    config, trust = load_config(files, trust_remote_code), {"trust_remote_code": trust_remote_code}
-    loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
+    config = load_config(files, trust_remote_code)
+    trust = {"trust_remote_code": trust_remote_code}
+    loader = auto_class(config)
+    quantised = getattr(config, "quantization_config", None) is not None
     if not quantised and kwargs.get("use_safetensors", True):
         with _naming_folder_in_errors(folder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)

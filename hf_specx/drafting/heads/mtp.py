@@ -57,7 +57,8 @@ class MtpDraft(Drafter):
 
 def read_layers(target: PreTrainedModel) -> Any:
     """The `MtpModel` of a target, from the files that this was loaded from."""
-    name, with_config = type(target).__name__, with_layers(target)
+    name = type(target).__name__
+    with_config = with_layers(target)
     require(
         bool(getattr(with_config.config.get_text_config(), "num_mtp_layers", None)),
         f"{name} has no multi-token layers (num_mtp_layers in its config); give a draft model or a head instead.",
@@ -121,7 +122,9 @@ class Mtp(Body):
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.max_candidates, self.config = model, len(model.layers), HeadConfig(kind="mtp")
+        self.model = model
+        self.max_candidates = len(model.layers)
+        self.config = HeadConfig(kind="mtp")
         model.create_masks_for_mtp_layer = partial(masks_of_rows, model.config)
 
     def parameters(self, recurse: bool = True) -> Any:
@@ -181,7 +184,9 @@ class MtpCache(SlotCache):
 
     def __init__(self, body: Mtp, rows: int):
         super().__init__()
-        self.body, self.num_recomputed, self.slots.rows = body, body.max_candidates - 1, rows
+        self.body = body
+        self.num_recomputed = body.max_candidates - 1
+        self.slots.rows = rows
         self.layer_numbers = dict[Any, int]()
 
     def __call__(self, method: str, mapping: SlotMapping, *inputs: Any) -> Any:
@@ -278,7 +283,8 @@ class MtpDrafter(HeadDrafter):
 
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
-        tokens, end = batch.last(1).to(self.device), max(self.num_computed_tokens)
+        tokens = batch.last(1).to(self.device)
+        end = max(self.num_computed_tokens)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         slots = tokens * 0 + end

@@ -27,7 +27,9 @@ class HeadRunner:
 
     def __init__(self, body: Body, rows: int, expected_slots: int, model: PreTrainedModel | None = None):
         weight, config = next(body.parameters()), body.config
-        self.body, self.expected_slots, self.most_candidates = body, expected_slots + MARGIN, 0
+        self.body = body
+        self.expected_slots = expected_slots + MARGIN
+        self.most_candidates = 0
         self.rotary = Rotary(config, weight.device)
         self.forwards: CompiledForwards | None = None if model is None else regions_of(model, weight.device)
         self.compiled_before = 0 if self.forwards is None else self.forwards.compilations
