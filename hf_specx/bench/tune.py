@@ -19,7 +19,7 @@ from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read
 from hf_specx.common.errors import require
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.drafting.heads.named import weightless_draft
+from hf_specx.drafting.heads.draft_names import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.facts import model_facts, tokenizer_facts

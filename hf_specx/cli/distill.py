@@ -105,7 +105,7 @@ def train(
         from hf_specx.common.devices import last_device
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
-        from hf_specx.training.distill import with_settings
+        from hf_specx.training.distill import with_generation_settings
 
         from .loading import check_template, in_words, study_of, texts_of
     study, draft = study_of(loading), read_draft(named, *NEW_HEADS)
@@ -116,7 +116,7 @@ def train(
         if draft.model is not None:
             loaded_draft = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
             check_head(named, loaded_draft.model)
-    options = with_settings(loaded.model, named, options)
+    options = with_generation_settings(loaded.model, named, options)
     start = draft.model or named
     say(f"target {target}, draft {start}: {in_words(options)}", "dim")
     result = train_draft(

@@ -22,8 +22,8 @@ from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrappe
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import PROBE_SHARE, Costs
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.heads.gemma4 import read_assistants
-from hf_specx.drafting.heads.named import loaded, read_names
+from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
+from hf_specx.drafting.heads.gemma4 import with_assistant_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import Prompt, prepare
@@ -105,7 +105,7 @@ class SpeculativeDecoding(NoModel):
         costs: Costs | None = None,
         **unknown: Any,
     ):
-        self.draft_model: Any = unwrapped_draft(read_names(draft_model))
+        self.draft_model: Any = unwrapped_draft(with_weightless_drafts(draft_model))
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
@@ -260,12 +260,12 @@ class SpeculativeDecoding(NoModel):
         """Load what was given by its name, for this target."""
         parts = self.draft_model if isinstance(self.draft_model, list) else [self.draft_model]
         if any(isinstance(part, str | Path) for part in parts):
-            self.draft_model = loaded(self.draft_model, target)
+            self.draft_model = with_loaded_drafts(self.draft_model, target)
             check_draft(self.draft_model)
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
         self.load(target)
-        draft, ours, other = read_assistants(self.draft_model), self.tokenizer, self.draft_tokenizer
+        draft, ours, other = with_assistant_drafts(self.draft_model), self.tokenizer, self.draft_tokenizer
         if ours is not None and other is not None and not same_tokens(ours, other):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)

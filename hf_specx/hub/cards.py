@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
-from hf_specx.drafting.heads.load_model import AUTO_CLASSES
+from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
 from .folders import OF_CARD, check_out, without_folders
 from .known_pairs import EMBEDDED, NAMES, check_known_name, embedded_folder

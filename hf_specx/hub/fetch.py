@@ -25,7 +25,7 @@ from hf_specx.common.model_files import (
     check_weights,
     shards,
 )
-from hf_specx.drafting.heads.reading import is_head
+from hf_specx.drafting.heads.formats import is_head
 
 from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts

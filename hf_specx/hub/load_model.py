@@ -14,7 +14,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import FORM
 from hf_specx.common.model_files import AGAIN, check_links, shapes_in, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.load_model import holds_head, load_config, load_model
+from hf_specx.drafting.heads.load_checked import holds_head, load_config, load_model
 
 from .facts import KIND, differing
 from .fetch import fingerprint, get_files, get_model

@@ -11,7 +11,7 @@ from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.named import read_names
+from hf_specx.drafting.heads.draft_names import with_weightless_drafts
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
@@ -75,7 +75,7 @@ def load_pair(
     for_both = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     files, config = get_pair(name_or_path, revision, **hub)
     trust = (trust_remote_code, use_safetensors)
-    replacements = {"target": target, "draft": read_names(draft)}
+    replacements = {"target": target, "draft": with_weightless_drafts(draft)}
     drafts = config.weightless_draft() if draft is None else replacements["draft"]
     for_target = {"device_map": device_map} | for_one_model["target"]
     _check_used({"target": target, "draft": drafts}, for_target, draft_device_map, draft_kwargs)

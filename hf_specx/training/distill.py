@@ -31,13 +31,13 @@ from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
 
 from .draft import Learner, ModelDraft, Tokenizers, draft_of_first_layers
-from .folder import TEXTS, enough_room, held_folder, last_checkpoint, prepare_folder
+from .folder import TEXTS, explained_lack_of_room, last_checkpoint, locked_folder, prepare_folder
 from .head import HeadDraft
 from .losses import alpha, estimate, measure
-from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
-from .reading import REMEMBERED_BYTES, Remembered
+from .prompts import HELD_OUT_SHARE, GivenPrompts, PromptReader, Split, split_prompts
 from .recipe import TrainingRecipe
 from .result import COMMAND, Distilled, card_notes
+from .target_outputs import CACHE_BYTES, TargetOutputCache, Text
 from .texts import Phases, Writer, writer_digest
 from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
@@ -75,7 +75,8 @@ def distill(
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
-        progress: called with what is being done, how much is, and of how much (0 for news); None shows it on stderr.
+        progress: called with what is being done, how much of it is, and of how much (0 for news); None shows it on
+            stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
         **options: attributes of `training.recipe.TrainingRecipe`; how to generate, else by the target's own config.
 
@@ -89,68 +90,89 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    recipe = TrainingRecipe.of(with_settings(target := unwrapped(target), draft, with_plain_arguments(options)))
-    with left_alone(target), ExitStack() as stack:
-        learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
-        split = split_prompts(prompts, held_out, Reader(tokenizer, learner.models, recipe.max_new_tokens))
-        where = stack.enter_context(working(target, learner, split, folder))
-        result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
-    result.pair.config.notes = card_notes(result, learner.in_words, command)
+    target = unwrapped(target)
+    options = with_generation_settings(target, draft, with_plain_arguments(options))
+    recipe = TrainingRecipe.of(options)
+    with target_unchanged(target), ExitStack() as stack:
+        learner = make_learner(target, draft, recipe, (tokenizer, draft_tokenizer))
+        split = split_prompts(prompts, held_out, PromptReader(tokenizer, learner.models, recipe.max_new_tokens))
+        path = stack.enter_context(training_folder(target, learner, split, folder))
+        tell = progress or stack.enter_context(closing(Bar()))
+        result = _train(target, learner, split, path, tell, callbacks)
+    result.pair.config.notes = card_notes(result, learner.description, command)
     return result
 
 
-def with_settings(target: PreTrainedModel, draft: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training, and how to generate as the target's own generation config says where they do not.
+def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a training, and where they do not say how to generate, what the target's generation config says.
 
-    A ValueError for a target that cannot have a training.
+    Raises ValueError for a target that no draft can be trained for.
     """
     check_entry(target)
     check_target(target)
-    for why in filter(None, why_model_plain(target)):
-        raise ValueError(f"{why}.")
-    given = {name: value for name, value in given.items() if name not in OF_GENERATION or value is not None}
-    drawn = {name: given[name] for name in OF_GENERATION if name in given}
-    usual = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
-    return usual | given | settings_of(target, drawn)
+    for reason in filter(None, why_model_plain(target)):
+        raise ValueError(f"{reason}.")
+    options = {name: value for name, value in options.items() if name not in OF_GENERATION or value is not None}
+    of_generation = {name: options[name] for name in OF_GENERATION if name in options}
+    defaults = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
+    return defaults | options | settings_of(target, of_generation)
 
 
-def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
-    """What is trained, by what the user has named; a ValueError for what cannot be."""
-    told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
-    require(not target.config.is_encoder_decoder, told)
+def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
+    """The `Learner` of a draft, as the user has named it; raises ValueError for what cannot be trained."""
+    require(
+        not target.config.is_encoder_decoder,
+        f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets.",
+    )
     draft = unwrapped(draft)
     if draft in NEW_HEADS or isinstance(draft, DraftHead):
         return HeadDraft(target, draft, recipe, tokenizers)
     layers = read_draft(draft).layers if isinstance(draft, str) else None
     if layers is not None:
-        first = draft_of_first_layers(target, layers)
-        return ModelDraft(target, first, recipe, (tokenizers[0], tokenizers[0]), layers)
-    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N', "
-    told += f"{' or '.join(map(repr, NEW_HEADS))}."
-    require(isinstance(draft, PreTrainedModel), told)
+        initial = draft_of_first_layers(target, layers)
+        return ModelDraft(target, initial, recipe, (tokenizers[0], tokenizers[0]), layers)
+    require(
+        isinstance(draft, PreTrainedModel),
+        f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N', "
+        f"{' or '.join(map(repr, NEW_HEADS))}.",
+    )
     check_pair(target, draft, *tokenizers)
     return ModelDraft(target, draft, recipe, tokenizers)
 
 
 @contextmanager
-def working(target: PreTrainedModel, learner: Learner, split: Split, folder: str | Path | None) -> Iterator[Path]:
-    """The folder of a training that can begin as this process was launched, or go on with what it finds there."""
-    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
-    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
-    require(not sharded, told + "device, so launch without that.")  # before transformers sees it, which keeps some
+def training_folder(
+    target: PreTrainedModel, learner: Learner, split: Split, folder: str | Path | None
+) -> Iterator[Path]:
+    """The folder of a training, locked; raises ValueError for another training's, or if this cannot begin as launched.
+
+    Without a folder it is a temporary one.
+    """
+    require(
+        not any(map(parse_flag_from_env, SHARDED_BY_LAUNCH)),
+        "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each device, "
+        "so launch without that.",
+    )  # before transformers sees it, which keeps some
     training_arguments(learner, Path(), learner.recipe.phases)  # or they are refused
     with ExitStack() as stack:
-        where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(enough_room(where, learner.recipe.batch_size))
+        path = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(explained_lack_of_room(path, learner.recipe.batch_size))
         if processes().is_main_process:
-            stack.enter_context(held_folder(where))
-            digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            made_from = learner.made_from
-            start = made_from if isinstance(made_from, str) else writer_digest(made_from)
-            models = {"target": writer_digest(target), "draft": start}
-            prepare_folder(where, without_secrets(asdict(learner.recipe)) | models | {"prompts": digest})
+            stack.enter_context(locked_folder(path))
+            prepare_folder(path, _training_settings(target, learner, split))
         processes().wait_for_everyone()
-        yield where
+        yield path
+
+
+def _training_settings(target: PreTrainedModel, learner: Learner, split: Split) -> dict[str, Any]:
+    """All that a training follows from, in JSON."""
+    source = learner.source
+    return {
+        **without_secrets(asdict(learner.recipe)),
+        "target": writer_digest(target),
+        "draft": source if isinstance(source, str) else writer_digest(source),
+        "prompts": hashlib.sha256(json.dumps(split).encode()).hexdigest(),
+    }
 
 
 def _train(
@@ -164,53 +186,71 @@ def _train(
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     tell: Tell = progress if processes().is_main_process else lambda *_: None
     recipe, writer = learner.recipe, Writer(target, learner, folder / TEXTS)
-    validation, test = (
-        [text.cut(learner.most) for text in writer.write(name, getattr(split, name), partial(tell, "held-out texts"))]
-        for name in ("validation", "test")
-    )
+
+    def held_out_texts(name: str, prompts: list[list[int]]) -> list[Text]:
+        texts = writer.write(name, prompts, partial(tell, "held-out texts"))
+        return [text.cut(learner.max_learned_tokens) for text in texts]
+
+    validation = held_out_texts("validation", split.validation)
+    test = held_out_texts("test", split.test)
     # with many processes each would read more texts than without it, not fewer
-    room = REMEMBERED_BYTES * (processes().num_processes < recipe.passes)
-    remembered = Remembered(target, learner.places, recipe.batch_size, room)
-    phases = Phases(writer, split.training, remembered.add)
-    phases.begin(0, partial(tell, "phase 1, writing"))
-    learner.begin(split.training, phases.texts)
-    measured = partial(measure, remembered, learner)
+    max_bytes = CACHE_BYTES if processes().num_processes < recipe.passes else 0
+    target_outputs = TargetOutputCache(target, learner.hidden_state_taps, recipe.batch_size, max_bytes)
+    phases = Phases(writer, split.training, target_outputs.add)
+    phases.start(0, partial(tell, "phase 1, writing"))
+    learner.prepare(split.training, phases.texts)
+    acceptance_sums = partial(measure, target_outputs, learner)
 
-    def judge(module: Any) -> float:
-        return alpha(measured(module, validation)[:, 0])
+    def validation_alpha(module: Any) -> float:
+        return alpha(acceptance_sums(module, validation)[:, 0])
 
-    first = learner.module(learner.first)
-    before, start = measured(first, test), judge(first)
-    checkpoint, count = going_on(folder, recipe.phases, start, tell)
-    args = training_arguments(learner, folder, count)
-    trainer = DistillationTrainer(learner, args, phases, remembered, judge, start, tell, callbacks)
+    initial = learner.module(learner.initial)
+    before = acceptance_sums(initial, test)
+    initial_alpha = validation_alpha(initial)
+    checkpoint, num_phases = resumption(folder, recipe.phases, initial_alpha, tell)
+    args = training_arguments(learner, folder, num_phases)
+    trainer = DistillationTrainer(
+        learner, args, phases, target_outputs, validation_alpha, initial_alpha, tell, callbacks
+    )
     trainer.train(resume_from_checkpoint=checkpoint)
 
-    alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
-    made = learner.first if steps is None else learner.finished(trainer.model)
-    after = before if steps is None else measured(learner.module(made), test)
-    config = PairConfig(model_facts(target), replace(model_facts(made), name=None, subfolder="draft"))
-    pair = DraftTargetPair(target, made, learner.tokenizers[0], config, learner.tokenizers[1])
-    figures = estimate(before[:, 0]), estimate(after[:, 0]), estimate(after[:, 0], before[:, 0])
-    tokens = estimate(before[:, 1]), estimate(after[:, 1])
-    return Distilled(pair, *figures, *tokens, alphas, steps or 0, recipe, split)
+    alphas, best_step = [initial_alpha, *alphas_of(trainer.state)], trainer.state.best_global_step
+    draft, after = learner.initial, before
+    if best_step is not None:
+        draft = learner.finished(trainer.model)
+        after = acceptance_sums(learner.module(draft), test)
+    draft_facts = replace(model_facts(draft), name=None, subfolder="draft")
+    config = PairConfig(model_facts(target), draft_facts)
+    target_tokenizer, draft_tokenizer = learner.tokenizers
+    return Distilled(
+        pair=DraftTargetPair(target, draft, target_tokenizer, config, draft_tokenizer),
+        before=estimate(before[:, 0]),
+        after=estimate(after[:, 0]),
+        gain=estimate(after[:, 0], before[:, 0]),
+        tokens_before=estimate(before[:, 1]),
+        tokens_after=estimate(after[:, 1]),
+        alphas=alphas,
+        steps=best_step or 0,
+        recipe=recipe,
+        split=split,
+    )
 
 
-def going_on(folder: Path, phases: int, start: float, tell: Tell) -> tuple[str | None, int]:
+def resumption(folder: Path, phases: int, initial_alpha: float, tell: Tell) -> tuple[str | None, int]:
     """The checkpoint that a training goes on from, if there is one, and how many phases it has in all."""
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        tell(f"before training, α {start:.3f}", 0, 0)
+        tell(f"before training, α {initial_alpha:.3f}", 0, 0)
         return None, phases
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    known = alphas_of(state)
-    tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
-    ended = state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
-    return str(checkpoint), len(known) if ended else phases
+    alphas = alphas_of(state)
+    tell(f"phase {len(alphas)} of {phases}, α {alphas[-1]:.3f}", 0, 0)
+    has_ended = state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
+    return str(checkpoint), len(alphas) if has_ended else phases
 
 
 @contextmanager
-def left_alone(target: PreTrainedModel) -> Iterator[None]:
+def target_unchanged(target: PreTrainedModel) -> Iterator[None]:
     """No gradients reach a target whose tables a head reads, and generators that the Trainer seeds are as before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

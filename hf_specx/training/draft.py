@@ -15,47 +15,63 @@ from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.models.prompts import Place
 
 from .losses import Predicted
-from .reading import Said, Text, collate, logits_where_written
 from .recipe import TrainingRecipe
+from .target_outputs import TargetOutputs, Text, collate, labelled_logits
 
 
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
-PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
+PROBE_LENGTH = 8  # tokens on which a copy of the first layers is compared with the layers themselves
 LORA_ALPHA = 2  # times the rank
 
 
 class Learner:
-    """A draft that is trained."""
+    """A draft that is trained.
 
-    first: Any  # as it is before, which stays so
-    trained: Any  # a float32 copy of it, as the Trainer has it
-    drafts: Any  # what drafts meanwhile
+    Attributes:
+        initial: the draft before the training, which leaves it as it is.
+        trained: a float32 copy of it, as the Trainer has it.
+        drafting: the draft with which texts are written meanwhile.
+        recipe, tokenizers: of the training.
+        device: where the draft is trained.
+        models: those that read prompts and texts.
+        hidden_state_taps: where in the target the draft reads states.
+        source: what the draft is made from, which tells it from others.
+        description: of the draft before the training, in words.
+        learning_rate: the largest.
+        max_learned_tokens: of a text, its last ones; None is all that the target wrote.
+    """
+
+    initial: Any
+    trained: Any
+    drafting: Any
     recipe: TrainingRecipe
     tokenizers: Tokenizers
-    device: torch.device  # where it is trained
-    models: Sequence[PreTrainedModel]  # those that read prompts and texts
-    places: Sequence[Place] = ()  # where in the target it reads states
-    made_from: Any  # tells it from others
-    in_words: str
-    rate: float  # the largest learning rate
-    most: int | None = None  # tokens of a text that are learned from, its last ones; None is all that the target wrote
+    device: torch.device
+    models: Sequence[PreTrainedModel]
+    hidden_state_taps: Sequence[Place] = ()
+    source: Any
+    description: str
+    learning_rate: float
+    max_learned_tokens: int | None = None
 
-    def begin(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
+    def prepare(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
         """Called once with all prompts and the texts of the first phase."""
 
     def module(self, draft: PreTrainedModel) -> Any:
-        """A draft as what `predict` takes."""
+        """A draft in the form that `predict` takes."""
         return draft
 
-    def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
-        """What a draft says of texts where the target wrote.
+    def predict(
+        self, model: Any, texts: Sequence[Text], outputs: TargetOutputs, draws: Sequence[int] | None = None
+    ) -> Predicted:
+        """The draft's predictions of texts where the target wrote.
 
-        With a random number for each text a draft may say it of some places alone, to learn from; None is for all.
+        With a random number for each text a draft may predict a part of them, to learn from; None is for all.
         """
         raise NotImplementedError
 
     def finished(self, trained: Any) -> PreTrainedModel:
-        """The trained draft as a plain model, where the first one is and in its precision."""
+        """The trained draft as a plain model, where the initial one is and in its precision."""
         raise NotImplementedError
 
 
@@ -68,32 +84,37 @@ class ModelDraft(Learner):
     def __init__(
         self,
         target: PreTrainedModel,
-        first: PreTrainedModel,
+        initial: PreTrainedModel,
         recipe: TrainingRecipe,
         tokenizers: Tokenizers = (None, None),
         layers: int | None = None,
     ):
-        self.first, self.recipe, self.tokenizers, self.models = first, recipe, tokenizers, [target, first]
-        self.in_words = named(first) if layers is None else f"the first {layers} layers of the target, with its head"
-        width = getattr(first.config.get_text_config(decoder=True), "hidden_size", 1024)
-        self.rate = recipe.rate(int(width), "draft" if layers is None else "layers")
-        self.device, self.made_from = execution_device(first), first
-        self.trained = self.drafts = trainable_copy(first, recipe.lora, recipe.seed)
+        self.initial, self.recipe, self.tokenizers, self.models = initial, recipe, tokenizers, [target, initial]
+        if layers is None:
+            self.description = described(initial)
+        else:
+            self.description = f"the first {layers} layers of the target, with its head"
+        width = getattr(initial.config.get_text_config(decoder=True), "hidden_size", 1024)
+        self.learning_rate = recipe.rate(int(width), "draft" if layers is None else "layers")
+        self.device, self.source = execution_device(initial), initial
+        self.trained = self.drafting = trainable_copy(initial, recipe.lora, recipe.seed)
 
-    def predict(self, model: Any, texts: Sequence[Text], said: Said, draws: Sequence[int] | None = None) -> Predicted:
-        logits = logits_where_written(model, collate(texts))
+    def predict(
+        self, model: Any, texts: Sequence[Text], outputs: TargetOutputs, draws: Sequence[int] | None = None
+    ) -> Predicted:
+        logits = labelled_logits(model, collate(texts))
         return Predicted(logits, torch.arange(len(logits), device=logits.device))
 
     def finished(self, trained: Any) -> PreTrainedModel:
         """Buffers that are in no state, as rotary frequencies, keep theirs."""
         plain = trained.merge_and_unload() if hasattr(trained, "merge_and_unload") else trained
-        made = copy.deepcopy(self.first)
-        made.load_state_dict(plain.state_dict())
-        return made.eval()
+        draft = copy.deepcopy(self.initial)
+        draft.load_state_dict(plain.state_dict())
+        return draft.eval()
 
 
-def named(draft: PreTrainedModel) -> str:
-    """What a card says of a draft that was given."""
+def described(draft: PreTrainedModel) -> str:
+    """How a card names a draft that was given."""
     name = public_name(draft)
     return f"`{name}`" if name else "a draft that was made here"
 
@@ -102,44 +123,52 @@ def named(draft: PreTrainedModel) -> str:
 def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """A model of its own with copies of the target's first layers, its embedding, final norm and head."""
     check_exit_layer(LAYERS.rstrip(":"), count, target)
-    given = f"'{LAYERS}{count}'"
-    told = f"{given}: the target has weights that are offloaded to memory or disk, which cannot be copied; "
-    require(not any(weight.is_meta for weight in target.parameters()), told + "name a draft model instead.")
-    told = f"{given}: the target has adapters of PEFT, which its first layers have as well; train the draft of "
-    require(not has_adapters(target), told + "target.merge_and_unload().")
+    name = f"'{LAYERS}{count}'"
+    require(
+        not any(weight.is_meta for weight in target.parameters()),
+        f"{name}: the target has weights that are offloaded to memory or disk, which cannot be copied; name a draft "
+        "model instead.",
+    )
+    require(
+        not has_adapters(target),
+        f"{name}: the target has adapters of PEFT, which its first layers have as well; train the draft of "
+        "target.merge_and_unload().",
+    )
     layers, config = EarlyExitDraft(count).first_layers(target), copy.deepcopy(target.config)
-    text = config.get_text_config(decoder=True)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:count])  # such as layer_types
-    text.num_hidden_layers = count
-    told = f"{given}: a {type(target).__name__} with as many layers of its own does not give what the target's first "
-    told += "ones give; name a draft model instead."
+    text_config = config.get_text_config(decoder=True)
+    for option, value in list(vars(text_config).items()):
+        if isinstance(value, list) and len(value) == text_config.num_hidden_layers:
+            setattr(text_config, option, value[:count])  # such as layer_types
+    text_config.num_hidden_layers = count
+    message = (
+        f"{name}: a {type(target).__name__} with as many layers of its own does not give what the target's first ones "
+        "give; name a draft model instead."
+    )
     try:
         draft: Any = type(target)(config).to(dtype=target.dtype, device=target.device)  # type: ignore[call-arg]
         draft.load_state_dict(layers.state_dict())
-        own = dict(draft.named_buffers())
-        for name, buffer in layers.named_buffers():
+        buffers = dict(draft.named_buffers())
+        for key, buffer in layers.named_buffers():
             # such as rotary frequencies: not in the state, nor in the weights' dtype
-            own[name].data = buffer.to(own[name].device, copy=True)
+            buffers[key].data = buffer.to(buffers[key].device, copy=True)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{told} {error}") from error
+        raise ValueError(f"{message} {error}") from error
     draft.generation_config = copy.deepcopy(target.generation_config)
-    ids = torch.arange(PROBE, device=target.device)[None] % text.vocab_size
-    apart = draft.eval()(ids).logits - layers(ids).logits
-    require(bool(apart.abs().max() < 1e-2), told)
+    ids = torch.arange(PROBE_LENGTH, device=target.device)[None] % text_config.vocab_size
+    difference = draft.eval()(ids).logits - layers(ids).logits
+    require(bool(difference.abs().max() < 1e-2), message)
     return draft
 
 
 def trainable_copy(draft: PreTrainedModel, lora: int | None, seed: int) -> Any:
     """A copy in float32 whose weights are trained, or with `lora` as its rank, whose adapters are."""
-    made = copy.deepcopy(draft).float().requires_grad_(lora is None)
+    copied = copy.deepcopy(draft).float().requires_grad_(lora is None)
     if lora is None:
-        return made
+        return copied
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError(f"lora={lora} needs peft, which is not installed: pip install peft.") from error
     torch.manual_seed(seed)
     config = LoraConfig(r=lora, lora_alpha=LORA_ALPHA * lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(made, config)
+    return get_peft_model(copied, config)

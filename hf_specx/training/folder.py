@@ -22,43 +22,51 @@ DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
 
 
 @contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Make the folder of a training, and keep other processes out of it.
 
     Raises:
         ValueError: another process trains there, or the folder has files but no training. Nothing is changed then.
     """
     names = {file.name for file in folder.iterdir() if file.suffix not in IGNORED} if folder.exists() else set()
-    told = f"{folder} has no training to go on with, but other files ({brief(sorted(names))}); name another folder."
-    require(SETTINGS_FILE in names or not names, told)
+    require(
+        SETTINGS_FILE in names or not names,
+        f"{folder} has no training to go on with, but other files ({brief(sorted(names))}); name another folder.",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / SETTINGS_FILE, "wait until it has ended, or name another folder"):
         yield
 
 
 def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Note the settings of a training in its folder; as long as it has no checkpoint, they may change.
+    """Write the settings of a training into its folder; as long as it has no checkpoint, they may change.
 
     Raises:
         ValueError: the folder has a checkpoint of another training. Nothing is changed then.
     """
-    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
+    path, new_settings = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
     if path.exists() and last_checkpoint(folder) is not None:
-        then = json.loads(path.read_text())
-        changed = ", ".join(name for name in now if then.get(name) != now[name])
-        told = f"{folder} has a training with another {changed} (see its {SETTINGS_FILE}); give the same to go on "
-        require(not changed, told + "with it, name another folder, or delete it.")
-    write_whole(path, json.dumps(now, indent=1))
+        old_settings = json.loads(path.read_text())
+        changed = ", ".join(name for name in new_settings if old_settings.get(name) != new_settings[name])
+        require(
+            not changed,
+            f"{folder} has a training with another {changed} (see its {SETTINGS_FILE}); give the same to go on with "
+            "it, name another folder, or delete it.",
+        )
+    write_whole(path, json.dumps(new_settings, indent=1))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; newer ones, which were not, are deleted."""
-    inside = folder / CHECKPOINTS
-    while inside.is_dir() and (found := get_last_checkpoint(inside)) is not None:
-        if (Path(found) / COMPLETE).exists():
-            return Path(found)
-        shutil.rmtree(found)
+    checkpoints = folder / CHECKPOINTS
+    while checkpoints.is_dir():
+        newest = get_last_checkpoint(checkpoints)
+        if newest is None:
+            return None
+        if (Path(newest) / COMPLETE).exists():
+            return Path(newest)
+        shutil.rmtree(newest)
     return None
 
 
@@ -74,17 +82,19 @@ def write_whole(file: Path, content: str) -> None:
 
 
 @contextmanager
-def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
+def explained_lack_of_room(folder: Path, batch_size: int) -> Iterator[None]:
     """Say what to do where memory or the disk is full, in place of what torch, safetensors or the system says."""
     try:
         yield
     except Exception as error:
         text = str(error)
         if is_out_of_memory(error):
-            told = f"memory is not enough with batch_size={batch_size}; lower it, lower max_new_tokens, or use lora. "
-            told += f"A training with a checkpoint keeps its settings: name another folder. torch said: {text}"
+            message = (
+                f"memory is not enough with batch_size={batch_size}; lower it, lower max_new_tokens, or use lora. A "
+                f"training with a checkpoint keeps its settings: name another folder. torch said: {text}"
+            )
         elif any(sign in text for sign in DISK_FULL):
-            told = f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
+            message = f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
         else:
             raise
-        raise ValueError(told) from error
+        raise ValueError(message) from error

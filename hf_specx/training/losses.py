@@ -15,8 +15,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from hf_specx.sampling.processors import in_runs, warp
 
-from .reading import Remembered, Text
 from .recipe import TrainingRecipe
+from .target_outputs import TargetOutputCache, Text
 
 
 RESAMPLES = 2000
@@ -55,15 +55,15 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
 
 
 class Predicted(NamedTuple):
-    """What a draft says of texts, beside what the target says."""
+    """The predictions of a draft for texts, beside the outputs of the target."""
 
     logits: torch.Tensor  # [M, V_d]
-    rows: torch.Tensor  # [M], of the target's N rows the one that each is a guess at
-    steps: torch.Tensor | None = None  # [M], candidates before each; None if the draft says the same after any number
+    rows: torch.Tensor  # [M], of the target's N rows the one that each predicts
+    steps: torch.Tensor | None = None  # [M], candidates before each; None if any number of them changes nothing
     ids: torch.Tensor | None = None  # [V_d], the target's ids of the columns; None if they are the same from 0 on
-    share: float = 1.0  # of each in the loss of a token, which is the mean over all that could be said of it
+    share: float = 1.0  # of each in the loss of a token, which is the mean over all its predictions
 
-    def beside(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def paired_with(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""
         width = min(probs.shape[-1], self.logits.shape[-1])
         columns = probs[:, :width] if self.ids is None else probs[:, self.ids]
@@ -76,7 +76,7 @@ def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Pr
     The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
     beyond the width of the other model are padding.
     """
-    p, logits = predicted.beside(token_probs(recipe, target_logits))
+    p, logits = predicted.paired_with(token_probs(recipe, target_logits))
     full_width = predicted.logits.float() / recipe.temperature
     log_q = full_width.log_softmax(-1)[:, : logits.shape[-1]]
     return LOSSES[recipe.loss](p, log_q)
@@ -85,7 +85,7 @@ def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Pr
 def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Predicted) -> torch.Tensor:
     """α of each prediction, [M]; for greedy text, whether both have the same argmax."""
     q = token_probs(recipe, predicted.logits.float())
-    p, q = predicted._replace(logits=q).beside(token_probs(recipe, target_logits))
+    p, q = predicted._replace(logits=q).paired_with(token_probs(recipe, target_logits))
     return acceptance_of(p, q)
 
 
@@ -101,33 +101,35 @@ class Estimate(NamedTuple):
 
 
 @torch.no_grad()
-def measure(said: Remembered, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
+def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
     """How much of a draft the target accepts on each of its texts: [T, 2, 2] float64, sums and what to divide them by.
 
     First Σₓ min(p, q) over all predictions, and their number; then the tokens of rounds that begin at each new token
     of the text, and the number of these. Tokens of a round are 1 + Σᵢ Πⱼ Σₓ min(p, q) over the candidates up to each.
     """
-    recipe, found = learner.recipe, []
+    recipe = learner.recipe
+    sums: list[list[list[float]]] = []
     for start in range(0, len(texts), recipe.batch_size):
         part = texts[start : start + recipe.batch_size]
-        of_target = said.said(part)
-        predicted = learner.predict(draft, part, of_target)
-        shares = overlap(recipe, of_target.logits.to(predicted.logits.device), predicted).double()
-        every = torch.arange(recipe.num_draft_tokens, device=shares.device)[:, None]
-        steps = every if predicted.steps is None else predicted.steps
-        table = shares.new_full((len(every), len(of_target.logits)), math.nan)
-        table[steps, predicted.rows] = shares
-        found += [_sums(each) for each in table.cpu().split([len(text.new) for text in part], 1)]
-    return torch.tensor(found, dtype=torch.float64, device="cpu")
+        outputs = target_outputs.outputs(part)
+        predicted = learner.predict(draft, part, outputs)
+        overlaps = overlap(recipe, outputs.logits.to(predicted.logits.device), predicted).double()
+        all_steps = torch.arange(recipe.num_draft_tokens, device=overlaps.device)[:, None]
+        steps = all_steps if predicted.steps is None else predicted.steps
+        table = overlaps.new_full((len(all_steps), len(outputs.logits)), math.nan)
+        table[steps, predicted.rows] = overlaps
+        sums += [_sums(of_text) for of_text in table.cpu().split([len(text.new) for text in part], 1)]
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
 
 
-def _sums(shares: torch.Tensor) -> list[list[float]]:
-    """Of one text: [K, n] shares of each of its n new tokens as the first, second, ... candidate, nan for none."""
-    number, count = shares.shape
-    known = nn.functional.pad(shares.nan_to_num(0), (0, number))
-    along = torch.stack([known[place, place : place + count] for place in range(number)])
-    rounds = 1 + along.cumprod(0).sum(0)
-    return [[float(shares.nansum()), int((~shares.isnan()).sum())], [float(rounds.sum()), count]]
+def _sums(overlaps: torch.Tensor) -> list[list[float]]:
+    """For one text: [K, n] overlaps of each of its n new tokens as the first, second, ... candidate, nan for none."""
+    num_steps, num_tokens = overlaps.shape
+    padded = nn.functional.pad(overlaps.nan_to_num(0), (0, num_steps))
+    along_draft = torch.stack([padded[step, step : step + num_tokens] for step in range(num_steps)])
+    tokens_of_rounds = 1 + along_draft.cumprod(0).sum(0)
+    alpha_sums = [float(overlaps.nansum()), int((~overlaps.isnan()).sum())]
+    return [alpha_sums, [float(tokens_of_rounds.sum()), num_tokens]]
 
 
 def alpha(sums: torch.Tensor) -> float:
@@ -141,13 +143,14 @@ def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate
     With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    picked = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator, device="cpu")
+    samples = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator, device="cpu")
 
-    def resampled(of: torch.Tensor) -> torch.Tensor:
-        return of[picked, 0].sum(-1) / of[picked, 1].sum(-1)
+    def resampled(sums: torch.Tensor) -> torch.Tensor:
+        return sums[samples, 0].sum(-1) / sums[samples, 1].sum(-1)
 
     value, values = alpha(sums), resampled(sums)
     if before is not None:
-        value, values = value - alpha(before), values - resampled(before)
+        value -= alpha(before)
+        values -= resampled(before)
     low, high = torch.quantile(values, values.new_tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2])).tolist()
     return Estimate(value, low, high)

@@ -24,57 +24,73 @@ class Split(NamedTuple):
     test: list[list[int]]
 
 
-class Reader(NamedTuple):
-    """What reads prompts: the target's tokenizer, and the models, each of which has to read what is written too."""
+class PromptReader(NamedTuple):
+    """Reads prompts: with the target's tokenizer, for models of which each has to read what is written too."""
 
     tokenizer: PreTrainedTokenizerBase | None
     models: Sequence[PreTrainedModel]
     max_new_tokens: int
 
     def read(self, prompts: GivenPrompts, name: str) -> list[list[int]]:
-        """Token ids of texts, or of what are token ids already; `name` is that of the argument."""
-        told = f"{name}={brief(prompts)} is no list of prompts; give a list of strings, or of lists of token ids."
-        require(isinstance(prompts, Sequence) and not isinstance(prompts, str), told)
+        """Token ids of texts, or of what are token ids already; `name` is that of the argument.
+
+        Raises ValueError for prompts that are empty, too long for a model, or not of its tokens.
+        """
+        require(
+            isinstance(prompts, Sequence) and not isinstance(prompts, str),
+            f"{name}={brief(prompts)} is no list of prompts; give a list of strings, or of lists of token ids.",
+        )
         require(bool(prompts), f"{name} has no prompts; give some, the more the better.")
         return [self._ids(prompt, f"prompt {number} of {name}") for number, prompt in enumerate(prompts, 1)]
 
     def _ids(self, prompt: Any, which: str) -> list[int]:
         if isinstance(prompt, str):
-            told = "prompts are texts and there is no tokenizer to read them; pass tokenizer=, or give token ids."
-            require(self.tokenizer is not None, told)
+            require(
+                self.tokenizer is not None,
+                "prompts are texts and there is no tokenizer to read them; pass tokenizer=, or give token ids.",
+            )
             ids = token_ids(self.tokenizer, prompt)
         else:
-            told = f"{which} is {brief(prompt)}; give a string, or ints of 0 or more."
-            require(isinstance(prompt, Iterable), told)
+            message = f"{which} is {brief(prompt)}; give a string, or ints of 0 or more."
+            require(isinstance(prompt, Iterable), message)
             ids = list(prompt)
-            require(all(is_int(i) and i >= 0 for i in ids), told)
+            require(all(is_int(i) and i >= 0 for i in ids), message)
         require(bool(ids), f"{which} {EMPTY}; leave it out.")
         for model in self.models:
             limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            told = f"{which} has {len(ids)} tokens, and with {self.max_new_tokens} new ones it is beyond the {limit} "
-            told += f"positions of {type(model).__name__}; shorten it, or lower max_new_tokens."
-            require(limit is None or len(ids) + self.max_new_tokens <= limit, told)
-            told = f"{which} has the id {max(ids)}, and {type(model).__name__} has {vocabulary(model)} tokens; "
-            require(max(ids) < vocabulary(model), f"{told}it is of another tokenizer.")
+            require(
+                limit is None or len(ids) + self.max_new_tokens <= limit,
+                f"{which} has {len(ids)} tokens, and with {self.max_new_tokens} new ones it is beyond the {limit} "
+                f"positions of {type(model).__name__}; shorten it, or lower max_new_tokens.",
+            )
+            require(
+                max(ids) < vocabulary(model),
+                f"{which} has the id {max(ids)}, and {type(model).__name__} has {vocabulary(model)} tokens; it is of "
+                "another tokenizer.",
+            )
         return [int(i) for i in ids]
 
 
-def split_prompts(prompts: GivenPrompts, held_out: float | GivenPrompts, reader: Reader) -> Split:
+def split_prompts(prompts: GivenPrompts, held_out: float | GivenPrompts, reader: PromptReader) -> Split:
     """Hold out other prompts, or a share of these, evenly spaced and `MOST_HELD_OUT` at most; none is trained on."""
-    every = reader.read(prompts, "prompts")
+    all_prompts = reader.read(prompts, "prompts")
     if isinstance(held_out, float | int):
-        told = f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or some prompts."
-        require(0 < held_out < 1, told)
-        count = min(round(held_out * len(every)), MOST_HELD_OUT)
-        apart = [every[number * len(every) // count] for number in range(count)]
+        require(
+            0 < held_out < 1,
+            f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or some prompts.",
+        )
+        count = min(round(held_out * len(all_prompts)), MOST_HELD_OUT)
+        chosen = [all_prompts[number * len(all_prompts) // count] for number in range(count)]
         needed = f"{math.ceil(LEAST_HELD_OUT / held_out)} or more"
     else:
-        apart, needed = reader.read(held_out, "held_out"), "others"
-    unseen = list(dict.fromkeys(map(tuple, apart)))
-    held = set(unseen)
-    training = [ids for ids in every if tuple(ids) not in held]
-    told = f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
-    told += f"train on; give {needed}, so that at least {LEAST_HELD_OUT} are held out, half of them to stop by and "
-    told += "half to report on."
-    require(len(unseen) >= LEAST_HELD_OUT and bool(training), told)
+        chosen, needed = reader.read(held_out, "held_out"), "others"
+    unseen = list(dict.fromkeys(map(tuple, chosen)))
+    unseen_set = set(unseen)
+    training = [ids for ids in all_prompts if tuple(ids) not in unseen_set]
+    require(
+        len(unseen) >= LEAST_HELD_OUT and bool(training),
+        f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
+        f"train on; give {needed}, so that at least {LEAST_HELD_OUT} are held out, half of them to stop by and half "
+        "to report on.",
+    )
     return Split(training, list(map(list, unseen[::2])), list(map(list, unseen[1::2])))

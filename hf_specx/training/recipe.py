@@ -77,36 +77,51 @@ class TrainingRecipe:
     @classmethod
     def of(cls, options: dict[str, Any]) -> "TrainingRecipe":
         """A recipe with these options and the defaults of the others."""
-        names = [each.name for each in fields(cls)]
+        names = [option.name for option in fields(cls)]
         check_names("distill", options, names, f"options: {', '.join(names)}.")
         return cls(**options)
 
     def __post_init__(self) -> None:
-        told = f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSS_NAMES)}."
-        require(self.loss in LOSS_NAMES, told)
+        require(
+            self.loss in LOSS_NAMES,
+            f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSS_NAMES)}.",
+        )
         check_sampling(self.temperature, self.top_p, self.top_k)
-        drawn = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
-        require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
+        samples = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
+        require(
+            self.do_sample or not samples, "do_sample=False draws nothing; leave temperature, top_p and top_k out."
+        )
         for name in COUNTS:
             value = getattr(self, name)
             require_option(is_int(value) and value >= 1, name, value, "is not an int of 1 or more; give one.")
-        told = f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False."
-        require(isinstance(self.learn_from_prompts, bool), told)
-        told = f"seed={brief(self.seed)} is not an int of 0 or more, and below 2**32; give one."
-        require(is_int(self.seed) and 0 <= self.seed < 2**32, told)
-        told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
-        require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
+        require(
+            isinstance(self.learn_from_prompts, bool),
+            f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False.",
+        )
+        require(
+            is_int(self.seed) and 0 <= self.seed < 2**32,
+            f"seed={brief(self.seed)} is not an int of 0 or more, and below 2**32; give one.",
+        )
+        require(
+            self.lora is None or (is_int(self.lora) and self.lora >= 1),
+            f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16.",
+        )
         rate = self.learning_rate
-        possible = rate is None or (isinstance(rate, int | float) and 0 < rate < math.inf)
-        require(possible, f"learning_rate={brief(rate)} is no number above 0.")
-        told = f"training={brief(self.training)} is neither a TrainingArguments nor a dict of its arguments."
-        require(isinstance(self.training, dict), told)
+        require(
+            rate is None or (isinstance(rate, int | float) and 0 < rate < math.inf),
+            f"learning_rate={brief(rate)} is no number above 0.",
+        )
+        require(
+            isinstance(self.training, dict),
+            f"training={brief(self.training)} is neither a TrainingArguments nor a dict of its arguments.",
+        )
         for name in self.training:
-            told = f"training={{{name!r}: ...}} is set by distill, by its own options."
-            require(name not in SET_BY_DISTILL, told)
-            told = f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
-            told += "with it; leave it out, and lower batch_size or use lora if memory is short."
-            require(name not in OF_SHARDS, told)
+            require(name not in SET_BY_DISTILL, f"training={{{name!r}: ...}} is set by distill, by its own options.")
+            require(
+                name not in OF_SHARDS,
+                f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
+                "with it; leave it out, and lower batch_size or use lora if memory is short.",
+            )
 
     @property
     def generate_options(self) -> dict[str, Any]:

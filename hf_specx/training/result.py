@@ -22,7 +22,7 @@ from .recipe import TrainingRecipe
 from .trainer import Tell
 
 
-COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless it is told
+COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless another is given
 
 
 @dataclass
@@ -54,11 +54,13 @@ class Distilled:
 
     def __str__(self) -> str:
         best = max(range(len(self.alphas)), key=self.alphas.__getitem__)
-        taken = f"taken after phase {best} of {len(self.alphas) - 1}, {self.steps} steps"
-        taken = taken if best else "no phase was better than the start, so the draft is as it was"
+        if best:
+            outcome = f"taken after phase {best} of {len(self.alphas) - 1}, {self.steps} steps"
+        else:
+            outcome = "no phase was better than the start, so the draft is as it was"
         return (
             f"α on held-out prompts, with 95% intervals: before training {self.before}, after it {self.after}, gain "
-            f"{self.gain}; tokens a round: before {self.tokens_before}, after {self.tokens_after}; {taken}"
+            f"{self.gain}; tokens a round: before {self.tokens_before}, after {self.tokens_after}; {outcome}"
         )
 
     def measure(
@@ -81,11 +83,11 @@ class Distilled:
         """
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds)
-        begun, at_most = time.perf_counter(), math.ceil(seconds * len(batches)) or 1
+        start, total = time.perf_counter(), math.ceil(seconds * len(batches)) or 1
 
         def advance() -> None:
-            passed = min(int(time.perf_counter() - begun), at_most)
-            progress("seconds of the new pair in turns with plain generate", passed, at_most)
+            passed = min(int(time.perf_counter() - start), total)
+            progress("seconds of the new pair in turns with plain generate", passed, total)
 
         measure_draft(self.pair, self.split.test, study, advance)
 
@@ -95,8 +97,8 @@ def card_notes(result: Distilled, start: str, command: str) -> str:
     template = Template(Path(__file__).with_name("notes.md.jinja").read_text(encoding="utf-8"))
     recipe = asdict(result.recipe)
     recipe["training"] = {
-        name: without_folders(str(x)) if isinstance(x, str | Path) else x
-        for name, x in without_secrets(recipe["training"]).items()
+        name: without_folders(str(value)) if isinstance(value, str | Path) else value
+        for name, value in without_secrets(recipe["training"]).items()
     }
     settings = json.dumps(recipe, indent=1, default=str)
     return template.render(result=result, start=start, command=without_folders(command), settings=settings)

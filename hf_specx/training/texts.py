@@ -17,7 +17,7 @@ from hf_specx.pairs.shares import gathered, processes
 
 from .draft import Learner
 from .folder import write_whole
-from .reading import Text
+from .target_outputs import Text
 
 
 ROWS = 16  # texts that are written at once
@@ -33,7 +33,7 @@ class Writer:
 
     def __init__(self, target: PreTrainedModel, learner: Learner, folder: Path):
         self.target, self.learner, self.recipe, self.folder = target, learner, learner.recipe, folder
-        self.of_target = writer_digest(target)
+        self.target_digest = writer_digest(target)
         self.strategy: Any = None
 
     def write(
@@ -44,77 +44,97 @@ class Writer:
         `advance` is called after each text of this process with how many are written, and how many will be.
         """
         options, file = self.recipe.generate_options, self.folder / f"{name}.json"
-        made_of = digest_of([json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()])
-        if file.exists() and (known := json.loads(file.read_text()))["made_of"] == made_of:
-            return [Text(*each) for each in known["texts"]]
+        digest = digest_of([json.dumps([self.target_digest, prompts, options, self.recipe.seed]).encode()])
+        if file.exists():
+            stored = json.loads(file.read_text())
+            if stored["made_of"] == digest:
+                return [Text(*text) for text in stored["texts"]]
+        self._update_strategy()
+        new_tokens = dict(gathered(lambda: self._write_share(name, prompts, advance)))
+        texts = [Text(ids, new_tokens[number]) for number, ids in enumerate(prompts)]
+        if processes().is_main_process:
+            write_whole(file, json.dumps({"made_of": digest, "texts": texts}))
+        return texts
 
-        def share() -> list[tuple[int, list[int]]]:
-            state, found = processes(), []
-            mine = range(len(prompts))[state.process_index :: state.num_processes]
-            asked = [Request(prompts[number], seed=seed_of(self.recipe.seed, name, number)) for number in mine]
-            for done in self.strategy.generate_many(self.target, asked, batch_size=ROWS, **options):
-                if done.tokens is None:
-                    raise ValueError(done.error)
-                found.append((mine[done.index], done.tokens))
-                advance(len(found), len(mine))
-            return found
-
-        if self.strategy is None or self.strategy.draft_model is not self.learner.drafts:
-            self.strategy = SpeculativeDecoding(self.learner.drafts)
+    def _update_strategy(self) -> None:
+        """Write with the draft of the moment."""
+        draft = self.learner.drafting
+        if self.strategy is None or self.strategy.draft_model is not draft:
+            self.strategy = SpeculativeDecoding(draft)
             self.strategy.verification = "coupled" if self.recipe.do_sample else None
             self.strategy.tokenizer, self.strategy.draft_tokenizer = self.learner.tokenizers
-        if isinstance(self.learner.drafts, torch.nn.Module):
-            self.learner.drafts.eval()
-        new = dict(gathered(share))
-        texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
-        if processes().is_main_process:
-            write_whole(file, json.dumps({"made_of": made_of, "texts": texts}))
+        if isinstance(draft, torch.nn.Module):
+            draft.eval()
+
+    def _write_share(
+        self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object]
+    ) -> list[tuple[int, list[int]]]:
+        """The numbers and new tokens of this process's share of the texts."""
+        state = processes()
+        numbers = range(len(prompts))[state.process_index :: state.num_processes]
+        requests = [Request(prompts[number], seed=seed_of(self.recipe.seed, name, number)) for number in numbers]
+        options = self.recipe.generate_options
+        texts: list[tuple[int, list[int]]] = []
+        for done in self.strategy.generate_many(self.target, requests, batch_size=ROWS, **options):
+            if done.tokens is None:
+                raise ValueError(done.error)
+            texts.append((numbers[done.index], done.tokens))
+            advance(len(texts), len(numbers))
         return texts
 
 
 class Phases(torch.utils.data.Dataset[int]):
     """The texts of one phase, by their numbers: the new ones once, and others drawn from all so far.
 
-    Each prompt is used once before any is used again; `written` is called with the new texts of each phase, in order.
+    Each prompt is used once before any is used again.
+
+    Args:
+        on_texts: called with the new texts of each phase, in order.
+
+    Attributes:
+        texts: all so far, as they are learned from; their indices are their numbers.
+        order: numbers of the texts of this phase.
     """
 
-    def __init__(self, writer: Writer, prompts: Sequence[list[int]], written: Callable[[list[Text]], object]):
-        self.writer, self.prompts, self.recipe, self.written = writer, prompts, writer.recipe, written
-        self.texts: list[Text] = []  # all so far, as they are learned from; their places are their numbers
-        self.order: list[int] = []  # numbers of the texts of this phase
+    def __init__(self, writer: Writer, prompts: Sequence[list[int]], on_texts: Callable[[list[Text]], object]):
+        self.writer, self.prompts, self.recipe, self.on_texts = writer, prompts, writer.recipe, on_texts
+        self.texts: list[Text] = []
+        self.order: list[int] = []
 
     def __len__(self) -> int:
         return self.recipe.texts_per_phase * self.recipe.passes
 
-    def __getitem__(self, place: int) -> int:
-        return self.order[place]
+    def __getitem__(self, index: int) -> int:
+        return self.order[index]
 
-    def begin(self, phase: int, advance: Callable[[int, int], object]) -> None:
+    def start(self, phase: int, advance: Callable[[int, int], object]) -> None:
         """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
-        new = self.recipe.texts_per_phase
-        while len(self.texts) < new * (phase + 1):
-            number = len(self.texts) // new
-            prompts = [self._prompt(place) for place in range(number * new, (number + 1) * new)]
-            texts = self.writer.write(f"phase-{number:03d}", prompts, advance)
+        num_new = self.recipe.texts_per_phase
+        while len(self.texts) < num_new * (phase + 1):
+            missing_phase = len(self.texts) // num_new
+            indices = range(missing_phase * num_new, (missing_phase + 1) * num_new)
+            prompts = [self._prompt(index) for index in indices]
+            texts = self.writer.write(f"phase-{missing_phase:03d}", prompts, advance)
             if self.recipe.learn_from_prompts:  # as if the target had written all but the first token
-                texts = [Text(prompt[:1], prompt[1:] + more) for prompt, more in texts]
-            texts = [text.cut(self.writer.learner.most) for text in texts]
+                texts = [Text(prompt[:1], prompt[1:] + new) for prompt, new in texts]
+            texts = [text.cut(self.writer.learner.max_learned_tokens) for text in texts]
             self.texts += texts
-            self.written(texts)
+            self.on_texts(texts)
         generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "order", phase))
-        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator, device="cpu").tolist()
-        numbers = [*range(new * phase, new * (phase + 1)), *drawn]
-        places = torch.randperm(len(numbers), generator=generator, device="cpu").tolist()
-        self.order = [numbers[place] for place in places]
+        drawn = torch.randint(num_new * (phase + 1), (len(self) - num_new,), generator=generator, device="cpu")
+        numbers = [*range(num_new * phase, num_new * (phase + 1)), *drawn.tolist()]
+        order = torch.randperm(len(numbers), generator=generator, device="cpu").tolist()
+        self.order = [numbers[index] for index in order]
 
-    def _prompt(self, place: int) -> list[int]:
-        again, number = divmod(place, len(self.prompts))
-        generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "prompts", again))
+    def _prompt(self, index: int) -> list[int]:
+        """That of text `index`, counted over all phases."""
+        repetition, number = divmod(index, len(self.prompts))
+        generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "prompts", repetition))
         return self.prompts[int(torch.randperm(len(self.prompts), generator=generator, device="cpu")[number])]
 
 
 def writer_digest(model: PreTrainedModel) -> str:
-    """What tells a model from others that write other texts: the model, and how it generates unless it is told."""
+    """A digest that differs between models that write other texts: of the model, and of its generation config."""
     settings = [model_fingerprint(model), plain_value(getattr(model, "generation_config", None))]
     return digest_of([json.dumps(settings).encode()])
 

@@ -24,13 +24,13 @@ from hf_specx.hub.secrets import without_secrets
 from .draft import Learner
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .losses import losses_of
-from .reading import Remembered, collate
+from .target_outputs import TargetOutputCache, collate
 from .texts import Phases, seed_of
 
 
 ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
-Tell = Callable[[str, int, int], object]  # what is being done, how much is, and of how much; 0 for news, such as α
+Tell = Callable[[str, int, int], object]  # what is being done, how much of it is, and of how much; 0 for news
 
 
 class Bar(tqdm):
@@ -38,16 +38,16 @@ class Bar(tqdm):
 
     def __init__(self) -> None:
         super().__init__(leave=False, delay=1e-3, disable=None)
-        self.doing = ""
+        self.activity = ""
 
-    def __call__(self, doing: str, done: int, total: int) -> None:
+    def __call__(self, activity: str, done: int, total: int) -> None:
         """Show what is being done, or news where `total` is 0."""
         if not total:
-            self.write(doing, file=sys.stderr)
+            self.write(activity, file=sys.stderr)
             return
-        if (doing, total) != (self.doing, self.total):
-            self.doing = doing
-            self.set_description(doing, refresh=False)
+        if (activity, total) != (self.activity, self.total):
+            self.activity = activity
+            self.set_description(activity, refresh=False)
             self.reset(total)
         self.update(done - self.n)
 
@@ -59,11 +59,11 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
     """
     recipe, device = learner.recipe, learner.device
     accelerated = device.type == "cuda"
-    own: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "output_dir": str(folder / CHECKPOINTS),
         "num_train_epochs": phases,
         "per_device_train_batch_size": recipe.batch_size,
-        "learning_rate": learner.rate,
+        "learning_rate": learner.learning_rate,
         "seed": recipe.seed,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -73,7 +73,7 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
         "train_sampling_strategy": "sequential",  # texts come in an order that follows from the seed
         "remove_unused_columns": False,
     }
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "warmup_steps": WARM_UP_SHARE,
         "logging_strategy": "epoch",
         "report_to": "none",
@@ -85,11 +85,11 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
         "ddp_find_unused_parameters": False,
     }
     try:
-        args = TrainingArguments(**given | recipe.training | own)
+        args = TrainingArguments(**defaults | recipe.training | fixed)
     except (TypeError, ValueError, ImportError) as error:
-        told = str(error).removeprefix("TrainingArguments.__init__() ")
+        reason = str(error).removeprefix("TrainingArguments.__init__() ")
         shown = brief(without_secrets(recipe.training))
-        raise ValueError(f"training={shown} is refused by TrainingArguments: {told}") from error
+        raise ValueError(f"training={shown} is refused by TrainingArguments: {reason}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun
     return args
 
@@ -99,8 +99,9 @@ def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
     training = options.get("training")
     if not isinstance(training, TrainingArguments):
         return options
-    here, default = map(_as_dict, (training, TrainingArguments(output_dir=training.output_dir)))
-    return options | {"training": {name: x for name, x in here.items() if x != default[name]}}
+    default = _as_dict(TrainingArguments(output_dir=training.output_dir))
+    changed = {name: value for name, value in _as_dict(training).items() if value != default[name]}
+    return options | {"training": changed}
 
 
 def _as_dict(args: TrainingArguments) -> dict[str, Any]:
@@ -110,10 +111,16 @@ def _as_dict(args: TrainingArguments) -> dict[str, Any]:
 
 
 class DistillationTrainer(Trainer):
-    """Trains a draft on what a target says of its own texts.
+    """Trains a draft on the outputs of a target for its own texts.
 
     The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer.
-    `judge` returns α of a model on the held-out prompts by which training stops; `start` is that α before it.
+
+    Args:
+        phases: the texts.
+        target_outputs: for these.
+        validation_alpha: α of a model on the held-out prompts by which training stops.
+        initial_alpha: that of the draft before the training.
+        tell: how far the training is.
     """
 
     def __init__(
@@ -121,14 +128,16 @@ class DistillationTrainer(Trainer):
         learner: Learner,
         args: TrainingArguments,
         phases: Phases,
-        remembered: Remembered,
-        judge: Callable[[Any], float],
-        start: float,
+        target_outputs: TargetOutputCache,
+        validation_alpha: Callable[[Any], float],
+        initial_alpha: float,
         tell: Tell,
         callbacks: Sequence[TrainerCallback],
     ):
-        self.learner, self.recipe, self.judge, self.start, self.tell = learner, learner.recipe, judge, start, tell
-        self.phases, self.remembered, self.news = phases, remembered, ""
+        self.learner, self.recipe, self.tell = learner, learner.recipe, tell
+        self.phases, self.target_outputs = phases, target_outputs
+        self.validation_alpha, self.initial_alpha = validation_alpha, initial_alpha
+        self.news = ""
         super().__init__(
             learner.trained,
             args,
@@ -151,11 +160,12 @@ class DistillationTrainer(Trainer):
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
         numbers = inputs["numbers"].tolist()
         texts = [self.phases.texts[number] for number in numbers]
-        said = self.remembered.said(texts, numbers)
+        outputs = self.target_outputs.outputs(texts, numbers)
         draws = [seed_of(self.recipe.seed, f"step {self.state.global_step}", number) for number in numbers]
-        predicted = self.learner.predict(model, texts, said, draws)
-        losses = losses_of(self.recipe, said.logits.to(predicted.logits.device), predicted) * predicted.share
-        loss = losses.sum() / (len(said.logits) if num_items_in_batch is None else num_items_in_batch)
+        predicted = self.learner.predict(model, texts, outputs, draws)
+        losses = losses_of(self.recipe, outputs.logits.to(predicted.logits.device), predicted)
+        num_tokens = len(outputs.logits) if num_items_in_batch is None else num_items_in_batch
+        loss = (losses * predicted.share).sum() / num_tokens
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
@@ -171,8 +181,8 @@ class DistillationTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
         assert self.model is not None
-        found = self.judge(self.model.eval())
-        metrics = {ALPHA: 0.0 if math.isnan(found) else found}
+        alpha = self.validation_alpha(self.model.eval())
+        metrics = {ALPHA: 0.0 if math.isnan(alpha) else alpha}
         losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
         phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"
         self.log(metrics)
@@ -189,14 +199,14 @@ class _EachPhase(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.best_metric is None:
-            state.best_metric = self.trainer.start  # weights that are not better are not taken
+            state.best_metric = self.trainer.initial_alpha  # weights that are not better are not taken
         best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
         if best.is_dir():
             state.best_model_checkpoint = str(best)  # the folder may have been moved
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phase = round(state.epoch or 0)
-        self.trainer.phases.begin(phase, lambda *done: self.trainer.tell(f"phase {phase + 1}, writing", *done))
+        self.trainer.phases.start(phase, lambda *done: self.trainer.tell(f"phase {phase + 1}, writing", *done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phase, step = divmod(state.global_step - 1, state.max_steps // int(args.num_train_epochs))

@@ -53,34 +53,34 @@ def test_reported_alpha_is_that_of_generating():
     Both are means over some 2500 positions, of texts of their own; the standard error of each is about 0.005, and they
     differ by more than 0.03 once in 1e4.
     """
-    apart = some_prompts(80, seed=1)
-    result = trained(held_out=apart, max_new_tokens=32, phases=2)
-    report = report_of(result, apart[1::2] * 2)
+    held_out = some_prompts(80, seed=1)
+    result = trained(held_out=held_out, max_new_tokens=32, phases=2)
+    report = report_of(result, held_out[1::2] * 2)
     assert report.alpha == pytest.approx(result.after.value, abs=0.03)
     assert report.alpha > result.before.high
 
 
 def test_what_is_not_said_is_as_the_target_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[TrainingRecipe] = []
-    monkeypatch.setitem(distill.__globals__, "draft_to_train", lambda *given: seen.append(given[2]) or 1 / 0)
+    monkeypatch.setitem(distill.__globals__, "make_learner", lambda *arguments: seen.append(arguments[2]) or 1 / 0)
     target, draft = models()
-    own = target.generation_config
+    config = target.generation_config
     for options in ({"top_k": None}, {"do_sample": False}, {"temperature": 0.5, "max_new_tokens": 3}):
-        own.do_sample, own.temperature, own.top_k, own.max_new_tokens = True, 0.7, 9, 12
+        config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.7, 9, 12
         with pytest.raises(ZeroDivisionError):
             distill(target, draft, some_prompts(), **options)
     for kind in NEW_HEADS:
         with pytest.raises(ZeroDivisionError):
             distill(target, kind, some_prompts())
         assert seen.pop().passes == 32  # of cheap steps
-    own.do_sample, options = False, {"phases": 1, "passes": 1, "texts_per_phase": 8, "seed": 0, "bf16": False}
+    config.do_sample, options = False, {"phases": 1, "passes": 1, "texts_per_phase": 8, "seed": 0, "bf16": False}
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     tokens = torch.arange(500) % 48
     with pytest.raises(ZeroDivisionError):  # the embedded pair samples, whatever its target's config says
         import_module("train_pair").distil_draft(target, "layers:1", tokens, tokens, tmp_path, **options)
-    found = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
-    assert found.pop()[:4] == (True, 1.0, 1.0, 0)
-    assert found == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
+    settings = [(x.do_sample, x.temperature, x.top_p, x.top_k, x.max_new_tokens) for x in seen]
+    assert settings.pop()[:4] == (True, 1.0, 1.0, 0)
+    assert settings == [(True, 0.7, 1.0, 9, 12), (False, 1.0, 1.0, 0, 12), (True, 0.5, 1.0, 9, 3)]
 
 
 def test_it_stops_when_alpha_no_longer_rises():
@@ -95,8 +95,8 @@ def test_it_stops_when_alpha_no_longer_rises():
 
 def test_the_best_phase_is_taken(monkeypatch, tmp_path):
     """Of three phases the second: what is returned has its α on the texts that decide; also from a moved folder."""
-    found, taken = [0.4, 0.5, 0.7, 0.6], []
-    alphas = iter([*found, found[0]])
+    expected, taken = [0.4, 0.5, 0.7, 0.6], []
+    alphas = iter([*expected, expected[0]])
     monkeypatch.setattr("hf_specx.training.distill.alpha", lambda sums: next(alphas))
 
     class Note(TrainerCallback):
@@ -104,10 +104,10 @@ def test_the_best_phase_is_taken(monkeypatch, tmp_path):
             taken.append(weights(model))
 
     result = trained(callbacks=[Note()], folder=tmp_path / "here")
-    assert result.alphas == found
+    assert result.alphas == expected
     assert same(weights(result.pair.draft), taken[1])
     again = trained(folder=(tmp_path / "here").rename(tmp_path / "there"))
-    assert again.alphas == found
+    assert again.alphas == expected
     assert same(weights(again.pair.draft), taken[1])
 
 
@@ -131,9 +131,9 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     draft.save_pretrained(tmp_path / "my draft")
     draft.name_or_path = str(tmp_path / "my draft")
     texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
-    given = dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
-    given |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
-    result = trained(target=target, draft=draft, prompts=texts, phases=1, **given)
+    options = dict.fromkeys(("tokenizer", "draft_tokenizer"), tiny_tokenizer())
+    options |= {"training": {"run_name": str(tmp_path / "my run")}, "command": f"specx distill '{tmp_path}/a b' c"}
+    result = trained(target=target, draft=draft, prompts=texts, phases=1, **options)
     for batches in ((1,), (1, 2)):  # the second time in place of the first
         result.measure(batches, "specx distill a b", seconds=0)
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
@@ -154,10 +154,10 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
 @pytest.mark.parametrize("form", ["dict", "arguments"])
 def test_a_token_is_never_written(tmp_path, form: str):
     """Neither into the card, nor beside the checkpoints, nor into what the command is said to have been."""
-    token, own = "hf_SECRET", {"hub_token": "hf_SECRET", "report_to": "none"}
-    given = own if form == "dict" else TrainingArguments(output_dir=str(tmp_path), **own)
-    command = f"specx distill a b --set 'training={json.dumps(own)}'"
-    result = trained(phases=1, training=given, folder=tmp_path / "training", command=command)
+    token, arguments = "hf_SECRET", {"hub_token": "hf_SECRET", "report_to": "none"}
+    training = arguments if form == "dict" else TrainingArguments(output_dir=str(tmp_path), **arguments)
+    command = f"specx distill a b --set 'training={json.dumps(arguments)}'"
+    result = trained(phases=1, training=training, folder=tmp_path / "training", command=command)
     result.measure((1,), command)
     result.pair.save_pretrained(tmp_path / "pair")
     save(result.pair, tmp_path / "written", with_code=True)
@@ -166,7 +166,7 @@ def test_a_token_is_never_written(tmp_path, form: str):
     assert [path for path, content in texts.items() if token.encode() in content] == []
     assert '"hub_token": "<hidden>"' in result.pair.config.notes
     assert result.recipe.training["hub_token"] == token
-    again = trained(phases=1, training=given, folder=tmp_path / "training")  # it goes on with what is there
+    again = trained(phases=1, training=training, folder=tmp_path / "training")  # it goes on with what is there
     assert again.alphas == result.alphas
 
 
@@ -205,12 +205,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("told", WRONG)
-def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, told: str):
-    options = {"folder": tmp_path / "new", "progress": pytest.fail} | WRONG[told]
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, message: str):
+    options = {"folder": tmp_path / "new", "progress": pytest.fail} | WRONG[message]
     if options.get("target") == "t5":
         options["target"] = build("seq2seq", "t5")
-    with pytest.raises((ValueError, TypeError), match=told):
+    with pytest.raises((ValueError, TypeError), match=message):
         trained(**options)
     assert not (tmp_path / "new").exists()
 

@@ -52,13 +52,13 @@ HOW |= {"a head": {"draft": "eagle3"}, "blocks": {"draft": "dspark"}}
 
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 def test_two_processes_equal_one(tmp_path, options):
-    """Each has half of the texts of every step, and writes half of them: within rounding, and both alike."""
+    """Each has half of the texts of every step, and writes half: within rounding, and both come to the same."""
     if "lora" in options:
         pytest.importorskip("peft")
     assert run(tmp_path / "one", tmp_path / "one", batch_size=8, **options) == 0
     assert run(tmp_path / "two", tmp_path / "two", TWO, batch_size=4, **options) == 0
-    one, first, second = (load_file(tmp_path / name) for name in ("one-0", "two-0", "two-1"))
-    for name, weight in one.items():
+    alone, first, second = (load_file(tmp_path / name) for name in ("one-0", "two-0", "two-1"))
+    for name, weight in alone.items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], weight, atol=1e-4, rtol=1e-3)
     assert alphas(tmp_path / "two-0") == pytest.approx(alphas(tmp_path / "one-0"), abs=1e-4)
@@ -70,5 +70,5 @@ if __name__ == "__main__":
     folder, out, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     callbacks = [Stop(options.pop("kill"), signal.SIGKILL)] if "kill" in options else []
     result = trained(folder=folder, callbacks=callbacks, **options)
-    found = {name: weight.clone() for name, weight in result.pair.draft.state_dict().items()}
-    save_file(found, f"{out}-{processes().process_index}", {"alphas": json.dumps(result.alphas)})
+    tensors = {name: weight.clone() for name, weight in result.pair.draft.state_dict().items()}
+    save_file(tensors, f"{out}-{processes().process_index}", {"alphas": json.dumps(result.alphas)})

@@ -53,8 +53,8 @@ def test_first_layers_in_bfloat16(tmp_path, moved: bool):
 def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
     pytest.importorskip("peft")
     target, draft = models()
-    made = ModelDraft(target, draft, TrainingRecipe(lora=4))
-    names = [name for name, weight in made.trained.named_parameters() if weight.requires_grad]
+    learner = ModelDraft(target, draft, TrainingRecipe(lora=4))
+    names = [name for name, weight in learner.trained.named_parameters() if weight.requires_grad]
     assert names
     assert all("lora_" in name for name in names)
     result = distill(target, draft, some_prompts(), lora=4, progress=silent, **QUICK | {"learning_rate": 2e-2})

@@ -11,7 +11,7 @@ from tiny import tiny
 from training_cases import Stop, same, some_prompts, trained, weights
 from transformers import TrainerCallback
 
-from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, enough_room, last_checkpoint
+from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE, explained_lack_of_room, last_checkpoint
 
 
 TUNED = ["settings.json", "checkpoint-best/model.safetensors", "thesis.tex"]
@@ -33,8 +33,8 @@ def test_the_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, name
 TRAINS = """
 import sys
 from pathlib import Path
-from hf_specx.training.folder import held_folder
-with held_folder(Path(sys.argv[1])):
+from hf_specx.training.folder import locked_folder
+with locked_folder(Path(sys.argv[1])):
     print("begun", flush=True)
     sys.stdin.read()
 """
@@ -61,8 +61,8 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path, training_elsewhere):
     (folder / SETTINGS_FILE).write_text("{}")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for _ in range(2):
-        told = rf"is in use by process {pid} on \S+, since 2.*; wait until it has ended, or name another folder"
-        with pytest.raises(ValueError, match=told):
+        message = rf"is in use by process {pid} on \S+, since 2.*; wait until it has ended, or name another folder"
+        with pytest.raises(ValueError, match=message):
             trained(folder=folder, phases=1)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     training_elsewhere.kill()
@@ -97,14 +97,14 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, kind: str
     """With random numbers, adapters, for how long α has not risen, and which blocks of a text come; not with texts."""
     if kind == "lora":
         pytest.importorskip("peft")
-    given, steps = INTERRUPTED[kind]
-    undisturbed = trained(**given)
-    assert len(undisturbed.alphas) == 3 or not given
+    options, steps = INTERRUPTED[kind]
+    undisturbed = trained(**options)
+    assert len(undisturbed.alphas) == 3 or not options
     for step in steps:
         with pytest.raises(KeyboardInterrupt):
-            trained(folder=tmp_path, callbacks=[Stop(step)], **given)
+            trained(folder=tmp_path, callbacks=[Stop(step)], **options)
         shutil.rmtree(tmp_path / "texts")
-    again = trained(folder=tmp_path, **given)
+    again = trained(folder=tmp_path, **options)
     assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
     assert (again.alphas, again.after) == (undisturbed.alphas, undisturbed.after)
 
@@ -139,23 +139,23 @@ def test_a_checkpoint_in_the_middle_of_a_phase_is_none_to_go_on_from(tmp_path):
             if state.global_step == 1:
                 raise KeyboardInterrupt
 
-    told = []
+    updates = []
     with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path, callbacks=[Save()], progress=lambda *now: told.append(now))
-    assert all(doing for doing, _, _ in told)
+        trained(folder=tmp_path, callbacks=[Save()], progress=lambda *update: updates.append(update))
+    assert all(activity for activity, _, _ in updates)
     assert same(weights(trained(folder=tmp_path).pair.draft), weights(trained().pair.draft))
 
 
 @pytest.mark.parametrize(
-    "given", [{"phases": 1}, {"learning_rate": 5.0, "phases": 9, "patience": 2}], ids=["all", "stopped"]
+    "options", [{"phases": 1}, {"learning_rate": 5.0, "phases": 9, "patience": 2}], ids=["all", "stopped"]
 )
-def test_a_finished_training_is_not_trained_further(tmp_path, given):
+def test_a_finished_training_is_not_trained_further(tmp_path, options):
     """After all of its phases, or as α no longer rose."""
-    first = trained(folder=tmp_path, **given)
-    told = []
-    again = trained(folder=tmp_path, progress=lambda *now: told.append(now), **given)
-    assert [now for now in told if "writing" in now[0] or "training" in now[0]] == []
-    assert told == [(f"phase {len(first.alphas) - 1} of {given['phases']}, α {first.alphas[-1]:.3f}", 0, 0)]
+    first = trained(folder=tmp_path, **options)
+    updates = []
+    again = trained(folder=tmp_path, progress=lambda *update: updates.append(update), **options)
+    assert [update for update in updates if "writing" in update[0] or "training" in update[0]] == []
+    assert updates == [(f"phase {len(first.alphas) - 1} of {options['phases']}, α {first.alphas[-1]:.3f}", 0, 0)]
     assert same(weights(again.pair.draft), weights(first.pair.draft))
     assert (again.alphas, again.steps) == (first.alphas, first.steps)
 
@@ -190,10 +190,13 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("told", ERRORS)
-def test_memory_or_disk_that_runs_out(tmp_path, told: str):
-    with pytest.raises(OSError if told == "another" else ValueError, match=told), enough_room(tmp_path, 8):
-        raise ERRORS[told]
+@pytest.mark.parametrize("message", ERRORS)
+def test_memory_or_disk_that_runs_out(tmp_path, message: str):
+    with (
+        pytest.raises(OSError if message == "another" else ValueError, match=message),
+        explained_lack_of_room(tmp_path, 8),
+    ):
+        raise ERRORS[message]
 
 
 def test_memory_that_runs_out_in_a_step():

@@ -15,10 +15,10 @@ from zoo import build
 from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.training.draft import Learner
-from hf_specx.training.head import EVERY, HeadDraft, new_head
+from hf_specx.training.head import DRAFT_EVERY, HeadDraft, new_head
 from hf_specx.training.losses import Predicted
-from hf_specx.training.reading import Remembered, Text
 from hf_specx.training.recipe import TrainingRecipe
+from hf_specx.training.target_outputs import TargetOutputCache, TargetOutputs, Text
 
 
 WINDOW = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 6}
@@ -41,13 +41,17 @@ def learner_of(draft: DraftHead, target, **options) -> Learner:
     return HeadDraft(target, draft, TrainingRecipe(**options), (None, None))
 
 
+def outputs_of(learner: Learner, texts: list[Text]) -> TargetOutputs:
+    return TargetOutputCache(learner.target, learner.hidden_state_taps, 4, 0).outputs(texts)
+
+
 def predicted(learner: Learner, draw: int | None = None) -> tuple[dict[tuple[int, int], torch.Tensor], Predicted]:
-    """What a head says of the texts, by row and candidate, and all else that it says."""
-    said = Remembered(learner.target, learner.places, 4, 0).said(TEXTS)
+    """The logits of a head for the texts, by row and step, and all of its predictions."""
+    draws = None if draw is None else [draw] * len(TEXTS)
     with torch.no_grad():
-        found = learner.predict(learner.trained, TEXTS, said, None if draw is None else [draw] * len(TEXTS))
-    places = zip(found.rows.tolist(), found.steps.tolist(), strict=True)
-    return dict(zip(places, found.logits, strict=True)), found
+        predictions = learner.predict(learner.trained, TEXTS, outputs_of(learner, TEXTS), draws)
+    rows_steps = zip(predictions.rows.tolist(), predictions.steps.tolist(), strict=True)
+    return dict(zip(rows_steps, predictions.logits, strict=True)), predictions
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,19 +63,19 @@ def test_it_learns_from_the_drafts_that_it_would_make(form: str, tmp_path: Path)
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
     head = random_head(form.split()[0].strip(","), **FORMS[form])
     draft = DraftHead.from_pretrained(write(head, tmp_path), target=target)
-    found, whole = predicted(learner_of(draft, target, num_draft_tokens=3))
-    owners = [(text, place) for text in TEXTS for place in range(len(text.new))]
-    for (row, step), logits in found.items():
-        text, place = owners[row]
-        ids, end = text.prompt + text.new, len(text.prompt) + place
-        known, drafted = ids[: end - step], ids[end - step : end]
-        states = [one[0] for one in target_states(target, head.layer_ids, torch.tensor([known[:-1]]))]
+    logits_by_step, predictions = predicted(learner_of(draft, target, num_draft_tokens=3))
+    new_tokens = [(text, index) for text in TEXTS for index in range(len(text.new))]
+    for (row, step), logits in logits_by_step.items():
+        text, index = new_tokens[row]
+        ids, end = text.prompt + text.new, len(text.prompt) + index
+        before, drafted = ids[: end - step], ids[end - step : end]
+        states = [state[0] for state in target_states(target, head.layer_ids, torch.tensor([before[:-1]]))]
         output = target.get_output_embeddings().weight
-        wanted = head_logits(head, target.get_input_embeddings().weight, output, known, states, drafted)
-        wanted = wanted if whole.ids is None else wanted[whole.ids]
-        torch.testing.assert_close(logits.double(), wanted, atol=2e-4, rtol=1e-3)
-    ends = [(len(text.prompt) + place, max(2, len(text.prompt))) for text, place in owners]
-    assert found.keys() == {
+        expected = head_logits(head, target.get_input_embeddings().weight, output, before, states, drafted)
+        expected = expected if predictions.ids is None else expected[predictions.ids]
+        torch.testing.assert_close(logits.double(), expected, atol=2e-4, rtol=1e-3)
+    ends = [(len(text.prompt) + index, max(2, len(text.prompt))) for text, index in new_tokens]
+    assert logits_by_step.keys() == {
         (row, step) for row, (end, least) in enumerate(ends) for step in range(3) if end - step >= least
     }
 
@@ -85,14 +89,14 @@ def test_each_draft_is_learned_in_one_of_so_many_steps(kind: str, tmp_path: Path
     learner = learner_of(head, target, num_draft_tokens=3)
     trained = dict(learner.trained.draft_head.named_parameters())
     assert not any(weight.requires_grad for name, weight in trained.items() if "confidence" in name)
-    whole, every = predicted(learner)
-    monkeypatch.setattr("hf_specx.training.places.AT_ONCE", 2)
-    parts = [predicted(learner, draw) for draw in range(EVERY, 2 * EVERY)]
+    whole, predictions = predicted(learner)
+    monkeypatch.setattr("hf_specx.training.unrolled_drafts.DRAFTS_AT_ONCE", 2)
+    parts = [predicted(learner, draw) for draw in range(DRAFT_EVERY, 2 * DRAFT_EVERY)]
     assert sum(len(part) for part, _ in parts) == len(whole)
-    assert {found.share for _, found in parts} == {EVERY * every.share}
+    assert {part.share for _, part in parts} == {DRAFT_EVERY * predictions.share}
     for part in (predicted(learner)[0], *(part for part, _ in parts)):
-        for place, logits in part.items():
-            torch.testing.assert_close(logits, whole[place], atol=1e-5, rtol=1e-4)
+        for row_step, logits in part.items():
+            torch.testing.assert_close(logits, whole[row_step], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", NEW_HEADS)
@@ -100,10 +104,10 @@ def test_short_texts_behind_which_no_draft_begins(kind: str):
     """There is nothing to learn in such a step."""
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
     learner = learner_of(new_head(target, kind, torch.ones(48), TrainingRecipe()), target, num_draft_tokens=3)
-    said = Remembered(target, learner.places, 4, 0).said(TEXTS[2:])
-    numbers = [len(learner.predict(learner.trained, TEXTS[2:], said, [draw]).rows) for draw in range(EVERY)]
-    assert numbers == [1, *[0] * (EVERY - 1)]
-    learner.predict(learner.trained, TEXTS[2:], said, [1]).logits.sum().backward()
+    outputs = outputs_of(learner, TEXTS[2:])
+    numbers = [len(learner.predict(learner.trained, TEXTS[2:], outputs, [draw]).rows) for draw in range(DRAFT_EVERY)]
+    assert numbers == [1, *[0] * (DRAFT_EVERY - 1)]
+    learner.predict(learner.trained, TEXTS[2:], outputs, [1]).logits.sum().backward()
     assert not any(weight.grad.any() for weight in learner.trained.parameters() if weight.grad is not None)
 
 
@@ -117,11 +121,11 @@ def test_a_new_head_for_a_part_of_the_vocabulary():
     recipe, texts = TrainingRecipe(draft_vocab_size=3), ([[7, 7, 9]], [Text([7, 7, 9], [9, 30, 30, 5])])
     learners = [HeadDraft(target, kind, recipe, (None, None)) for kind in ("eagle3", "dspark", "dspark")]
     for learner in learners:
-        learner.begin(*texts)
-        head = learner.first
+        learner.prepare(*texts)
+        head = learner.initial
         assert head.ids.tolist() == head.t2d.nonzero().flatten().tolist() == [7, 9, 30]
         assert torch.equal(head.lm_head.weight, target.get_output_embeddings().weight[[7, 9, 30]])
-    assert same(weights(head), weights(learners[1].first))
+    assert same(weights(head), weights(learners[1].initial))
     assert head.config.mask_token_id not in (0, 1, 2, 7, 9, 30, 5)
     assert not same(weights(head), weights(new_head(target, "dspark", torch.ones(48), replace(recipe, seed=1))))
 
@@ -133,15 +137,15 @@ def test_a_head_from_nothing(kind: str, loss: str, tmp_path: Path):
     What is reported is what generating gives: tokens a round, over some 1,500 rounds whose standard deviation is
     below 1.2; they differ by more than 0.15 less than once in 1e5, but for rounds that are cut at the end of a text.
     """
-    apart, how = some_prompts(80, seed=1), {"texts_per_phase": 32, "passes": 4, "max_new_tokens": 32}
-    result = trained(draft=kind, loss=loss, held_out=apart, num_draft_tokens=3, **how)
+    held_out, options = some_prompts(80, seed=1), {"texts_per_phase": 32, "passes": 4, "max_new_tokens": 32}
+    result = trained(draft=kind, loss=loss, held_out=held_out, num_draft_tokens=3, **options)
     assert result.gain.low > 0.05
     assert result.tokens_after.low > result.tokens_before.high
     result.pair.save_pretrained(tmp_path / "pair")
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert (pair.draft.config.kind, pair.draft.config.num_draft_tokens) == (kind, 3)
     assert same(weights(pair.draft), weights(result.pair.draft))
-    report = report_of(replace(result, pair=pair), apart[1::2] * 2, 3)
+    report = report_of(replace(result, pair=pair), held_out[1::2] * 2, 3)
     assert report.mean_acceptance_length == pytest.approx(result.tokens_after.value, abs=0.15)
 
 
@@ -161,17 +165,17 @@ def test_a_head_that_was_given_is_trained_further(kind: str):
 
 def test_long_texts_are_cut(monkeypatch):
     """Of a text of any length so many tokens are learned from; those before them are read by the target alone."""
-    monkeypatch.setattr("hf_specx.training.head.MOST", 4)
+    monkeypatch.setattr("hf_specx.training.head.MAX_LEARNED_TOKENS", 4)
     target = tiny(initializer_range=0.2)
     learner = learner_of(new_head(target, "eagle3", torch.ones(48), TrainingRecipe()), target, num_draft_tokens=2)
-    (text,) = texts = [Text([1, 2, 3], list(range(4, 30))).cut(learner.most)]
+    (text,) = texts = [Text([1, 2, 3], list(range(4, 30))).cut(learner.max_learned_tokens)]
     assert text == (list(range(1, 26)), [26, 27, 28, 29])
-    said, shapes = Remembered(target, learner.places, 4, 0).said(texts), []
-    learner.trained.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
-    found = learner.predict(learner.trained, texts, said)
+    outputs, shapes = outputs_of(learner, texts), []
+    learner.trained.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    predictions = learner.predict(learner.trained, texts, outputs)
     assert shapes == [(1, 4)]
-    assert said.logits.shape == (4, 48)
-    assert (found.rows.tolist(), found.steps.tolist()) == ([0, 1, 2, 3, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1])
+    assert outputs.logits.shape == (4, 48)
+    assert (predictions.rows.tolist(), predictions.steps.tolist()) == ([0, 1, 2, 3, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1])
 
 
 def test_a_target_in_bfloat16_with_an_output_of_its_own():
@@ -201,7 +205,7 @@ def test_a_head_without_an_output_of_its_own(tmp_path: Path):
     head = DraftHead.from_pretrained(write(random_head("eagle3", own_head=False), tmp_path), target=target)
     module = learner_of(head, target).trained
     states = torch.randn(2, 32)
-    torch.testing.assert_close(module.drafter.scored(states), target.lm_head(states))
+    torch.testing.assert_close(module.drafter.compute_logits(states), target.lm_head(states))
     assert len(list(module.parameters())) == len(list(head.parameters()))
 
 
@@ -213,8 +217,10 @@ def test_a_head_of_another_kind_is_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "known"), [("eagle3", 280), ("eagle3", 100), ("dspark", 280), ("dspark", 100)])
-def test_the_speculators_library_reads_a_new_head(kind: str, known: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "draft_vocab_size"), [("eagle3", 280), ("eagle3", 100), ("dspark", 280), ("dspark", 100)]
+)
+def test_the_speculators_library_reads_a_new_head(kind: str, draft_vocab_size: int, tmp_path: Path):
     """`pip install speculators`: tensor by tensor; what is not in the files it takes from the target, which it names.
 
     The name of one in a folder of this machine is not in the files.
@@ -223,14 +229,16 @@ def test_the_speculators_library_reads_a_new_head(kind: str, known: int, tmp_pat
     target = tiny(num_hidden_layers=8, vocab_size=280)
     target.save_pretrained(tmp_path / "target")
     target.name_or_path = str(tmp_path / "target")
-    head = new_head(target, kind, torch.ones(280), TrainingRecipe(draft_vocab_size=known))
+    head = new_head(target, kind, torch.ones(280), TrainingRecipe(draft_vocab_size=draft_vocab_size))
     head.save_pretrained(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "target"
     config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "target")
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
-    read = speculators.SpeculatorModel.from_pretrained(tmp_path / "head")
-    own, theirs = ({name.removeprefix("body."): x for name, x in weights(model).items()} for model in (head, read))
-    assert theirs.keys() - own.keys() == {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-    assert all(torch.equal(x, theirs[name]) for name, x in own.items())
-    assert getattr(read.config, f"{'eagle_' * (kind == 'eagle3')}aux_hidden_state_layer_ids") == [4, 6, 7]
+    speculator = speculators.SpeculatorModel.from_pretrained(tmp_path / "head")
+    saved, read = (
+        {name.removeprefix("body."): tensor for name, tensor in weights(model).items()} for model in (head, speculator)
+    )
+    assert read.keys() - saved.keys() == {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    assert all(torch.equal(tensor, read[name]) for name, tensor in saved.items())
+    assert getattr(speculator.config, f"{'eagle_' * (kind == 'eagle3')}aux_hidden_state_layer_ids") == [4, 6, 7]

@@ -8,8 +8,8 @@ from training_cases import models, some_prompts
 
 from hf_specx.training.draft import ModelDraft
 from hf_specx.training.losses import LOSSES, Predicted, alpha, estimate, losses_of, measure, overlap, token_probs
-from hf_specx.training.reading import Remembered, Text
 from hf_specx.training.recipe import TrainingRecipe
+from hf_specx.training.target_outputs import TargetOutputCache, Text
 
 
 def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -30,9 +30,9 @@ def test_value_and_gradient_are_those_of_the_definition(name: str):
     moved = torch.linspace(0.1, 3, 6, dtype=torch.float64)[:, None]
     logits = (p + moved * torch.randn(6, 9, generator=generator, dtype=torch.float64)).requires_grad_()
     p = p.softmax(-1)
-    found, wanted = LOSSES[name](p, logits.log_softmax(-1)), DEFINITIONS[name](p, logits.softmax(-1))
-    gradients = [torch.autograd.grad(each.sum(), logits)[0] for each in (found, wanted)]
-    torch.testing.assert_close(found, wanted)
+    loss, expected = LOSSES[name](p, logits.log_softmax(-1)), DEFINITIONS[name](p, logits.softmax(-1))
+    gradients = [torch.autograd.grad(values.sum(), logits)[0] for values in (loss, expected)]
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(LOSSES[name](p, p.log()), torch.zeros(len(p), dtype=p.dtype))
@@ -66,7 +66,7 @@ def test_the_target_has_the_distribution_that_generate_draws_from(options):
     torch.testing.assert_close(token_probs(recipe, logits), torch.cat(out.scores).softmax(-1))
 
 
-def said(logits: torch.Tensor) -> Predicted:
+def predictions(logits: torch.Tensor) -> Predicted:
     return Predicted(logits, torch.arange(len(logits)))
 
 
@@ -74,8 +74,8 @@ def test_greedy_text_has_one_token_each():
     logits = torch.tensor([[0.1, 2.0, 1.0], [4.0, 0.0, 1.0]])
     recipe = TrainingRecipe(do_sample=False)
     assert token_probs(recipe, logits).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert overlap(recipe, logits, said(logits[[1, 0]])).tolist() == [0, 0]
-    assert overlap(recipe, logits, said(3 * logits)).tolist() == [1, 1]
+    assert overlap(recipe, logits, predictions(logits[[1, 0]])).tolist() == [0, 0]
+    assert overlap(recipe, logits, predictions(3 * logits)).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("wider", ["target", "draft"])
@@ -88,13 +88,15 @@ def test_padded_vocabularies(wider: str):
     recipe = TrainingRecipe(loss="total_variation")
     wide_target, wide_draft = padded[wider]
     for figure in (overlap, losses_of):
-        torch.testing.assert_close(figure(recipe, wide_target, said(wide_draft)), figure(recipe, target, said(draft)))
+        torch.testing.assert_close(
+            figure(recipe, wide_target, predictions(wide_draft)), figure(recipe, target, predictions(draft))
+        )
 
 
 def test_losses_are_at_the_temperature_of_later():
     target, draft = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
-    hot = losses_of(TrainingRecipe(temperature=2.0), target, said(draft))
-    torch.testing.assert_close(hot, losses_of(TrainingRecipe(), target / 2, said(draft / 2)))
+    hot = losses_of(TrainingRecipe(temperature=2.0), target, predictions(draft))
+    torch.testing.assert_close(hot, losses_of(TrainingRecipe(), target / 2, predictions(draft / 2)))
 
 
 def test_alpha_is_the_mean_overlap_where_the_target_wrote():
@@ -102,18 +104,18 @@ def test_alpha_is_the_mean_overlap_where_the_target_wrote():
     texts = [Text(prompt, list(range(1, 3 + number))) for number, prompt in enumerate(some_prompts(5))]
     recipe = TrainingRecipe(batch_size=2, num_draft_tokens=2)
     learner = ModelDraft(target, draft, recipe)
-    found = measure(Remembered(target, [], 2, 0), learner, draft, texts)
-    for ((total, count), (tokens, rounds)), text in zip(found.tolist(), texts, strict=True):
+    sums = measure(TargetOutputCache(target, [], 2, 0), learner, draft, texts)
+    for ((total, count), (tokens, rounds)), text in zip(sums.tolist(), texts, strict=True):
         with torch.no_grad():
             ids = torch.tensor([text.prompt + text.new])
             p, q = (model(ids).logits[0, len(text.prompt) - 1 : -1].softmax(-1) for model in (target, draft))
         shares = torch.minimum(p, q).sum(-1)
         assert count / 2 == rounds == len(text.new)
         assert total / 2 == pytest.approx(float(shares.sum()), abs=1e-5)
-        both = shares + shares * nn.functional.pad(shares[1:], (0, 1))
-        assert tokens == pytest.approx(len(text.new) + float(both.sum()), abs=1e-5)
-    every = 2 * sum(len(text.new) for text in texts)
-    assert alpha(found[:, 0]) == pytest.approx(float(found[:, 0, 0].sum()) / every)
+        accepted_of_two = shares + shares * nn.functional.pad(shares[1:], (0, 1))
+        assert tokens == pytest.approx(len(text.new) + float(accepted_of_two.sum()), abs=1e-5)
+    num_predictions = 2 * sum(len(text.new) for text in texts)
+    assert alpha(sums[:, 0]) == pytest.approx(float(sums[:, 0, 0].sum()) / num_predictions)
 
 
 def test_the_interval_holds_the_truth():
@@ -122,14 +124,14 @@ def test_the_interval_holds_the_truth():
     At 94% it is 360 to 394 but for once in 1e5. Intervals that take tokens as independent hold it in about half.
     """
     generator = torch.Generator().manual_seed(0)
-    held = naive = 0
+    hits = naive = 0
     for _ in range(400):
-        own = 0.7 + 0.1 * torch.randn(30, generator=generator, dtype=torch.float64)
-        tokens = own[:, None] + 0.2 * torch.randn(30, 20, generator=generator, dtype=torch.float64)
-        found = estimate(torch.stack([tokens.sum(1), torch.full((30,), 20.0, dtype=torch.float64)], 1))
-        held += found.low <= 0.7 <= found.high
-        naive += abs(found.value - 0.7) <= 1.96 * float(tokens.std()) / 600**0.5
-    assert 360 <= held <= 394
+        alphas = 0.7 + 0.1 * torch.randn(30, generator=generator, dtype=torch.float64)
+        tokens = alphas[:, None] + 0.2 * torch.randn(30, 20, generator=generator, dtype=torch.float64)
+        interval = estimate(torch.stack([tokens.sum(1), torch.full((30,), 20.0, dtype=torch.float64)], 1))
+        hits += interval.low <= 0.7 <= interval.high
+        naive += abs(interval.value - 0.7) <= 1.96 * float(tokens.std()) / 600**0.5
+    assert 360 <= hits <= 394
     assert naive < 340
 
 

@@ -26,14 +26,14 @@ def writer(folder, noise: float = 0.1, **options) -> Writer:
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_p": 0.9}, {"do_sample": False}], ids=str)
 def test_texts_are_those_of_plain_generate(tmp_path, options):
     """Under each text's seed; they take fewer forwards than plain generate, which takes one for each token."""
-    given, prompts = writer(tmp_path, **options), some_prompts(6)
-    given.write("others", prompts)  # times the forwards
-    with counting(given.target) as forwards:
-        texts = given.write("some", prompts)
+    text_writer, prompts = writer(tmp_path, **options), some_prompts(6)
+    text_writer.write("others", prompts)  # times the forwards
+    with counting(text_writer.target) as forwards:
+        texts = text_writer.write("some", prompts)
     assert len(forwards) < 20
     for number, text in enumerate(texts):
         torch.manual_seed(seed_of(0, "some", number))
-        plain = given.target.generate(torch.tensor([prompts[number]]), **given.recipe.generate_options)
+        plain = text_writer.target.generate(torch.tensor([prompts[number]]), **text_writer.recipe.generate_options)
         assert text.prompt + text.new == plain[0].tolist()
 
 
@@ -62,25 +62,24 @@ def test_targets_that_write_other_texts():
 
 def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
     """Each prompt is used once before any is used again."""
-    told, prompts = [], some_prompts(6)
-    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), prompts, told.append)
-    phases.begin(0, silent)
+    announced, prompts = [], some_prompts(6)
+    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), prompts, announced.append)
+    phases.start(0, silent)
     assert len(phases.order) == len(phases) == 9
     assert set(phases.order) == {0, 1, 2}
-    phases.begin(1, silent)
+    phases.start(1, silent)
     assert {3, 4, 5} <= set(phases.order) <= set(range(6))
-    assert told == [phases.texts[:3], phases.texts[3:]]
-    phases.begin(3, silent)
+    assert announced == [phases.texts[:3], phases.texts[3:]]
+    phases.start(3, silent)
     used = [text.prompt for text in phases.texts]
     assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
     assert used[:6] != used[6:]
 
 
 def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(tmp_path):
-    given = {"max_new_tokens": 3, "texts_per_phase": 2}
-    plain, whole = (
-        Phases(writer(tmp_path, learn_from_prompts=said, **given), some_prompts(7), silent) for said in (False, True)
-    )
+    options = {"max_new_tokens": 3, "texts_per_phase": 2}
+    plain = Phases(writer(tmp_path, learn_from_prompts=False, **options), some_prompts(7), silent)
+    whole = Phases(writer(tmp_path, learn_from_prompts=True, **options), some_prompts(7), silent)
     for phases in (plain, whole):
-        phases.begin(0, silent)
+        phases.start(0, silent)
     assert whole.texts == [(text.prompt[:1], text.prompt[1:] + text.new) for text in plain.texts]

@@ -35,10 +35,10 @@ def some_prompts(count: int = 40, seed: int = 0) -> list[list[int]]:
 def trained(**options: Any) -> Distilled:
     """A short training of these models."""
     target, draft = models()
-    given = {"progress": silent} | QUICK | options
-    return distill(
-        given.pop("target", target), given.pop("draft", draft), given.pop("prompts", some_prompts()), **given
-    )
+    arguments = {"progress": silent} | QUICK | options
+    target, draft = arguments.pop("target", target), arguments.pop("draft", draft)
+    prompts = arguments.pop("prompts", some_prompts())
+    return distill(target, draft, prompts, **arguments)
 
 
 def report_of(result: Distilled, prompts: list[list[int]], number: int = 1) -> SpeculationReport:
@@ -54,9 +54,9 @@ def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     """Whether all weights are equal, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 class Stop(TrainerCallback):

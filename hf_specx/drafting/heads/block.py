@@ -5,79 +5,90 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import Body, Found, Scored
+from .body import AdjustedLogits, Body, StepOutput
 from .config import HeadConfig
-from .layers import Entries, HeadLayer, norm
+from .layers import HeadCache, HeadLayer, rms_norm
 
 
 class BlockLayer(HeadLayer):
     """A layer whose entries of a block see the context as well."""
 
-    def forward(self, states: torch.Tensor, context: torch.Tensor, entries: Entries) -> torch.Tensor:  # type: ignore[override]
-        """[R, q, H] of a block's states [R, q, H], and of the context [R, m, H] that it is to see first now."""
-        read = self.input_layernorm(states)
-        return self.after(states, read, self.self_attn.keys(torch.cat([context, read], 1), entries), entries)
+    def forward(self, states: torch.Tensor, context: torch.Tensor, cache: HeadCache) -> torch.Tensor:  # type: ignore[override]
+        """[R, q, H] of a block's states [R, q, H], and of the context [R, m, H] that comes in with it."""
+        normed = self.input_layernorm(states)
+        keys_values = self.self_attn.keys_values(torch.cat([context, normed], 1), cache)
+        return self.attention_and_mlp(states, normed, keys_values, cache)
 
 
 class Block(Body):
-    """Entry i of a row is the target's state at token i, of which each layer makes keys and values, and nothing else.
+    """Context entry i is the target's state at token i, of which each layer makes keys and values, and nothing else.
 
-    A block is the last token and masks behind it; its entries see all of these and each other.
+    A block is the last token and masks behind it; its entries see all of the context and each other.
     """
 
     layers: Any
     markov_head: "MarkovHead"
-    sees_ahead = True
+    drafts_block = True
     layer_class: type[HeadLayer] = BlockLayer
 
     def __init__(self, config: HeadConfig):
         super().__init__()
-        self.config, self.size = config, config.block_size or 0
-        self.most = self.size - (not config.sample_from_anchor)
+        self.config = config
+        self.block_size = config.block_size or 0
+        self.max_candidates = self.block_size - (not config.sample_from_anchor)
         width = config.target_hidden_size * len(config.layer_ids or ())
         self.fc = nn.Linear(width, config.hidden_size, config.fc_bias)
-        self.hidden_norm, self.norm = norm(config), norm(config)
+        self.hidden_norm = rms_norm(config)
+        self.norm = rms_norm(config)
         self.layers = nn.ModuleList(self.layer_class(config, number) for number in range(config.num_hidden_layers))
-        self.corrects = config.markov_rank > 0
-        if self.corrects:
+        self.adjusts_logits = config.markov_rank > 0
+        if self.adjusts_logits:
             self.markov_head = MarkovHead(config)
         if config.confidence_head:
-            before = config.markov_rank if config.confidence_head_with_markov else 0
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + before, 1)})
+            markov_width = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + markov_width, 1)})
 
-    def extra(self, number: int) -> int:
+    def num_draft_entries(self, num_candidates: int) -> int:
         """The whole block, as it was trained, however many candidates are wanted."""
-        return self.size
+        return self.block_size
 
-    def fused(self, states: torch.Tensor) -> torch.Tensor:
+    def fuse_target_states(self, states: torch.Tensor) -> torch.Tensor:
         """[r, m, H] of the target's states [r, m, n * H_t]."""
         return self.hidden_norm(self.fc(states))
 
-    def read(self, entries: Entries, embedded: Any, states: torch.Tensor) -> None:
-        context = self.fused(states)
+    def append_context(self, cache: HeadCache, embedded: Any, states: torch.Tensor) -> None:
+        context = self.fuse_target_states(states)
         for layer in self.layers:
-            entries.note(layer.number, *layer.self_attn.keys(context, entries))
+            cache.write(layer.number, *layer.self_attn.keys_values(context, cache))
 
-    def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
-        context, states = self.fused(states), embedded
+    def first_step(
+        self, cache: HeadCache, embedded: Any, states: torch.Tensor, newest: Any, num_candidates: int
+    ) -> StepOutput:
+        context = self.fuse_target_states(states)
+        block = embedded
         for layer in self.layers:
-            states = layer(states, context, entries)
-        return self.norm(states if self.config.sample_from_anchor else states[:, 1:])[:, :number], None
+            block = layer(block, context, cache)
+        proposing = block if self.config.sample_from_anchor else block[:, 1:]
+        return self.norm(proposing)[:, :num_candidates], None
 
-    def scored(self, scores: Any, states: torch.Tensor, tokens: torch.Tensor, memory: Any, asked: bool) -> Scored:
-        before, seen, sure = None, [states], None
+    def adjust_logits(
+        self, logits: Any, states: torch.Tensor, previous: torch.Tensor, carried: Any, with_confidence: bool
+    ) -> AdjustedLogits:
+        previous_embedded = confidence = None
+        confidence_inputs = [states]
         if self.config.markov_rank:
-            before = self.markov_head.markov_w1(tokens[:, 0])
-            seen += [before] if self.config.confidence_head_with_markov else []
-        if asked:
-            sure = self.confidence_head["proj"](torch.cat(seen, -1)).sigmoid()
-        if before is not None:
-            scores, memory = self.markov_head(scores, states, before, memory)
-        return scores, memory, sure
+            previous_embedded = self.markov_head.markov_w1(previous[:, 0])
+            if self.config.confidence_head_with_markov:
+                confidence_inputs.append(previous_embedded)
+        if with_confidence:
+            confidence = self.confidence_head["proj"](torch.cat(confidence_inputs, -1)).sigmoid()
+        if previous_embedded is not None:
+            logits, carried = self.markov_head(logits, states, previous_embedded, carried)
+        return logits, carried, confidence
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the scores of a place: a product of two tables, which may be gated."""
+    """What the previous token adds to the logits of a candidate: a product of two tables, which may be gated."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -89,18 +100,20 @@ class MarkovHead(nn.Module):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
 
-    def forward(self, scores: torch.Tensor, states: torch.Tensor, before: torch.Tensor, memory: Any) -> Found:
-        """Scores [R, V_d] with what it adds, and the memory [R, r] behind this place.
+    def forward(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor, memory: Any) -> StepOutput:
+        """Logits [R, V_d] with what it adds, and the memory [R, r] behind this candidate.
 
         Args:
-            states: [R, H], of the place.
-            before: [R, r], what the first table has for the token before.
-            memory: [R, r], behind the place before; None for the first one.
+            logits: [R, V_d], of the candidate.
+            states: [R, H], of the same.
+            previous: [R, r], what the first table has for the previous token.
+            memory: [R, r], behind the candidate before; None for the first one.
         """
         if self.kind == "gated":
-            before = self.gate_proj(torch.cat([states, before], -1)).sigmoid() * before
+            previous = self.gate_proj(torch.cat([states, previous], -1)).sigmoid() * previous
         elif self.kind == "rnn":
-            memory = torch.zeros_like(before) if memory is None else memory
-            gate, new, out = self.joint_proj(torch.cat([memory, before, states], -1)).chunk(3, -1)
-            memory, before = torch.lerp(new.tanh(), memory.to(new.dtype), gate.sigmoid()), out.tanh()
-        return torch.addmm(scores.to(before.dtype), before, self.markov_w2.weight.T), memory
+            memory = torch.zeros_like(previous) if memory is None else memory
+            gate, new, output = self.joint_proj(torch.cat([memory, previous, states], -1)).chunk(3, -1)
+            memory = torch.lerp(new.tanh(), memory.to(new.dtype), gate.sigmoid())
+            previous = output.tanh()
+        return torch.addmm(logits.to(previous.dtype), previous, self.markov_w2.weight.T), memory

@@ -8,42 +8,55 @@ from torch import nn
 from .config import HeadConfig
 
 
-Found = tuple[torch.Tensor, Any]  # normed states [R, n, H] of places, and what the next entry begins with
-Scored = tuple[torch.Tensor, Any, torch.Tensor | None]
+StepOutput = tuple[torch.Tensor, Any]  # normed states [R, n, H] of n candidates, and the state carried to the next one
+AdjustedLogits = tuple[torch.Tensor, Any, torch.Tensor | None]  # logits, the carried state, confidences
 
 
 class Body(nn.Module):
-    """The layers of a head, without the tables that it may share with the target.
+    """The layers of a head, without the embedding and the output that it may share with the target.
 
-    What comes in are entries: true ones with the target's states [R, m, W], and behind them such as the head has of
-    its own. Most kinds are given embedded tokens [R, q, H] of entries beside these.
+    The inputs of a step are entries, which the layers read at one slot each: context entries with the target's states
+    [R, m, W] of accepted tokens, and behind them draft entries, such as masks. Most kinds also read embedded tokens
+    [R, q, H] of these. The keys and values of entries go to a `HeadCache`.
+
+    A round is `first_step`, then, if the head is autoregressive, a `next_step` for each further candidate. Behind
+    each step `adjust_logits` is asked for the logits of each candidate, one after another.
     """
 
-    most: int | None = None  # candidates of a round at most; None for any number
-    chained = False  # whether each candidate takes a step of its own, `next`, with an embedded candidate [R, 1, H]
-    sees_ahead = False  # whether all entries behind the last true one see each other
-    corrects = False  # whether `scored` changes scores
-    embeds_tokens = False  # whether `scored` is given the token before embedded, [R, 1, H]
-    has_keys = True  # whether it attends to earlier entries
+    max_candidates: int | None = None  # of a round; None for any number
+    autoregressive = False  # whether each candidate takes a step of its own
+    drafts_block = False  # whether the draft entries are a block: the last token and masks, which see each other
+    adjusts_logits = False  # whether `adjust_logits` changes anything
+    embeds_previous_token = False  # whether `adjust_logits` is given the previous token embedded, [R, 1, H]
+    has_attention = True  # whether it attends to earlier entries
     config: HeadConfig
 
-    def extra(self, number: int) -> int:
-        """How many entries there are behind the true ones, if so many candidates are wanted."""
+    def num_draft_entries(self, num_candidates: int) -> int:
+        """How many draft entries stand behind the context of the first step."""
         return 0
 
-    def read(self, entries: Any, embedded: Any, states: torch.Tensor) -> None:
-        """Take up true entries, of which nothing is drafted."""
+    def append_context(self, cache: Any, embedded: Any, states: torch.Tensor) -> None:
+        """Write the keys and values of context entries, of which nothing is drafted."""
 
-    def begin(self, entries: Any, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
-        """Take up entries, of which `newest` [R, 1] are the last true ones (None if it sees ahead), and draft."""
-        raise NotImplementedError
+    def first_step(
+        self, cache: Any, embedded: Any, states: torch.Tensor, newest: Any, num_candidates: int
+    ) -> StepOutput:
+        """Append context entries, and draft: the first candidate, or all if the head is not autoregressive.
 
-    def next(self, entries: Any, embedded: Any, state: Any) -> Found:
-        raise NotImplementedError
-
-    def scored(self, scores: Any, states: torch.Tensor, tokens: torch.Tensor, memory: Any, asked: bool) -> Scored:
-        """Scores [R, V_d] of a place, with what the token [R, 1] before it adds; what the next place needs of it.
-
-        And if it is `asked` and can say so, how likely the candidate is kept, [R, 1].
+        `newest` [R, 1] is the index of each row's last context entry; None for a head that drafts a block.
         """
-        return scores, memory, None
+        raise NotImplementedError
+
+    def next_step(self, cache: Any, embedded: Any, carried: Any) -> StepOutput:
+        """Draft one more candidate behind the embedded last one, [R, 1, H]."""
+        raise NotImplementedError
+
+    def adjust_logits(
+        self, logits: Any, states: torch.Tensor, previous: torch.Tensor, carried: Any, with_confidence: bool
+    ) -> AdjustedLogits:
+        """Logits [R, V_d] of one candidate, with what the previous token [R, 1] adds to them.
+
+        Besides, the state that the next candidate needs; and if it is asked for and the head can say it, how likely
+        this one is accepted, [R, 1].
+        """
+        return logits, carried, None

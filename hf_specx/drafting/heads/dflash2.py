@@ -9,32 +9,39 @@ from torch import nn
 from hf_specx.common.errors import brief, is_int
 
 from .block import Block
-from .body import Found, Scored
+from .body import AdjustedLogits, StepOutput
 from .config import HeadConfig
-from .layers import Entries, HeadLayer
+from .layers import HeadCache, HeadLayer
 from .tensors import Weights
 
 
-FAR = 10000.0  # how far below themselves the scores of tokens are that are no candidates: at any temperature q is 0
+NOT_SELECTED = 10000.0  # logits of tokens that are not selected are lowered by this: at any temperature q is 0
 SELECTOR, CODEBOOK = "candidate_selector.", "candidate_selector.predecessor_codebook"
 BASE, PROJECTION = "layers.0.attention_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight"
 
 
 class DFlash2(Block):
-    """A block whose places are corrected by the token before, among the `selector_top_k` tokens of the best scores."""
+    """A block whose candidates are chosen by the previous token, among the `selector_top_k` tokens of most logits."""
 
     def __init__(self, config: HeadConfig):
         self.layer_class = ConvolvedLayer
         super().__init__(config)
-        self.candidate_selector, self.corrects = CandidateSelector(config), True
+        self.candidate_selector = CandidateSelector(config)
+        self.adjusts_logits = True
 
-    def begin(self, entries: Entries, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
-        return super().begin(entries, embedded * self.config.input_embedding_scale, states, newest, number)
+    def first_step(
+        self, cache: HeadCache, embedded: Any, states: torch.Tensor, newest: Any, num_candidates: int
+    ) -> StepOutput:
+        return super().first_step(cache, embedded * self.config.input_embedding_scale, states, newest, num_candidates)
 
-    def scored(self, scores: Any, states: torch.Tensor, tokens: torch.Tensor, memory: Any, asked: bool) -> Scored:
-        scores, most = scores * self.config.output_multiplier, self.config.final_logit_softcapping
-        scores = most * torch.tanh(scores / most) if most else scores
-        return self.candidate_selector(scores, states, tokens[:, 0]), memory, None
+    def adjust_logits(
+        self, logits: Any, states: torch.Tensor, previous: torch.Tensor, carried: Any, with_confidence: bool
+    ) -> AdjustedLogits:
+        logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        return self.candidate_selector(logits, states, previous[:, 0]), carried, None
 
 
 class ConvolvedLayer(HeadLayer):
@@ -44,17 +51,18 @@ class ConvolvedLayer(HeadLayer):
         super().__init__(config, number)
         self.attention_conv, self.mlp_conv = DynamicConvolution(config), DynamicConvolution(config)
 
-    def forward(self, states: torch.Tensor, context: torch.Tensor, entries: Entries) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, states: torch.Tensor, context: torch.Tensor, cache: HeadCache) -> torch.Tensor:  # type: ignore[override]
         """As `BlockLayer`."""
-        attention, read = self.self_attn, self.input_layernorm(states)
-        before, behind = self.attention_conv(read)
-        read = convolved(read, before)
-        keys = attention.keys(torch.cat([context, read], 1), entries)
-        attended = attention.o_proj(entries.attend(self.number, attention.queries(read, entries), *keys))
-        states = states + convolved(attended, behind)
-        read = self.post_attention_layernorm(states)
-        before, behind = self.mlp_conv(read)
-        return states + convolved(self.mlp(convolved(read, before)), behind)
+        attention = self.self_attn
+        normed = self.input_layernorm(states)
+        kernel_before, kernel_behind = self.attention_conv(normed)
+        inputs = convolved(normed, kernel_before)
+        keys_values = attention.keys_values(torch.cat([context, inputs], 1), cache)
+        attended = attention.o_proj(cache.attend(self.number, attention.queries(inputs, cache), *keys_values))
+        states = states + convolved(attended, kernel_behind)
+        normed = self.post_attention_layernorm(states)
+        kernel_before, kernel_behind = self.mlp_conv(normed)
+        return states + convolved(self.mlp(convolved(normed, kernel_before)), kernel_behind)
 
 
 class DynamicConvolution(nn.Module):
@@ -69,7 +77,7 @@ class DynamicConvolution(nn.Module):
     def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Two kernels [R, q, taps, G, H / G] for states [R, q, H].
 
-        What stands at tap t is for the state that is t places before.
+        What stands at tap t is for the state that is t positions before.
         """
         added = self.kernel_projection(states).unflatten(-1, (2, self.taps, self.groups, 1))
         return (self.base_kernel.unflatten(-1, (self.groups, -1)) + added).unbind(2)
@@ -77,87 +85,92 @@ class DynamicConvolution(nn.Module):
 
 def convolved(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
     """States [R, q, H] of blocks, each with those before it in its own block, by a kernel [R, q, taps, G, H / G]."""
-    parts = states.unflatten(-1, kernel.shape[-2:])
-    total = kernel[:, :, 0] * parts
+    grouped = states.unflatten(-1, kernel.shape[-2:])
+    total = kernel[:, :, 0] * grouped
     for tap in range(1, min(kernel.shape[2], states.shape[1])):
-        total[:, tap:].addcmul_(kernel[:, tap:, tap], parts[:, :-tap])
+        total[:, tap:].addcmul_(kernel[:, tap:, tap], grouped[:, :-tap])
     return total.flatten(-2)
 
 
 class CandidateSelector(nn.Module):
-    """What the token before says of each candidate, by the state of the place: a product of two tables."""
+    """What the previous token says of each of the best tokens, by the state: a product of two tables."""
 
     def __init__(self, config: HeadConfig):
         super().__init__()
-        tokens, rank, self.top_k = config.vocab_size, config.selector_rank, config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.zeros(tokens, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(tokens, rank))
+        vocab_size, rank, self.top_k = config.vocab_size, config.selector_rank, config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
-    def forward(self, scores: torch.Tensor, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[R, V] of scores [R, V] and states [R, H] of a place, and the tokens [R] before it.
+    def forward(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """[R, V] of logits [R, V] and states [R, H] of a candidate, and the tokens [R] before it.
 
-        The tokens that are no candidates keep their order, far behind: where a grammar allows no candidate, the row
-        proposes one of them.
+        The tokens that are not selected keep their order, far behind: where a grammar allows none of the selected,
+        the row proposes one of them.
         """
-        best, candidates = scores.topk(self.top_k, -1)
-        asked = self.predecessor_codebook[tokens] * self.hidden_projection(states)
-        added = (self.successor_codebook[candidates] * asked[:, None]).sum(-1)
-        return (scores - FAR).scatter(-1, candidates, best + added.to(best.dtype))
+        top_logits, top_tokens = logits.topk(self.top_k, -1)
+        query = self.predecessor_codebook[previous] * self.hidden_projection(states)
+        added = (self.successor_codebook[top_tokens] * query[:, None]).sum(-1)
+        return (logits - NOT_SELECTED).scatter(-1, top_tokens, top_logits + added.to(top_logits.dtype))
 
 
 def is_dflash2(raw: dict[str, Any], weights: Weights) -> bool:
     """Whether files with this config and these tensors are of DFlash2."""
-    parts, made_for = (SELECTOR, "attention_conv.", "mlp_conv."), raw.get("architectures")
-    stated = "dflash2" in str([made_for, raw.get("speculators_model_type")]).lower()
-    return stated or any(part in weight for weight in weights for part in parts)
+    parts = (SELECTOR, "attention_conv.", "mlp_conv.")
+    stated = "dflash2" in str([raw.get("architectures"), raw.get("speculators_model_type")]).lower()
+    return stated or any(part in name for name in weights for part in parts)
 
 
 def dflash2_fields(
-    raw: dict[str, Any], said: dict[str, Any], weights: Weights, need: Callable[[Any, str], None]
+    raw: dict[str, Any], options: dict[str, Any], weights: Weights, need: Callable[[Any, str], None]
 ) -> dict[str, Any]:
     """The fields of `HeadConfig` whose values in DFlash2 do not follow the rules of other heads.
 
     Args:
-        raw, said: its config, and that with the options of its parts.
-        need: raises a ValueError that begins with the head's name, unless what it is given holds.
+        raw: the config.
+        options: the same with the options of its parts.
+        weights: the tensors.
+        need: raises a ValueError that begins with the head's name, unless its first argument holds.
     """
-    of_speculators = "speculators_model_type" in raw
     fields = _shapes(weights, need)
     for field in ("conv_kernel_size", "conv_group_size", "selector_rank"):
-        stated, number = said.get(field), fields[field]
-        message = f"has {field}={brief(stated)} in its config.json, and {number} by its tensors; get it again."
-        need(stated in (None, number), message)
-    most: Any = said.get("selector_top_k", 16 if of_speculators else None)
-    message = (
-        f"has selector_top_k={brief(most)} in its config.json, and no tensor says of how many tokens it selects; "
-    )
+        stated, number = options.get(field), fields[field]
+        need(
+            stated in (None, number),
+            f"has {field}={brief(stated)} in its config.json, and {number} by its tensors; get it again.",
+        )
+    top_k: Any = options.get("selector_top_k", 16 if "speculators_model_type" in raw else None)
     need(
-        is_int(most) and 0 < most <= len(weights[CODEBOOK]),
-        f"{message}write the number of its makers there, 16 in most heads.",
+        is_int(top_k) and 0 < top_k <= len(weights[CODEBOOK]),
+        f"has selector_top_k={brief(top_k)} in its config.json, and no tensor says of how many tokens it selects; "
+        "write the number of its makers there, 16 in most heads.",
     )
     for field, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0), ("final_logit_softcapping", 0)):
-        value = neutral if said.get(field) is None else said[field]
-        message = f"has {field}={brief(value)} in its config.json, which is no number of 0 or more; get it again."
-        need(isinstance(value, int | float) and value >= 0, message)
+        value = neutral if options.get(field) is None else options[field]
+        need(
+            isinstance(value, int | float) and value >= 0,
+            f"has {field}={brief(value)} in its config.json, which is no number of 0 or more; get it again.",
+        )
         fields[field] = value
-    return fields | {"selector_top_k": most}
+    return fields | {"selector_top_k": top_k}
 
 
 def _shapes(weights: Weights, need: Callable[[Any, str], None]) -> dict[str, Any]:
     """The fields that follow from shapes of tensors."""
     needed = (BASE, PROJECTION, CODEBOOK)
-    missing = [weight for weight in needed if weight not in weights]
+    missing = [name for name in needed if name not in weights]
     need(not missing, f"lacks {', '.join(missing)}, which DFlash2 has; get it again.")
-    base, projection, codebook = (weights[weight].shape for weight in needed)
+    base, projection, codebook = (weights[name].shape for name in needed)
     need(len(base) == 3 and len(projection) == len(codebook) == 2, f"has {needed} of wrong shapes; get it again.")
     _, taps, width = base
     groups = projection[0] // (2 * taps)
-    message = f"has {taps} taps of {width} channels, and {projection[0]} rows in {PROJECTION}; get it again."
-    need(groups and projection[0] == 2 * taps * groups and width % groups == 0, message)
-    scored = len(weights.get("lm_head.weight", weights[CODEBOOK]))
-    message = (
-        f"scores {scored} tokens and selects from {codebook[0]}, and DFlash2 has one vocabulary; choose another head."
+    need(
+        groups and projection[0] == 2 * taps * groups and width % groups == 0,
+        f"has {taps} taps of {width} channels, and {projection[0]} rows in {PROJECTION}; get it again.",
     )
-    need(scored == codebook[0], message)
+    scored = len(weights.get("lm_head.weight", weights[CODEBOOK]))
+    need(
+        scored == codebook[0],
+        f"scores {scored} tokens and selects from {codebook[0]}, and DFlash2 has one vocabulary; choose another head.",
+    )
     return {"conv_kernel_size": taps, "conv_group_size": width // groups, "selector_rank": codebook[1]}

@@ -18,37 +18,43 @@ from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import Place
 
-from .body import Body
-from .layers import Places, read_by
+from .body import Body, StepOutput
+from .layers import SlotMapping, to_device_of
 from .misread import MisreadWatch
-from .running import Layers
+from .runner import HeadRunner
 
 
-MOST_WAITING = 64  # columns of states that wait for candidates to be wanted; beyond, they are taken up in any case
-AT_ONCE = 1024  # entries of a prompt that are taken up together, since the mask grows with them
+MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; beyond, they are appended in any case
+PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
 class HeadDrafter(SampledCandidateGenerator):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
-    Entries of a row are in its slots from 0 on. States come with rounds and wait until candidates are wanted. What is
-    written while drafting lies behind `held`, and is written over.
+    The entries of a row are in its slots from 0 on. The target's states come with rounds, and are pending until
+    candidates are wanted. What is written while drafting lies behind `num_computed_tokens`, and is written over.
 
     Args:
         body: the head's layers.
-        embedding, output: its own, or the target's; without an output the body gives scores.
-        ids: [V_d], the target's ids of its tokens; None if they are the same.
+        embedding: the head's own, or the target's.
+        output: the same; without one the body gives logits.
+        ids: [V_d], the target's ids of the head's tokens; None if they are the same.
         places: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
         mask: [H], what masks are embedded as, in place of the row of the mask token.
 
     Attributes:
-        held, prompted: [B], entries of each row, and those of its prompt; `offset` [B, 1], their positions less slots.
-        prompts: states [n, W] and positions of rows whose prompts are not taken up yet.
-        unread: states [R, m, W] of the decoding rows, of which each has its own number.
-        states, scores: [R, H] and [R, V_d] of each place that a candidate is drawn for; `number`, how many at most.
-        state: [R, 1, H], what the next entry begins with; `ends` [R, 1], the slot behind each row's last true entry.
-        sure: [R, 1], what the head itself says of each place; `least`, below which a row ends there.
+        num_computed_tokens: [B], entries of each row whose keys and values are computed.
+        num_prompt_states: [B], those of its prompt.
+        position_offset: [B, 1], positions less slots.
+        pending_prompts: states [n, W] and positions [n] of rows whose prompts are not read yet.
+        pending_states: [R, m, W] of the decoding rows, of which each has its own number.
+        num_candidates: of this round, at most.
+        draft_states, draft_logits: [R, H] and [R, V_d] of each candidate, before it is drawn.
+        carried: the state that the body carries from one candidate to the next.
+        end_slots: [R, 1], the slot behind each row's last context entry.
+        confidences: [R, 1] of each candidate, by the head itself.
+        confidence_threshold: below it a row ends; 0 is off.
     """
 
     source = "head"
@@ -69,245 +75,294 @@ class HeadDrafter(SampledCandidateGenerator):
         self.ids, self.places, self.owner, self.mask = ids, places, owner, mask
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_candidates = None if body.chained else body.most
+        self.max_candidates = None if body.autoregressive else body.max_candidates
 
     def start(self, context: DraftContext) -> None:
-        """Take up the states of all prompts; they are read when candidates are wanted first, if ever."""
-        rows = len(context.batch.counts)
-        self.target, self.number = context.target, 1
+        """Note the states of all prompts; they are read when candidates are wanted first, if ever."""
+        num_rows = len(context.batch.counts)
+        self.target = context.target
+        self.num_candidates = 1
         super().start(context)
-        self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
-        self.least = 0.0
+        # a candidate of a block is there though those before it are forced
+        self.apart = self.apart or not self.body.autoregressive
+        self.confidence_threshold = 0.0
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
-            self.least, self.threshold = self.threshold, 0.0
+            self.confidence_threshold = self.threshold
+            self.threshold = 0.0
         if self.ids is not None:
-            nothing = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
-            self.known = nothing.index_fill_(0, self.ids.cpu(), True)
-        self.held, self.prompted = [0] * rows, [0] * rows
-        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.unread: torch.Tensor | None = None
-        self.states, self.scores, self.sure = [list[torch.Tensor]() for _ in range(3)]
-        self.every, self.watch = torch.arange(rows, device=self.device), MisreadWatch()
+            no_tokens = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
+            self.known = no_tokens.index_fill_(0, self.ids.cpu(), True)
+        self.num_computed_tokens = [0] * num_rows
+        self.num_prompt_states = [0] * num_rows
+        self.pending_prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.pending_states: torch.Tensor | None = None
+        self.draft_states: list[torch.Tensor] = []
+        self.draft_logits: list[torch.Tensor] = []
+        self.confidences: list[torch.Tensor] = []
+        self.row_numbers = torch.arange(num_rows, device=self.device)
+        self.misread_watch = MisreadWatch()
         self.admit(context.batch, context.batch.rows)
 
     def _make_runner(self, context: DraftContext) -> Any:
-        room = self.target.width + min(self.target.prompt.longest, ROOM)
-        return Layers(self.body, len(context.batch.rows), room, self.owner if context.compiled else None)
+        expected_slots = self.target.width + min(self.target.prompt.longest, ROOM)
+        owner = self.owner if context.compiled else None
+        return HeadRunner(self.body, len(context.batch.rows), expected_slots, owner)
 
     def _ready(self, batch: Batch) -> Any:
         return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Draft for every decoding row that has shown new states; see there."""
-        most, fresh = self.body.most or max(lengths), self.fresh(batch)
-        limits = [min(length, most) if new else 0 for length, new in zip(lengths, fresh, strict=True)]
-        if any(limits):
-            self.number, self.sure = self.runner.number(max(limits)), []
-            return self._sure_part(super().propose(batch, limits))
-        return no_candidates(batch)
+        """Draft for every decoding row that has new states; see there."""
+        most = self.body.max_candidates or max(lengths)
+        pending = self.num_pending_states(batch)
+        limits = [min(length, most) if number else 0 for length, number in zip(lengths, pending, strict=True)]
+        if not any(limits):
+            return no_candidates(batch)
+        self.num_candidates = self.runner.padded_candidates(max(limits))
+        self.confidences = []
+        return self._confident_part(super().propose(batch, limits))
 
-    def _sure_part(self, draft: Draft) -> Draft:
-        """The candidates of each row before the first that the head itself is not sure of; it was not looked at."""
-        if not self.sure:
+    def _confident_part(self, draft: Draft) -> Draft:
+        """The candidates of each row before the first of which the head itself is not sure; it was not looked at."""
+        if not self.confidences:
             return draft
-        unsure = (torch.cat(self.sure, 1) < self.least).tolist()
+        unsure = (torch.cat(self.confidences, 1) < self.confidence_threshold).tolist()
         ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
-        return draft._replace(lengths=[min(pair) for pair in zip(draft.lengths, ends, strict=True)])
+        return draft._replace(lengths=[min(length, end) for length, end in zip(draft.lengths, ends, strict=True)])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Note the states of new prompts but the last, which the next round gives."""
-        self.watch.forget(rows)
-        states, placed = self.target.prompt_hidden, self.target.prompt.kwargs.get("position_ids")
+        self.misread_watch.forget_rows(rows)
+        states = self.target.prompt_hidden
         assert states is not None
-        if placed is not None and (placed.ndim < 3 or len(rows) < len(self.held)):
-            placed = None  # only images have positions that do not follow from slots
+        position_ids = self.target.prompt.kwargs.get("position_ids")
+        num_rows = len(self.num_computed_tokens)
+        if position_ids is not None and (position_ids.ndim < 3 or len(rows) < num_rows):
+            position_ids = None  # only images have positions that do not follow from slots
         for row in rows:
-            self.held[row] = self.prompted[row] = max(1, min(batch.table[row].prompt_length, states.shape[1])) - 1
+            number = max(1, min(batch.table[row].prompt_length, states.shape[1])) - 1
+            self.num_computed_tokens[row] = self.num_prompt_states[row] = number
         first = self.target.first_position
-        first = batch.starts.new_zeros(len(self.held), 1) if first is None else first[-3] if first.ndim == 3 else first
-        self.offset = first.to(self.device) - 1 - sent(self.prompted, self.device)[:, None]
+        if first is None:
+            first = batch.starts.new_zeros(num_rows, 1)
+        elif first.ndim == 3:
+            first = first[-3]
+        self.position_offset = first.to(self.device) - 1 - sent(self.num_prompt_states, self.device)[:, None]
         for index, row in enumerate(rows):
-            known = self.prompted[row]
-            own = torch.arange(known, device=self.device) + self.offset[row]
-            if placed is not None:
-                own = moved(placed[-3].expand(len(rows), -1)[index, -known - 1 : -1], self.device)
-            self.prompts[row] = states[index, states.shape[1] - known - 1 : -1], own
+            number = self.num_prompt_states[row]
+            if position_ids is None:
+                positions = torch.arange(number, device=self.device) + self.position_offset[row]
+            else:
+                of_row = position_ids[-3].expand(len(rows), -1)[index]
+                positions = moved(of_row[-number - 1 : -1], self.device)
+            self.pending_prompts[row] = states[index, states.shape[1] - number - 1 : -1], positions
         self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
 
-    def fresh(self, batch: Batch) -> list[int]:
-        """[R], how many states of each row wait."""
-        return [self.prompted[row] + batch.counts[row] - self.held[row] for row in batch.rows]
+    def num_pending_states(self, batch: Batch) -> list[int]:
+        """[R], how many states of each row are pending, those of prompts left out."""
+        return [self.num_prompt_states[row] + batch.counts[row] - self.num_computed_tokens[row] for row in batch.rows]
 
     def observe(self, done: Round) -> None:
-        """Note the states of what was kept, one for each emitted token, and let go of rows that have left."""
-        self.watch.observe(done, self.source)
-        batch, states = done.batch, done.forward.hidden[:, : max(done.emitted)]
-        taken = [self.held[row] - self.prompted[row] for row in done.rows]
-        starts = [before - number for before, number in zip(done.before, taken, strict=True)]
-        if self.unread is not None and any(starts):
-            index = sent(starts, states.device)[:, None] + torch.arange(states.shape[1], device=states.device)
-            joined = nn.functional.pad(self.unread, (0, 0, 0, states.shape[1]))
-            states = joined.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
-        self.unread = states
+        """Add the states of what was kept, one for each emitted token, and drop rows that have left."""
+        self.misread_watch.observe(done, self.source)
+        batch = done.batch
+        states = done.forward.hidden[:, : max(done.emitted)]
+        computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in done.rows]
+        starts = [before - number for before, number in zip(done.before, computed, strict=True)]
+        if self.pending_states is not None and any(starts):
+            columns = torch.arange(states.shape[1], device=states.device)
+            index = sent(starts, states.device)[:, None] + columns
+            padded = nn.functional.pad(self.pending_states, (0, 0, 0, states.shape[1]))
+            states = padded.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
+        self.pending_states = states
         if done.stay is not None:
-            self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
-            self.unread = states.index_select(0, done.stay.to(states.device))
+            waiting = [row for row in batch.rows if row in self.pending_prompts]
+            self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
+            self.pending_states = states.index_select(0, done.stay.to(states.device))
             self.runner.select(done.stay)
-        if self.unread.shape[1] > MOST_WAITING and not done.finished:
-            self._read_waiting(batch)
+        if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
+            self._append_pending_states(batch)
 
     def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
-        for place in range(ahead - skipped, ahead + 1):
-            if place == 0:
-                self.begin(batch)
-            tokens = batch.last(1, place) if place else self.last
-            if place >= len(self.states):
-                self._next(batch, place, tokens)
-            scores = self._score(place, tokens)
-        return self._in_vocabulary(scores).to(batch.ids.device)[:, None]
+        for index in range(ahead - skipped, ahead + 1):
+            if index == 0:
+                self.first_step(batch)
+            previous = batch.last(1, index) if index else self.last_tokens
+            if index >= len(self.draft_states):
+                self._next_step(batch, index, previous)
+            logits = self._candidate_logits(index, previous)
+        return self._to_target_vocabulary(logits).to(batch.ids.device)[:, None]
 
-    def begin(self, batch: Batch) -> None:
-        """Take up what waits, and have the states by which the first candidates are scored."""
-        self._read_prompts(batch)
-        assert self.unread is not None
-        fresh, extra, device = self.fresh(batch), self.body.extra(self.number), self.device
-        width = self.runner.width(max(fresh))
-        held, new = sent([[self.held[row] for row in batch.rows], fresh], device)[..., None]
-        step = torch.arange(width + extra, device=device)
-        self.rows, self.ends = moved(batch.index, device), held + new
-        newest = None if self.body.sees_ahead else (new - 1).clamp(min=0)
-        states = moved(self.unread[:, :width], device, self.dtype)
+    def first_step(self, batch: Batch) -> None:
+        """Append the pending states, and have the states by which the first candidates are drawn."""
+        self._prefill_prompts(batch)
+        assert self.pending_states is not None
+        device = self.device
+        pending = self.num_pending_states(batch)
+        computed = [self.num_computed_tokens[row] for row in batch.rows]
+        width = self.runner.padded_width(max(pending))
+        num_draft_entries = self.body.num_draft_entries(self.num_candidates)
+        first_slots, num_new = sent([computed, pending], device)[..., None]
+        step = torch.arange(width + num_draft_entries, device=device)
+        self.row_index = moved(batch.index, device)
+        self.end_slots = first_slots + num_new
+        newest = None if self.body.drafts_block else (num_new - 1).clamp(min=0)
+        states = moved(self.pending_states[:, :width], device, self.dtype)
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
-        self.last = batch.last(1)
-        extent = max([self.held[row] for row in batch.rows]) + width + extra + 1
-        slots = held + step
-        if extra and min(fresh) < width:  # what fills up shorter rows goes to the last slot, where nobody looks
-            own = torch.where(step < new, slots, extent - 1)
-            slots = torch.where(step < width, own, slots - width + new)
-        for row, count in zip(batch.rows, fresh, strict=True):
-            self.held[row] += count
-        self.unread, self.states, self.scores = None, [], []
-        starts = batch.ends - sent(fresh, batch.ids.device)
-        embedded = self._embedded(batch.ids, batch.index, starts, width, extra)
-        block = extra if self.body.sees_ahead else 0
-        self._note(self.runner("begin", self._at(slots, extent, block), embedded, states, newest, self.number))
+        self.last_tokens = batch.last(1)
+        extent = max(computed) + width + num_draft_entries + 1
+        slots = first_slots + step
+        if (
+            num_draft_entries and min(pending) < width
+        ):  # padding of shorter rows goes to the last slot, which is unseen
+            context_slots = torch.where(step < num_new, slots, extent - 1)
+            draft_slots = slots - width + num_new
+            slots = torch.where(step < width, context_slots, draft_slots)
+        for row, number in zip(batch.rows, pending, strict=True):
+            self.num_computed_tokens[row] += number
+        self.pending_states = None
+        self.draft_states, self.draft_logits = [], []
+        starts = batch.ends - sent(pending, batch.ids.device)
+        embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
+        mapping = self._slot_mapping(slots, extent, num_draft_entries if self.body.drafts_block else 0)
+        self._add_output(self.runner("first_step", mapping, embedded, states, newest, self.num_candidates))
 
-    def _read_prompts(self, batch: Batch) -> None:
-        """Take up prompts that wait."""
-        order = [row for row in batch.rows if row in self.prompts]
-        found, self.prompts = [self.prompts[row] for row in order], {}
-        if not (width := max((len(states) for states, _ in found), default=0)):
+    def _prefill_prompts(self, batch: Batch) -> None:
+        """Append the states of pending prompts."""
+        order = [row for row in batch.rows if row in self.pending_prompts]
+        prompts = [self.pending_prompts[row] for row in order]
+        self.pending_prompts = {}
+        width = max((len(states) for states, _ in prompts), default=0)
+        if not width:
             return
-        states, positions = (pad_sequence(list(parts), batch_first=True) for parts in zip(*found, strict=True))
-        rows, index = sent(order, batch.ids.device), sent([batch.rows.index(row) for row in order], self.device)
-        starts = batch.width - sent([self.prompted[row] for row in order], batch.ids.device)
+        states, positions = (pad_sequence(list(parts), batch_first=True) for parts in zip(*prompts, strict=True))
+        rows = sent(order, batch.ids.device)
+        cache_rows = sent([batch.rows.index(row) for row in order], self.device)
+        starts = batch.width - sent([self.num_prompt_states[row] for row in order], batch.ids.device)
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
-        for first in range(0, width, AT_ONCE):
-            last = min(first + AT_ONCE, width)
-            embedded = self._embedded(batch.ids, rows, starts + first, last - first)
-            part = moved(states[:, first:last], self.device, self.dtype)
-            places = Places(slots[:, first:last], positions[:, first:last], last, rows=index)
-            self.runner("read", places, embedded, part)
+        for first in range(0, width, PREFILL_CHUNK):
+            end = min(first + PREFILL_CHUNK, width)
+            embedded = self._embedded_entries(batch.ids, rows, starts + first, end - first)
+            mapping = SlotMapping(slots[:, first:end], positions[:, first:end], end, rows=cache_rows)
+            self.runner("append_context", mapping, embedded, moved(states[:, first:end], self.device, self.dtype))
 
-    def _read_waiting(self, batch: Batch) -> None:
-        """Take up the states that wait but the last of each row, which its next candidates are drafted from."""
-        assert self.unread is not None
-        self._read_prompts(batch)
-        fresh, device = self.fresh(batch), self.device
-        before, earlier = [self.held[row] for row in batch.rows], [max(0, count - 1) for count in fresh]
-        if width := max(earlier):  # else rows with more have left
-            slots = sent(before, device)[:, None] + torch.arange(width, device=device)
-            positions = slots + self.offset[moved(batch.index, device)]
-            embedded = self._embedded(batch.ids, batch.index, batch.ends - sent(fresh, batch.ids.device), width)
-            places = Places(slots, positions, max(before) + width, rows=self.every[: len(slots)])
-            self.runner("read", places, embedded, moved(self.unread[:, :width], device, self.dtype))
-        last = sent(earlier, self.unread.device)[:, None, None]
-        self.unread = self.unread.gather(1, last.expand(-1, -1, self.unread.shape[2]))
-        for row, count in zip(batch.rows, earlier, strict=True):
-            self.held[row] += count
+    def _append_pending_states(self, batch: Batch) -> None:
+        """Append the pending states but the last of each row, which its next candidates are drafted from."""
+        assert self.pending_states is not None
+        self._prefill_prompts(batch)
+        device = self.device
+        pending = self.num_pending_states(batch)
+        computed = [self.num_computed_tokens[row] for row in batch.rows]
+        appended = [max(0, number - 1) for number in pending]
+        width = max(appended)
+        if width:  # else rows with more have left
+            slots = sent(computed, device)[:, None] + torch.arange(width, device=device)
+            positions = slots + self.position_offset[moved(batch.index, device)]
+            starts = batch.ends - sent(pending, batch.ids.device)
+            embedded = self._embedded_entries(batch.ids, batch.index, starts, width)
+            mapping = SlotMapping(slots, positions, max(computed) + width, rows=self.row_numbers[: len(slots)])
+            states = moved(self.pending_states[:, :width], device, self.dtype)
+            self.runner("append_context", mapping, embedded, states)
+        last = sent(appended, self.pending_states.device)[:, None, None]
+        self.pending_states = self.pending_states.gather(1, last.expand(-1, -1, self.pending_states.shape[2]))
+        for row, number in zip(batch.rows, appended, strict=True):
+            self.num_computed_tokens[row] += number
 
-    def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
-        """Have the state behind the candidates [R, 1] before a place."""
-        slots, extent = self.ends + (place - 1), max([self.held[row] for row in batch.rows]) + place
-        self._note(self.runner("next", self._at(slots, extent), self.embed(tokens), self.state))
+    def _next_step(self, batch: Batch, index: int, previous: torch.Tensor) -> None:
+        """Have the state of candidate `index`, behind the previous ones [R, 1]."""
+        slots = self.end_slots + (index - 1)
+        extent = max([self.num_computed_tokens[row] for row in batch.rows]) + index
+        self._add_output(
+            self.runner("next_step", self._slot_mapping(slots, extent), self.embed(previous), self.carried)
+        )
 
-    def _at(self, slots: torch.Tensor, extent: int, block: int = 0) -> Places:
-        """The places of entries of the decoding rows."""
-        return Places(slots, slots + self.offset[self.rows], extent, block, self.every[: len(slots)])
+    def _slot_mapping(self, slots: torch.Tensor, extent: int, block_size: int = 0) -> SlotMapping:
+        """That of entries of the decoding rows in these slots."""
+        positions = slots + self.position_offset[self.row_index]
+        return SlotMapping(slots, positions, extent, block_size, self.row_numbers[: len(slots)])
 
-    def tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
-        """[r, width] of the text, from columns [r] on: what stands behind the states of entries."""
+    def shifted_tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
+        """[r, width] of the text, from columns [r] on: the tokens behind those of the entries' states."""
         columns = starts[:, None] + torch.arange(width, device=ids.device)
         return ids[rows[:, None], columns.clamp(max=ids.shape[1] - 1)]
 
-    def _embedded(
-        self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int, extra: int = 0
+    def _embedded_entries(
+        self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int, num_draft_entries: int = 0
     ) -> Any:
         """Of entries: the tokens behind their states and masks; of a block the last token and masks alone."""
-        block = self.body.sees_ahead
-        if not self.body.has_keys or (block and not extra):
+        if not self.body.has_attention:
             return None
-        tokens, masks = (self.last, extra - 1) if block else (self.tokens(ids, rows, starts, width), extra)
-        return self.embed(tokens, masks)
+        if not self.body.drafts_block:
+            return self.embed(self.shifted_tokens(ids, rows, starts, width), num_draft_entries)
+        return self.embed(self.last_tokens, num_draft_entries - 1) if num_draft_entries else None
 
-    def embed(self, tokens: torch.Tensor, masks: int = 0) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """[r, m + masks, H] of tokens [r, m] and masks behind them, by the head's own embeddings or the target's."""
-        if masks and self.mask is None:
-            tokens = nn.functional.pad(tokens, (0, masks), value=self.body.config.mask_token_id)
-        embedded = moved(self.embedding(read_by(self.embedding, tokens)), self.device, self.dtype)
-        if masks and self.mask is not None:  # a row of the table, which may scale its rows
+        if num_masks and self.mask is None:
+            tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
+        embedded = moved(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
+        if num_masks and self.mask is not None:  # a row of the table, which may scale its rows
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
-            embedded = torch.cat([embedded, mask.expand(len(embedded), masks, -1)], 1)
+            embedded = torch.cat([embedded, mask.expand(len(embedded), num_masks, -1)], 1)
         return embedded
 
-    def _note(self, found: tuple[torch.Tensor, Any]) -> None:
-        """Have the scores of states [R, n, H], and keep what the next entry begins with."""
-        states, self.state = found
-        self.states += states.unbind(1)
-        self.scores += self.scored(states).unbind(1)
+    def _add_output(self, output: StepOutput) -> None:
+        """Have the logits of the states [R, n, H] of a step, and note what it carries."""
+        states, self.carried = output
+        self.draft_states += states.unbind(1)
+        self.draft_logits += self.compute_logits(states).unbind(1)
 
-    def scored(self, states: torch.Tensor) -> torch.Tensor:
-        """Scores [..., V_d] of normed states [..., H], by the head's own output or the target's."""
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V_d] of normed states [..., H], by the head's own output or the target's."""
         if self.output is None:
             return states
         dtype = self.output.weight.dtype
-        given = states.to(dtype) if dtype.is_floating_point else states  # quantised ones take those of any precision
-        return moved(self.output(read_by(self.output, given)), self.device)
+        if dtype.is_floating_point:  # quantised ones take states of any precision
+            states = states.to(dtype)
+        return moved(self.output(to_device_of(self.output, states)), self.device)
 
-    def _score(self, place: int, tokens: torch.Tensor) -> torch.Tensor:
-        """[R, V_d] for the candidate of a place, behind tokens [R, 1]."""
-        before = self.embed(tokens) if self.body.embeds_tokens else moved(tokens, self.device)
-        given = self.scores[place], self.states[place], before, self.state, self.least > 0
-        score = partial(self.runner, "scored", None) if self.body.corrects else self.body.scored
-        scores, self.state, sure = score(*given)
-        self.sure += [] if sure is None else [sure]
-        return scores
+    def _candidate_logits(self, index: int, previous: torch.Tensor) -> torch.Tensor:
+        """[R, V_d] of candidate `index`, behind the previous tokens [R, 1]."""
+        previous = self.embed(previous) if self.body.embeds_previous_token else moved(previous, self.device)
+        adjust = partial(self.runner, "adjust_logits", None) if self.body.adjusts_logits else self.body.adjust_logits
+        logits, self.carried, confidence = adjust(
+            self.draft_logits[index],
+            self.draft_states[index],
+            previous,
+            self.carried,
+            self.confidence_threshold > 0,
+        )
+        if confidence is not None:
+            self.confidences.append(confidence)
+        return logits
 
-    def _in_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V] by the target's ids; what the head does not know has none."""
+    def _to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] by the target's ids; -inf for those that the head does not have."""
         if self.ids is None:
-            return scores
-        return scores.new_full((len(scores), self.vocab_size or 0), -torch.inf).index_copy_(1, self.ids, scores)
+            return logits
+        impossible = logits.new_full((len(logits), self.vocab_size or 0), -torch.inf)
+        return impossible.index_copy_(1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
-        return self.watch.reason(self.body.config, batch)
+        return self.misread_watch.reason(self.body.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.rehearse(batch)) if self.body.chained else None
+        return (lambda count: self.rehearse(batch)) if self.body.autoregressive else None
 
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
-        self.rows, self.ends = batch.index.to(self.device), tokens * 0 + max(self.held)
-        self.state = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
-        self.states, self.scores = [], []
-        self._next(batch, 1, tokens)
-        self._in_vocabulary(self._score(0, tokens))
+        self.row_index = batch.index.to(self.device)
+        self.end_slots = tokens * 0 + max(self.num_computed_tokens)
+        self.carried = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
+        self.draft_states, self.draft_logits = [], []
+        self._next_step(batch, 1, tokens)
+        self._to_target_vocabulary(self._candidate_logits(0, tokens))
         synchronize(self.device)
 
     def size(self) -> ForwardSize | None:
-        scored = self.output.parameters() if isinstance(self.output, nn.Module) else ()
-        weights = [weight.numel() * weight.element_size() for weight in (*self.body.parameters(), *scored)]
-        return ForwardSize(self.body.config.num_hidden_layers, sum(weights) / (self.body.most or 1))
+        output_weights = self.output.parameters() if isinstance(self.output, nn.Module) else ()
+        sizes = [weight.numel() * weight.element_size() for weight in (*self.body.parameters(), *output_weights)]
+        return ForwardSize(self.body.config.num_hidden_layers, sum(sizes) / (self.body.max_candidates or 1))

@@ -16,14 +16,25 @@ from hf_specx.drafting.early_exit import find_layers
 from hf_specx.models.prompts import Place
 
 from .block import Block
-from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
+from .config import HeadConfig
 from .dflash2 import DFlash2
 from .domino import Domino
 from .driver import HeadDrafter
 from .eagle import Eagle
+from .formats import read_head
 from .medusa import Medusa
-from .reading import read_head
 from .tensors import check_tensors
+
+
+BODIES: dict[str, Any] = {  # by kind of head
+    "eagle3": Eagle,
+    "peagle": Eagle,
+    "dflash": Block,
+    "dspark": Block,
+    "dflash2": DFlash2,
+    "domino": Domino,
+    "medusa": Medusa,
+}
 
 
 class DraftHead(PreTrainedModel):
@@ -42,10 +53,7 @@ class DraftHead(PreTrainedModel):
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
-        kinds = (
-            dict.fromkeys(OF_EAGLE, Eagle) | dict.fromkeys(OF_BLOCKS, Block) | {"dflash2": DFlash2, "domino": Domino}
-        )
-        self.body: Any = kinds.get(config.kind, Medusa)(config)
+        self.body: Any = BODIES[config.kind](config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.mask_embedding:
@@ -58,7 +66,7 @@ class DraftHead(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, target: PreTrainedModel, **loading: Any) -> "DraftHead":  # type: ignore[override]
-        """Read a head from a folder or the Hub, whichever of the published formats it has.
+        """Load a head from a folder or the Hub, whichever of the published formats it has.
 
         It is put where the target computes its logits, in the precision of its files.
 
@@ -70,14 +78,17 @@ class DraftHead(PreTrainedModel):
         Raises:
             ValueError: the files are no head, or none for this target.
         """
-        told = f"target is {kind(target)}; give the target itself, as from_pretrained loads it."
-        require(hasattr(getattr(target, "config", None), "get_text_config"), told)
+        require(
+            hasattr(getattr(target, "config", None), "get_text_config"),
+            f"target is {kind(target)}; give the target itself, as from_pretrained loads it.",
+        )
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
-        own = {key: key.removeprefix("body.") for key in head.state_dict()}  # and how files call each
-        check_tensors(name, config.kind, {own[key]: tensor for key, tensor in head.state_dict().items()}, tensors)
-        head.load_state_dict({key: tensors[theirs] for key, theirs in own.items()}, assign=True)
+        names_in_files = {key: key.removeprefix("body.") for key in head.state_dict()}
+        expected = {names_in_files[key]: tensor for key, tensor in head.state_dict().items()}
+        check_tensors(name, config.kind, expected, tensors)
+        head.load_state_dict({key: tensors[in_files] for key, in_files in names_in_files.items()}, assign=True)
         head.name_or_path = str(name)
         return cast("DraftHead", head.requires_grad_(False).eval().to(last_device(target)))
 
@@ -87,19 +98,23 @@ class DraftHead(PreTrainedModel):
         super().save_pretrained(save_directory, state_dict=tensors, **saving)
 
     def bind(self, target: PreTrainedModel) -> HeadDrafter:
-        """The drafter of one call."""
-        config, output = self.config, getattr(self, "lm_head", None)
+        """The drafter of one call; raises ValueError if the head is for another target, or in training mode."""
+        config = self.config
         require(not self.training, "the head is in training mode; call its eval().")
-        sizes = config.target_hidden_size, config.vocab_size
-        found = target.config.get_text_config(decoder=True).hidden_size, vocabulary(target)
-        told = f"the head is for a target of width {sizes[0]} with {sizes[1]} tokens, and {type(target).__name__} has "
-        require(sizes == found, f"{told}{found[0]} and {found[1]}; give a head that was made for this target.")
-        embed: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        if config.kind in ("dflash", "dflash2") and hasattr(embed, "embed_norm"):  # of Muse: they read the rows alone
-            embed = nn.Embedding.from_pretrained(embed.weight)
-        output = None if config.kind == "medusa" else output or target.get_output_embeddings()
+        width, tokens = target.config.get_text_config(decoder=True).hidden_size, vocabulary(target)
+        require(
+            (config.target_hidden_size, config.vocab_size) == (width, tokens),
+            f"the head is for a target of width {config.target_hidden_size} with {config.vocab_size} tokens, and "
+            f"{type(target).__name__} has {width} and {tokens}; give a head that was made for this target.",
+        )
+        embedding: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
+        if config.kind in ("dflash", "dflash2") and hasattr(embedding, "embed_norm"):  # of Muse: they read the rows
+            embedding = nn.Embedding.from_pretrained(embedding.weight)
+        output = None
+        if config.kind != "medusa":
+            output = getattr(self, "lm_head", None) or target.get_output_embeddings()
         mask = getattr(self, "mask_embedding", None)
-        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self, mask)
+        return HeadDrafter(self.body, embedding, output, self.ids, self.hidden_state_taps(target), self, mask)
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -110,14 +125,17 @@ class DraftHead(PreTrainedModel):
     def get_output_embeddings(self) -> None:
         """None that scores all tokens, as that of a model does."""
 
-    def places(self, target: PreTrainedModel) -> list[Place]:
-        """Where in the target its states are: what goes into a layer, or comes out of the last one."""
+    def hidden_state_taps(self, target: PreTrainedModel) -> list[Place]:
+        """Where in the target the head reads states: the input of a layer, or the output of the last one."""
         if self.config.kind == "medusa":
             return []
         layers, ids = find_layers(target, "a draft head for")[1], self.config.layer_ids
-        told = f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; "
-        require(max(ids) <= len(layers), f"{told}give a head that was made for this target.")
+        require(
+            max(ids) <= len(layers),
+            f"the head reads the state behind layer {max(ids)}, and {type(target).__name__} has {len(layers)}; give a "
+            "head that was made for this target.",
+        )
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
+        raise NotImplementedError  # what `bind` returns does

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import Body, Found
+from .body import Body, StepOutput
 from .config import HeadConfig
 
 
@@ -23,17 +23,21 @@ class MedusaBlock(nn.Module):
 class Medusa(Body):
     """Network i drafts candidate i, of the target's state that the token before the first one was chosen by."""
 
-    has_keys = False
+    has_attention = False
 
     def __init__(self, config: HeadConfig):
         super().__init__()
-        self.config, self.most = config, config.medusa_num_heads or 0
-        for number in range(self.most):
+        self.config = config
+        self.max_candidates = config.medusa_num_heads or 0
+        for number in range(self.max_candidates):
             blocks = [MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers or 0)]
-            scores = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.add_module(str(number), nn.Sequential(*blocks, scores))
+            output = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.add_module(str(number), nn.Sequential(*blocks, output))
 
-    def begin(self, entries: Any, embedded: Any, states: torch.Tensor, newest: Any, number: int) -> Found:
-        """Scores [R, n, V_d], since it has no output in common."""
-        newest = states.gather(1, newest[..., None].expand(-1, -1, states.shape[2]))
-        return torch.cat([self.get_submodule(str(place))(newest) for place in range(number)], 1), None
+    def first_step(
+        self, cache: Any, embedded: Any, states: torch.Tensor, newest: Any, num_candidates: int
+    ) -> StepOutput:
+        """Logits [R, n, V_d] in place of states, since the networks have no output in common."""
+        newest_states = states.gather(1, newest[..., None].expand(-1, -1, states.shape[2]))
+        logits = [self.get_submodule(str(number))(newest_states) for number in range(num_candidates)]
+        return torch.cat(logits, 1), None

@@ -16,10 +16,10 @@ from hf_specx.common.wrappers import OfModels, shallow
 from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.models.slots import SlotCache
 
-from .body import Body
+from .body import Body, StepOutput
 from .config import HeadConfig
 from .driver import HeadDrafter
-from .layers import Places
+from .layers import SlotMapping
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -57,45 +57,56 @@ class MtpDraft(Drafter):
 
 def read_layers(target: PreTrainedModel) -> Any:
     """The `MtpModel` of a target, from the files that this was loaded from."""
-    name, model = type(target).__name__, with_layers(target)
-    told = f"{name} has no multi-token layers (num_mtp_layers in its config); give a draft model or a head instead."
-    require(bool(getattr(model.config.get_text_config(), "num_mtp_layers", None)), told)
+    name = type(target).__name__
+    with_config = with_layers(target)
+    require(
+        bool(getattr(with_config.config.get_text_config(), "num_mtp_layers", None)),
+        f"{name} has no multi-token layers (num_mtp_layers in its config); give a draft model or a head instead.",
+    )
     try:
         from transformers.modeling_layers import MtpModel
 
-        found: Any = MtpModel.from_pretrained(model, device_map={"": last_device(target)})
-        require(hasattr(found, "forward_layer"), "transformers is older than 5.20")
+        model: Any = MtpModel.from_pretrained(with_config, device_map={"": last_device(target)})
+        require(hasattr(model, "forward_layer"), "transformers is older than 5.20")
     except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        told = f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
-        told += "target from a checkpoint with them, or give a draft model or a head instead."
-        raise ValueError(told) from error
-    if found.config._attn_implementation not in MASKED:
-        found.config._attn_implementation = "sdpa"
-    kinds = getattr(found.config, "layer_types", None) or []
-    told = f"the multi-token layers of {name} are of type {', '.join(kinds)}; only {', '.join(LAYER_TYPES)} are "
-    require(set(kinds) <= set(LAYER_TYPES), f"{told}supported: give a draft model or a head instead.")
-    found.layers.requires_grad_(False).eval()
-    return found
+        message = (
+            f"the multi-token layers of {name} cannot be read from {target.name_or_path!r}: {error}; load the "
+            "target from a checkpoint with them, or give a draft model or a head instead."
+        )
+        raise ValueError(message) from error
+    if model.config._attn_implementation not in MASKED:
+        model.config._attn_implementation = "sdpa"
+    layer_types = getattr(model.config, "layer_types", None) or []
+    require(
+        set(layer_types) <= set(LAYER_TYPES),
+        f"the multi-token layers of {name} are of type {', '.join(layer_types)}; only {', '.join(LAYER_TYPES)} are "
+        "supported: give a draft model or a head instead.",
+    )
+    model.layers.requires_grad_(False).eval()
+    return model
 
 
 def masks_of_rows(
-    config: Any, number: int, embedded: torch.Tensor, entries: "MtpCache", positions: Any
+    config: Any, number: int, embedded: torch.Tensor, cache: "MtpCache", positions: Any
 ) -> dict[str, torch.Tensor]:
     """What layer `number` sees; the model itself knows batches of one alone."""
-    kinds = getattr(config, "layer_types", None)
-    own = config.per_layer_config[number] if config.is_heterogeneous else config
-    window = own.sliding_window if kinds is not None and kinds[number] in WINDOWS else None
-    return {"attention_mask": entries.mask(window, embedded.dtype)}
+    layer_types = getattr(config, "layer_types", None)
+    layer_config = config.per_layer_config[number] if config.is_heterogeneous else config
+    has_window = layer_types is not None and layer_types[number] in WINDOWS
+    window = layer_config.sliding_window if has_window else None
+    return {"attention_mask": cache.mask(window, embedded.dtype)}
 
 
 def with_layers(target: PreTrainedModel) -> Any:
     """The target with a config that has the layers that transformers leaves out, and the precision of its weights."""
-    found = shallow(target)
-    found.config = deepcopy(target.config)
-    found.config.dtype, text = target.dtype, found.config.get_text_config()
-    if text.model_type.startswith(QWEN):
-        text.num_mtp_layers, text.mtp_layer_types = getattr(text, "mtp_num_hidden_layers", 1), ["full_attention"]
-    return found
+    copied = shallow(target)
+    copied.config = deepcopy(target.config)
+    copied.config.dtype = target.dtype
+    text_config = copied.config.get_text_config()
+    if text_config.model_type.startswith(QWEN):
+        text_config.num_mtp_layers = getattr(text_config, "mtp_num_hidden_layers", 1)
+        text_config.mtp_layer_types = ["full_attention"]
+    return copied
 
 
 class Mtp(Body):
@@ -105,113 +116,134 @@ class Mtp(Body):
     many entries earlier as there are further layers.
     """
 
-    chained = True
+    autoregressive = True
     model: Any
-    most: int
+    max_candidates: int
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model, self.most, self.config = model, len(model.layers), HeadConfig(kind="mtp")
+        self.model = model
+        self.max_candidates = len(model.layers)
+        self.config = HeadConfig(kind="mtp")
         model.create_masks_for_mtp_layer = partial(masks_of_rows, model.config)
 
     def parameters(self, recurse: bool = True) -> Any:
         return self.model.layers.parameters()
 
-    def read(self, entries: "MtpCache", tokens: Any, states: torch.Tensor) -> None:
-        states, tokens = entries.extended(states, tokens)
-        for number in range(self.most):
-            states = self._layer(entries, number, tokens.roll(-number, 1), states)
+    def append_context(self, cache: "MtpCache", tokens: Any, states: torch.Tensor) -> None:
+        states, tokens = cache.with_recomputed(states, tokens)
+        for number in range(self.max_candidates):
+            states = self._forward_layer(cache, number, tokens.roll(-number, 1), states)
 
-    def begin(self, entries: "MtpCache", tokens: Any, states: torch.Tensor, newest: Any, number: int) -> Any:
-        """Take up the new entries by the first layer: scores behind each row's last, and what `next` goes on with."""
-        states, tokens = entries.extended(states, tokens)
-        return self._noted(entries, 0, tokens, states, newest + self.most - 1)
+    def first_step(
+        self, cache: "MtpCache", tokens: Any, states: torch.Tensor, newest: Any, num_candidates: int
+    ) -> StepOutput:
+        """Append entries to the first layer: logits behind each row's last, and what `next_step` goes on with."""
+        states, tokens = cache.with_recomputed(states, tokens)
+        return self._layer_step(cache, 0, tokens, states, newest + self.max_candidates - 1)
 
-    def next(self, entries: "MtpCache", tokens: torch.Tensor, state: Any) -> Any:
+    def next_step(self, cache: "MtpCache", tokens: torch.Tensor, carried: Any) -> StepOutput:
         """By the next layer, which sees the candidates [R, 1] behind the last entry of each row."""
-        number, earlier, states, newest = state
-        return self._noted(entries, number + 1, earlier.roll(-1, 1).scatter(1, newest, tokens), states, newest)
+        number, earlier, states, newest = carried
+        shifted = earlier.roll(-1, 1).scatter(1, newest, tokens)
+        return self._layer_step(cache, number + 1, shifted, states, newest)
 
-    def _noted(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: Any, newest: Any) -> Any:
-        found = self._layer(entries, number, tokens, states)
-        last = found.gather(1, newest[..., None].expand(-1, -1, found.shape[2]))
-        return self.model._project_to_logits(last), (number, tokens, found, newest)
+    def _layer_step(
+        self, cache: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor, newest: torch.Tensor
+    ) -> StepOutput:
+        output = self._forward_layer(cache, number, tokens, states)
+        last = output.gather(1, newest[..., None].expand(-1, -1, output.shape[2]))
+        return self.model._project_to_logits(last), (number, tokens, output, newest)
 
-    def _layer(self, entries: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _forward_layer(
+        self, cache: "MtpCache", number: int, tokens: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
         """[r, m, H] of a layer, for entries with these tokens [r, m] and states."""
-        positions, found = entries.positions + number + 1, []
-        # without rotary positions a layer counts them for all rows alike
-        for part in entries.parts(self.model.rotary_emb is None):
-            found.append(self.model.forward_layer(number, states[part], positions[part], entries, tokens[part]))
-        return torch.cat(found) if len(found) > 1 else found[0]
+        positions = cache.positions + number + 1
+        # without rotary positions a layer counts them for all rows in the same way
+        one_by_one = self.model.rotary_emb is None
+        outputs = [
+            self.model.forward_layer(number, states[part], positions[part], cache, tokens[part])
+            for part in cache.row_slices(one_by_one)
+        ]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class MtpCache(SlotCache):
-    """Runs the layers for one call, as `Layers` does; keeps states and tokens: the last entries are computed anew.
+    """Runs the layers for one call, as `HeadRunner` does; has states and tokens too: last entries are computed anew.
 
     Attributes:
-        again: how many.
-        earlier: [r, again + q], the slots of the entries; below 0 there is none.
-        positions: [r, again + q] of these.
-        numbers: where what is kept by a name lies among the layers.
+        num_recomputed: how many.
+        entry_slots: [r, num_recomputed + q], the slots of the entries; below 0 there is none.
+        positions: [r, num_recomputed + q] of these.
+        layer_numbers: which layer of this cache has the values that are stored by a name.
     """
 
     positions: torch.Tensor
-    earlier: torch.Tensor
+    entry_slots: torch.Tensor
 
     def __init__(self, body: Mtp, rows: int):
         super().__init__()
-        self.body, self.again, self.slots.rows = body, body.most - 1, rows
-        self.numbers = dict[Any, int]()
+        self.body = body
+        self.num_recomputed = body.max_candidates - 1
+        self.slots.rows = rows
+        self.layer_numbers = dict[Any, int]()
 
-    def __call__(self, part: str, places: Places, *inputs: Any) -> Any:
-        """What this method of the body gives."""
-        self.positions = places.positions
-        self.slots.aim(places.slots, 0, places.extent + 1, places.rows)
-        return getattr(self.body, part)(self, *inputs)
+    def __call__(self, method: str, mapping: SlotMapping, *inputs: Any) -> Any:
+        """What this method of the body returns."""
+        self.positions = mapping.positions
+        self.slots.aim(mapping.slots, 0, mapping.extent + 1, mapping.rows)
+        return getattr(self.body, method)(self, *inputs)
 
-    def number(self, number: int) -> int:
+    def padded_candidates(self, number: int) -> int:
         return number
 
-    width = number
+    def padded_width(self, width: int) -> int:
+        return width
 
-    def kept(self, name: Any, values: torch.Tensor) -> torch.Tensor:
-        """Write values [r, q, N] of entries; all that these rows have by the name, [r, extent, N]."""
-        number = self.numbers.setdefault(name, self.again + 1 + len(self.numbers))
+    def store(self, name: Any, values: torch.Tensor) -> torch.Tensor:
+        """Write values [r, q, N] of entries; returns all that these rows have by the name, [r, extent, N]."""
+        number = self.layer_numbers.setdefault(name, self.num_recomputed + 1 + len(self.layer_numbers))
         return self.update(values[:, None], values[:, None, :, :0], number)[0][:, 0]
 
-    def extended(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [r, again + q, W] and tokens of the coming entries, and of as many before them as come once more."""
+    def with_recomputed(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States [r, num_recomputed + q, W] and tokens: of entries that are computed anew, and of the new ones."""
         assert self.slots.index is not None
-        all_states, all_tokens = self.kept("states", states), self.kept("tokens", tokens[..., None])[..., 0]
-        rows, coming = self.slots.index
-        first = coming[:, :1] + torch.arange(-self.again, 0, device=coming.device)
-        self.earlier = torch.cat([first, coming], 1)
-        index, here = self.earlier.clamp(min=0), torch.arange(len(coming), device=coming.device)[:, None]
-        self.positions = (self.positions - coming)[:, :1] + index
-        self.slots.index = rows, torch.where(self.earlier < 0, self.slots.extent - 1, self.earlier)
-        return all_states[here, index], all_tokens[here, index]
+        all_states = self.store("states", states)
+        all_tokens = self.store("tokens", tokens[..., None])[..., 0]
+        rows, new_slots = self.slots.index
+        earlier_slots = new_slots[:, :1] + torch.arange(-self.num_recomputed, 0, device=new_slots.device)
+        self.entry_slots = torch.cat([earlier_slots, new_slots], 1)
+        columns = self.entry_slots.clamp(min=0)
+        self.positions = (self.positions - new_slots)[:, :1] + columns
+        unseen = self.slots.extent - 1
+        self.slots.index = rows, torch.where(self.entry_slots < 0, unseen, self.entry_slots)
+        row_index = torch.arange(len(new_slots), device=new_slots.device)[:, None]
+        return all_states[row_index, columns], all_tokens[row_index, columns]
 
-    def parts(self, apart: bool) -> Iterator[slice]:
+    def row_slices(self, one_by_one: bool) -> Iterator[slice]:
         """The rows at once, or one by one: what is written and seen meanwhile is theirs."""
         assert self.slots.index is not None
-        (rows, slots), earlier = self.slots.index, self.earlier
-        for part in [slice(row, row + 1) for row in range(len(rows))] if apart else [slice(None)]:
-            self.slots.index, self.earlier = (rows[part], slots[part]), earlier[part]
+        (rows, slots), entry_slots = self.slots.index, self.entry_slots
+        parts = [slice(row, row + 1) for row in range(len(rows))] if one_by_one else [slice(None)]
+        for part in parts:
+            self.slots.index, self.entry_slots = (rows[part], slots[part]), entry_slots[part]
             yield part
-        self.slots.index, self.earlier = (rows, slots), earlier
+        self.slots.index, self.entry_slots = (rows, slots), entry_slots
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[r, 1, q, S], additive: entries see their own slot and those before it."""
         assert self.slots.index is not None
         queries = self.slots.index[1][:, None, :, None]
         keys = torch.arange(self.slots.extent, device=queries.device)
-        seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        visible = keys <= queries
+        if window is not None:
+            visible = visible & (keys > queries - window)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The position of the first coming entry, for layers that count them: layer j is j + 1 tokens ahead."""
-        return int(self.earlier[0, 0]) + layer_idx + 1
+        """The position of the first entry, for layers that count them: layer j is j + 1 tokens ahead."""
+        return int(self.entry_slots[0, 0]) + layer_idx + 1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys there are, and the position of the first."""
@@ -223,12 +255,14 @@ class MtpCache(SlotCache):
     def update_conv_state(  # type: ignore[override]
         self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 1
     ) -> torch.Tensor:
-        """What a convolution reads for the coming entries: their states [r, C, q] behind those of earlier ones."""
-        states = states.masked_fill(self.earlier[:, None] < 0, 0.0)
-        kept = self.kept((layer_idx, state_idx), states.mT)
-        before = self.earlier[:, :1] + torch.arange(1 - conv_kernel_size, 0, device=states.device)
-        found = kept[torch.arange(len(kept), device=kept.device)[:, None], before.clamp(min=0)]
-        return torch.cat([found.masked_fill(before[..., None] < 0, 0.0).mT, states], 2)
+        """What a convolution reads for the entries: their states [r, C, q] behind those of earlier ones."""
+        states = states.masked_fill(self.entry_slots[:, None] < 0, 0.0)
+        stored = self.store((layer_idx, state_idx), states.mT)
+        earlier_slots = self.entry_slots[:, :1] + torch.arange(1 - conv_kernel_size, 0, device=states.device)
+        row_index = torch.arange(len(stored), device=stored.device)[:, None]
+        earlier = stored[row_index, earlier_slots.clamp(min=0)]
+        earlier = earlier.masked_fill(earlier_slots[..., None] < 0, 0.0)
+        return torch.cat([earlier.mT, states], 2)
 
 
 class MtpDrafter(HeadDrafter):
@@ -240,18 +274,19 @@ class MtpDrafter(HeadDrafter):
     def _make_runner(self, context: DraftContext) -> MtpCache:
         return MtpCache(self.body, len(context.batch.rows))
 
-    def _next(self, batch: Batch, place: int, tokens: torch.Tensor) -> None:
-        self._note(self.body.next(self.runner, tokens, self.state))
+    def _next_step(self, batch: Batch, index: int, previous: torch.Tensor) -> None:
+        self._add_output(self.body.next_step(self.runner, previous, self.carried))
 
-    def embed(self, tokens: torch.Tensor, masks: int = 0) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
         return moved(tokens, self.device)
 
     def rehearse(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
-        tokens, end = batch.last(1).to(self.device), max(self.held)
+        tokens = batch.last(1).to(self.device)
+        end = max(self.num_computed_tokens)
         width = self.body.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         slots = tokens * 0 + end
-        self.runner("begin", Places(slots, slots, end + 1), tokens, states, tokens * 0, 1)
+        self.runner("first_step", SlotMapping(slots, slots, end + 1), tokens, states, tokens * 0, 1)
         synchronize(self.device)

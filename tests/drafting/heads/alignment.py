@@ -22,7 +22,7 @@ from hf_specx.drafting.heads.driver import HeadDrafter
 
 LAYERS = 8
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-LOOSE = 2.5  # the temperature of all that is sampled here, so that candidates of random heads are kept
+LOOSE = 2.5  # the temperature of all that is sampled here, so that candidates of random heads are accepted
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": LOOSE, "max_new_tokens": 24, "pad_token_id": 0}
 
 
@@ -63,8 +63,8 @@ class Aligned:
             if done.draft.probs is None:
                 right = int(logits.argmax()) == drafted[place]
             else:
-                found = done.draft.probs[index, place].double()
-                right = torch.allclose(found, (logits / LOOSE).softmax(-1), atol=2e-4)
+                probs = done.draft.probs[index, place].double()
+                right = torch.allclose(probs, (logits / LOOSE).softmax(-1), atol=2e-4)
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {self.row}, candidate {place}")
         if self.cut:
@@ -81,7 +81,7 @@ class Aligned:
     def states(self, text: Sequence[int]) -> list[torch.Tensor]:
         ids = self.head.layer_ids or [None]
         states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
-        return [one[0, self.prefix :] for one in states]
+        return [state[0, self.prefix :] for state in states]
 
     def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
         table = self.target.get_input_embeddings()
@@ -130,29 +130,34 @@ def assert_equals_stock(
     assert strategy.report.accepted > 0
 
 
-LAST, BEGIN, TOKENS, SCORED = Batch.last, HeadDrafter.begin, HeadDrafter.tokens, Block.scored
-SELECTED = DFlash2.scored
+LAST, FIRST_STEP, SHIFTED_TOKENS = Batch.last, HeadDrafter.first_step, HeadDrafter.shifted_tokens
+ADJUST, SELECT = Block.adjust_logits, DFlash2.adjust_logits
 
 
-def unshifted(feed: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
+def unshifted(drafter: HeadDrafter, ids: Any, rows: Any, starts: torch.Tensor, width: int) -> torch.Tensor:
     """Tokens of the states themselves, in place of those behind them."""
-    return TOKENS(feed, ids, rows, starts - 1, width)
+    return SHIFTED_TOKENS(drafter, ids, rows, starts - 1, width)
 
 
-def begun_early(feed: HeadDrafter, batch: Batch) -> None:
+def begun_early(drafter: HeadDrafter, batch: Batch) -> None:
     """A block begins with the last token whose states are known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Batch, "last", lambda batch, count, ahead=0: LAST(batch, count + 1, ahead)[:, :count])
-        BEGIN(feed, batch)
+        FIRST_STEP(drafter, batch)
 
 
-def told_early(body: Block, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """A place is told of the token before the one before it."""
-    earlier, inner = memory or (tokens, None)
-    scores, inner, sure = SCORED(body, scores, states, earlier, inner, asked)
-    return scores, (tokens, inner), sure
+def adjusted_early(
+    body: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+) -> Any:
+    """Logits are adjusted by the token before the previous one."""
+    earlier, inner = carried or (previous, None)
+    logits, inner, confidence = ADJUST(body, logits, states, earlier, inner, with_confidence)
+    return logits, (previous, inner), confidence
 
 
-def selected_early(body: DFlash2, scores: Any, states: Any, tokens: torch.Tensor, memory: Any, asked: bool) -> Any:
-    """As `told_early`, of the selector."""
-    return SELECTED(body, scores, states, tokens if memory is None else memory, None, asked)[0], tokens, None
+def selected_early(
+    body: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+) -> Any:
+    """As `adjusted_early`, of the selector."""
+    earlier = previous if carried is None else carried
+    return SELECT(body, logits, states, earlier, None, with_confidence)[0], previous, None

@@ -27,12 +27,12 @@ def some_texts(rows: int, length: int, generator: torch.Generator, back: int = 1
     draws = torch.Generator().manual_seed(1)
     after = torch.stack([torch.randperm(WORDS, generator=draws) for _ in range(TOPICS)])
     topic = torch.randint(0, TOPICS, (rows,), generator=generator)
-    found = [topic + WORDS, *(torch.randint(0, WORDS, (rows,), generator=generator) for _ in range(back))]
-    while len(found) < length:
+    words = [topic + WORDS, *(torch.randint(0, WORDS, (rows,), generator=generator) for _ in range(back))]
+    while len(words) < length:
         other = torch.rand(rows, generator=generator) < NOISE
         word = torch.randint(0, WORDS, (rows,), generator=generator)
-        found.append(torch.where(other, word, after[topic, found[-back]]))
-    return torch.stack(found[:length], 1)
+        words.append(torch.where(other, word, after[topic, words[-back]]))
+    return torch.stack(words[:length], 1)
 
 
 @cache

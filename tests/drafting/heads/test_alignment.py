@@ -9,13 +9,13 @@ import torch
 from alignment import (
     GREEDY,
     SAMPLED,
+    adjusted_early,
     assert_aligned,
     assert_equals_stock,
     begun_early,
     loaded,
     selected_early,
     target_of,
-    told_early,
     unshifted,
     watched,
 )
@@ -26,21 +26,21 @@ from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTe
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting.heads import dflash2, reading
+from hf_specx.drafting.heads import dflash2, formats
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.domino import PrefixGru
-from hf_specx.drafting.heads.driver import HeadDrafter as Feed
+from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.drafting.heads.eagle import Eagle
-from hf_specx.drafting.heads.reading import read_head
-from hf_specx.drafting.heads.running import head_forward
+from hf_specx.drafting.heads.formats import read_head
+from hf_specx.drafting.heads.runner import head_forward
 from hf_specx.models import compiled_forwards
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 WINDOW = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 6}
-OWN = {"own_embeddings": True, "own_head": True}
+OWN_TABLES = {"own_embeddings": True, "own_head": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -50,7 +50,7 @@ SPECFORGE = {"form": "specforge dspark", "layers": 2, "confidence": True}
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab": 24},
     "eagle3 of the target's residual": {"norm_before_residual": True, "biases": True},
-    "eagle3 with one norm": {"norms": "one", "norm_output": True, **OWN},
+    "eagle3 with one norm": {"norms": "one", "norm_output": True, **OWN_TABLES},
     "eagle3 with a norm each": {"norms": "each", "rotary_factor": 0.5},
     "eagle3 of three layers": {"layers": 3, "qk_norm": True, "layer_ids": (0, 3, 6, 7)},
     "eagle3 of another width": {"width": 64, "draft_vocab": 24},
@@ -79,12 +79,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark gated": {"markov": "gated"},
     "dspark rnn": {"markov": "rnn", "width": 64},
     "domino": {"layers": 2},
-    "domino of another width": {"pure": 0, "width": 64, "draft_vocab": 24, **OWN},
+    "domino of another width": {"pure": 0, "width": 64, "draft_vocab": 24, **OWN_TABLES},
     "domino by SpecForge": {"form": "domino", "layers": 2},
     "domino by SpecForge with its anchor": {"form": "domino", "from_anchor": True, "pure": 2},
     "domino by early SpecForge": {"form": "early domino"},
     "dflash2": {"layers": 2, "embedding_scale": 0.5},
-    "dflash2 of three taps": {"taps": 3, "group": 4, "multiplier": 1.5, "softcap": 2.0, "top_k": 7, **OWN},
+    "dflash2 of three taps": {"taps": 3, "group": 4, "multiplier": 1.5, "softcap": 2.0, "top_k": 7, **OWN_TABLES},
     "dflash2 with its anchor": {"from_anchor": True, "width": 64},
     "dflash2 with a window": WINDOW | {"window_non_causal": False},
     "dflash2 with a window of blocks": WINDOW,
@@ -93,14 +93,14 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 by SafeAILab, whole": {"form": "safeailab", "theta": 10000.0, "own_head": True},
     "eagle3 by SpecForge": {"form": "specforge", "draft_vocab": 24, "layer_ids": (1, 4, 6), "norms": "each"},
     "eagle3 by AngelSlim": {"form": "angelslim", "draft_vocab": 24},
-    "eagle3 by DeepSpec": {"form": "deepspec", "layer_ids": (2, 3, 4, 5, 6), "qk_norm": True, **OWN},
-    "dflash by DeepSpec": {"form": "deepspec", "layer_ids": (2, 4, 6), "from_anchor": True, **OWN},
+    "eagle3 by DeepSpec": {"form": "deepspec", "layer_ids": (2, 3, 4, 5, 6), "qk_norm": True, **OWN_TABLES},
+    "dflash by DeepSpec": {"form": "deepspec", "layer_ids": (2, 4, 6), "from_anchor": True, **OWN_TABLES},
     "dflash by early speculators": {"form": "old speculators"},
     "dspark by early speculators": {"form": "old speculators", "from_anchor": False},
     "dspark by SpecForge": SPECFORGE,
     "dspark by SpecForge, gated": {"form": "early specforge dspark", "markov": "gated", "layers": 2},
     "dspark by SpecForge, that turns pairs": SPECFORGE | {"in_pairs": True, "turning": 4, "block": 9, "theta": 100.0},
-    "dspark by DeepSpec": {"form": "deepspec", "markov": "rnn", **OWN},
+    "dspark by DeepSpec": {"form": "deepspec", "markov": "rnn", **OWN_TABLES},
     "dflash by z-lab": {"form": "z-lab", "layers": 2},
     "dflash2 by z-lab": {"form": "z-lab 2", "layers": 2, "multiplier": 0.5, "softcap": 3.0, "embedding_scale": 2.0},
     "dflash2 by z-lab with a window": {"form": "z-lab 2", **WINDOW},
@@ -120,12 +120,13 @@ def test_heads(name: str, tmp_path: Path):
     draft = loaded(head, tmp_path / "published", target)
     watch = assert_aligned(head, draft, target, prompts(4), SAMPLED, least=80)
     assert any(len(set(lengths)) > 1 for lengths in watch.lengths)  # rows that end draft fewer
-    draft.save_pretrained(tmp_path / "kept")
-    (config, weights), (again, same) = (read_head(tmp_path / form, target) for form in ("published", "kept"))
-    assert vars(again) == vars(config)
-    assert weights.keys() == same.keys() == head.weights.keys()
+    draft.save_pretrained(tmp_path / "saved")
+    config, weights = read_head(tmp_path / "published", target)
+    saved_config, saved_weights = read_head(tmp_path / "saved", target)
+    assert vars(saved_config) == vars(config)
+    assert weights.keys() == saved_weights.keys() == head.weights.keys()
     expected = weights if head.in_pairs else head.weights  # the order of whose channels was changed
-    assert all(torch.equal(same[tensor], value) for tensor, value in expected.items())
+    assert all(torch.equal(saved_weights[name], tensor) for name, tensor in expected.items())
     assert config.rms_norm_eps == EPS or head.kind == "medusa"  # which cannot be seen in what is proposed
 
 
@@ -167,10 +168,11 @@ def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, 
     """One target for heads that read it in other places, whose forwards are compiled apart, and the heads' own."""
     run, target = compiled_forwards.CompiledForwards.run, target_of(num_hidden_layers=4)
 
-    def checked(self, function, size, *given, **named):
-        if function is head_forward and given[3]:
-            assert len(given[3][0][0]) == size[1]  # the buffers have the rows that it is compiled for
-        return run(self, function, size, *given, **named)
+    def checked(self, function, size, *inputs, **named):
+        if function is head_forward:
+            buffers = inputs[3]
+            assert not buffers or len(buffers[0][0]) == size[1]  # they have the rows that it is compiled for
+        return run(self, function, size, *inputs, **named)
 
     monkeypatch.setattr(compiled_forwards.CompiledForwards, "run", checked)
     for name, number in names.items():
@@ -186,12 +188,15 @@ def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 @pytest.mark.parametrize("name", ["eagle3", "dflash2", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_compiled_queues(name: str, traced: None, tmp_path: Path):
-    """Prompts that come later are read into the buffers, also such as have no room there."""
+    """Prompts that come later are read into the buffers, also those that do not fit and have them grow."""
     target, head = target_of(num_hidden_layers=4), head_of(name, layer_ids=(1, 2, 3))
     strategy = SpeculativeDecoding(loaded(head, tmp_path / "head", target), num_draft_tokens=2, compile=True)
     watch = watched(strategy, head, target)
-    asked = [Request([1 + (number + place) % 40 for place in range(n)]) for number, n in enumerate((1, 4, 6, 90, 3))]
-    assert_alone(strategy, target, asked, batch_size=3, do_sample=False, max_new_tokens=8)
+    requests = [
+        Request([1 + (number + index) % 40 for index in range(length)])
+        for number, length in enumerate((1, 4, 6, 90, 3))
+    ]
+    assert_alone(strategy, target, requests, batch_size=3, do_sample=False, max_new_tokens=8)
     watch.check(20)
 
 
@@ -205,18 +210,19 @@ def without_vector(draft: DraftHead) -> None:
     del draft.mask_embedding
 
 
-def own_states_kept(feed: Feed, done: Round) -> None:
+def own_states_kept(drafter: HeadDrafter, done: Round) -> None:
     """What was written for accepted candidates while drafting stays, in place of the target's states."""
-    OBSERVE(feed, done)
-    waiting = feed.fresh(done.batch)
-    for row, count in zip(done.batch.rows, waiting, strict=True):
-        feed.held[row] += count - 1
-    feed.unread = feed.unread.gather(1, (torch.tensor(waiting) - 1)[:, None, None].expand(-1, 1, 96))
+    OBSERVE(drafter, done)
+    pending = drafter.num_pending_states(done.batch)
+    for row, number in zip(done.batch.rows, pending, strict=True):
+        drafter.num_computed_tokens[row] += number - 1
+    last = (torch.tensor(pending) - 1)[:, None, None].expand(-1, 1, 96)
+    drafter.pending_states = drafter.pending_states.gather(1, last)
 
 
-def rejected_states_kept(feed: Feed, done: Round) -> None:
+def rejected_states_kept(drafter: HeadDrafter, done: Round) -> None:
     """The state of a row's last token is that of the candidate that was rejected behind it."""
-    OBSERVE(feed, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
+    OBSERVE(drafter, replace(done, forward=done.forward._replace(hidden=done.forward.hidden.roll(-1, 1))))
 
 
 def gates_swapped(draft: DraftHead) -> None:
@@ -246,17 +252,19 @@ def over_borders(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 WHOLE = {"rope_type": "default", "rope_theta": 100.0}
-OBSERVE, FORWARD, CONVOLVED = Feed.observe, Eagle.forward, dflash2.convolved
+OBSERVE, FORWARD, CONVOLVED = HeadDrafter.observe, Eagle.forward, dflash2.convolved
 CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is said
     "ids one off": {"layer_ids": [3, 5, 6]},
     "states in another order": {"layer_ids": [4, 2, 5]},
     "halves swapped": {"change": swapped},
     "wrong norm fed back": {"patch": ("config", "norm_output", True)},
     "offsets as ids": {"patch": (DraftHead, "ids", property(lambda draft: draft.d2t))},
-    "tokens not shifted": {"patch": (Feed, "tokens", unshifted)},
-    "states for tokens": {"patch": (Eagle, "forward", lambda body, entries, *two: FORWARD(body, entries, *two[::-1]))},
-    "own states kept": {"patch": (Feed, "observe", own_states_kept)},
-    "rejected states kept": {"patch": (Feed, "observe", rejected_states_kept)},
+    "tokens not shifted": {"patch": (HeadDrafter, "shifted_tokens", unshifted)},
+    "states for tokens": {
+        "patch": (Eagle, "forward", lambda body, cache, *inputs: FORWARD(body, cache, *inputs[::-1]))
+    },
+    "own states kept": {"patch": (HeadDrafter, "observe", own_states_kept)},
+    "rejected states kept": {"patch": (HeadDrafter, "observe", rejected_states_kept)},
     "places for their own tokens": {"head": "dspark", "patch": ("config", "sample_from_anchor", False)},
     "places for those behind": {"head": "dspark by early speculators", "layout": "anchor"},
     "places of SpecForge for their own tokens": {"head": "dspark by SpecForge", "layout": "fill-in"},
@@ -265,17 +273,20 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
     "causal windows": {"head": "dflash that is not causal", "patch": ("config", "sliding_window_non_causal", False)},
     "all channels for a part": {"patch": ("config", "rope_parameters", WHOLE), "head": "eagle3 that turns a part"},
     "a part for all channels": {"partial_rotary_factor": 0.5, "head": "eagle3 with a norm each"},
-    "pairs as halves": {"patch": (reading, "pairs_to_halves", lambda *given: None), "head": "eagle3 that turns pairs"},
+    "pairs as halves": {
+        "patch": (formats, "pairs_to_halves", lambda *arguments: None),
+        "head": "eagle3 that turns pairs",
+    },
     "positions that are not scaled": {
         "patch": ("config", "rope_parameters", WHOLE),
         "head": "eagle3 with yarn as of Kimi",
     },
     "scores of what is normed": {"use_last_layernorm": True, "head": "eagle3 that scores what is not normed"},
     "the mask token for its vector": {"change": without_vector, "head": "dflash with a mask of its own"},
-    "a block that begins early": {"head": "dspark", "patch": (Feed, "begin", begun_early)},
+    "a block that begins early": {"head": "dspark", "patch": (HeadDrafter, "first_step", begun_early)},
     "no word of the token before": {
         "head": "dspark gated",
-        "patch": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
+        "patch": (MarkovHead, "forward", lambda head, logits, *others: (logits, others[-1])),
     },
     "a state without its tokens": {
         "head": "domino",
@@ -288,14 +299,14 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
     "convolutions before for those behind": {"head": "dflash2", "change": sides_swapped},
     "codebooks swapped": {"head": "dflash2", "change": codebooks_swapped},
     "one candidate more": {"head": "dflash2", "change": one_candidate_more},
-    "a selector of an earlier token": {"head": "dflash2", "patch": (DFlash2, "scored", selected_early)},
+    "a selector of an earlier token": {"head": "dflash2", "patch": (DFlash2, "adjust_logits", selected_early)},
     "a block not scaled": {"head": "dflash2", "patch": ("config", "input_embedding_scale", 1.0)},
     "places for those before": {"head": "dflash2", "patch": ("config", "sample_from_anchor", True)},
     "a block that sees nothing ahead": {
         "head": "dflash2 by z-lab with a window",
         "patch": ("config", "sliding_window_non_causal", False),
     },
-    "word of an earlier token": {"head": "dspark rnn", "patch": (Block, "scored", told_early)},
+    "word of an earlier token": {"head": "dspark rnn", "patch": (Block, "adjust_logits", adjusted_early)},
 }
 
 
@@ -304,7 +315,7 @@ def test_wrong_variants_are_seen(control: str, tmp_path: Path, monkeypatch: pyte
     wrong = dict(CONTROLS[control])
     change, patch, name = wrong.pop("change", None), wrong.pop("patch", None), wrong.pop("head", "eagle3")
     target, head = target_of(), head_of(name)
-    if patch is not None and patch[0] is reading:
+    if patch is not None and patch[0] is formats:
         monkeypatch.setattr(*patch)
     draft = loaded(head, tmp_path / "head", target, **wrong)
     if change is not None:

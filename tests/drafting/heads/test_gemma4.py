@@ -64,8 +64,8 @@ def pair(kind: str = "12B", vocab: int = VOCAB_SIZE, changes: dict[str, Any] | N
     return target, assistant_of(target, **of_assistant)
 
 
-def watched(strategy: SpeculativeDecoding, *both: PreTrainedModel, **variant: int) -> Beside:
-    watch = Beside(both[1], both[0], **variant)
+def watched(strategy: SpeculativeDecoding, *models: PreTrainedModel, **variant: int) -> Beside:
+    watch = Beside(models[1], models[0], **variant)
     strategy.listeners = (watch,)
     return watch
 
@@ -132,7 +132,7 @@ def test_the_computation_is_that_of_transformers(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(Stock, "get_candidates", noted)
     assistant.generation_config.num_assistant_tokens = 4
     target.generate(left_padded(1)["input_ids"], **GREEDY, assistant_model=assistant)
-    text, drafted, logits = next(one for one in seen if one[1])
+    text, drafted, logits = next(proposal for proposal in seen if proposal[1])
     read = target_read(target, text)
     for place in range(4):
         expected = assistant_logits(assistant, target, read, text, drafted[:place], position=1, window=1)
@@ -161,19 +161,19 @@ def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize(("kind", "alike"), [("12B", False), ("E2B", False), ("12B", True), ("E2B", True)])
-def test_queues(kind: str, alike: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("kind", "shares_prefix"), [("12B", False), ("E2B", False), ("12B", True), ("E2B", True)])
+def test_queues(kind: str, shares_prefix: bool, monkeypatch: pytest.MonkeyPatch):
     """Rows come in the places of others, with keys that are read or copied; each has the text of a batch of one."""
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
-    changes = {"sliding_window": 64} if alike else {}  # a window that has lost keys gives none away
+    changes = {"sliding_window": 64} if shares_prefix else {}  # a window that has lost keys gives none away
     target, assistant = pair(kind, 48, changes)
-    strategy, begun = SpeculativeDecoding(assistant, num_draft_tokens=3), [*range(1, 10)] if alike else []
-    asked = [hf_specx.Request([*begun, *request.input_ids.tolist()]) for request in requests(12)]
+    strategy, prefix = SpeculativeDecoding(assistant, num_draft_tokens=3), [*range(1, 10)] if shares_prefix else []
+    asked = [hf_specx.Request([*prefix, *request.input_ids.tolist()]) for request in requests(12)]
     watch = watched(strategy, target, assistant)
     options = {"eos_token_id": [5, 6], "pad_token_id": 0, "do_sample": False, "max_new_tokens": 12}
     assert_alone(strategy, target, asked, batch_size=3, **options)
-    assert (strategy.report.copied > 60) == alike
+    assert (strategy.report.copied > 60) == shares_prefix
     watch.check(50)
 
 
@@ -191,7 +191,7 @@ def test_sampled_rows_with_seeds_are_independent_of_others():
         strategy = SpeculativeDecoding(assistant, num_draft_tokens=3)
         watch = watched(strategy, target, assistant)
         done = strategy.generate_many(target, requests(12), batch_size=size, **SAMPLED)
-        texts.append({one.index: one.tokens for one in done})
+        texts.append({row.index: row.tokens for row in done})
         watch.check(50)
     assert texts[0] == texts[1]
 
@@ -234,8 +234,8 @@ def test_a_cache_that_is_given():
         target(input_ids=ids[:, :7], **{CACHE: cache})
     strategy = SpeculativeDecoding(assistant, num_draft_tokens=3)
     watch = watched(strategy, target, assistant)
-    found = target.generate(ids, **GREEDY, **{CACHE: cache}, custom_generate=strategy)
-    assert torch.equal(found, target.generate(ids, **GREEDY))
+    text = target.generate(ids, **GREEDY, **{CACHE: cache}, custom_generate=strategy)
+    assert torch.equal(text, target.generate(ids, **GREEDY))
     watch.check(50)
     assert "no hidden states" not in strategy.report.layout_reason
 

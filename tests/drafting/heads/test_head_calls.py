@@ -37,46 +37,48 @@ CUT = {"dspark": 0.25, "dspark by SpecForge": 0.25}  # below which a head's own 
 ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
 
 
-def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
+def head_draft_target(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
     target = target_of()
     part = {} if kind in WHOLE else {"draft_vocab": 24}
     head = random_head(kind.split()[0], **part | {"confidence": kind == "dspark"} | FORMS.get(kind, {}) | more)
     return head, loaded(head, folder / "head", target), target
 
 
-@pytest.mark.parametrize(("kind", "alike"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)])
-def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Rows come in the places of others and bring their states, also those of what they begin with alike; each has
+@pytest.mark.parametrize(
+    ("kind", "shares_prefix"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)]
+)
+def test_queues(kind: str, shares_prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows come in the places of others and bring their states, also those of a shared prefix; each has
     the text of a batch of one."""
     monkeypatch.setattr(ragged, "LEAST", 1)
     monkeypatch.setattr(ragged, "PAYS", 1)
-    head, draft, target = made(kind, tmp_path)
-    strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=3), 0.0 if alike else CUT.get(kind, 0.0)
-    begun = [*range(1, 10)] if alike else []
-    asked = [Request([*begun, *request.input_ids.tolist()]) for request in requests(12)]
+    head, draft, target = head_draft_target(kind, tmp_path)
+    strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=3), 0.0 if shares_prefix else CUT.get(kind, 0.0)
+    prefix = [*range(1, 10)] if shares_prefix else []
+    asked = [Request([*prefix, *request.input_ids.tolist()]) for request in requests(12)]
     watch, options = watched(strategy, head, target, cut=cut), ENDS | {"assistant_confidence_threshold": cut}
     assert_alone(strategy, target, asked, batch_size=3, do_sample=False, max_new_tokens=12, **options)
-    assert (strategy.report.copied > 60) == alike
+    assert (strategy.report.copied > 60) == shares_prefix
     watch.check(50 if cut else 200)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
 def test_a_long_queue(kind: str, tmp_path: Path):
-    _, draft, target = made(kind, tmp_path)
+    _, draft, target = head_draft_target(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
     assert_alone(SpeculativeDecoding(draft, num_draft_tokens=2), target, requests(300), **options)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", *FORMS])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
-    head, draft, target = made(kind, tmp_path)
-    strategy, found = SpeculativeDecoding(draft, num_draft_tokens=3), []
+    head, draft, target = head_draft_target(kind, tmp_path)
+    strategy, texts = SpeculativeDecoding(draft, num_draft_tokens=3), []
     cut = CUT.get(kind, 0.0)
     watch, options = watched(strategy, head, target, cut=cut), SAMPLED | ENDS | {"assistant_confidence_threshold": cut}
     for size in (1, 3):
         done = completed(strategy, target, requests(20), batch_size=size, **options)
-        found.append({index: one.tokens for index, one in done.items()})
-    assert found[0] == found[1]
+        texts.append({index: result.tokens for index, result in done.items()})
+    assert texts[0] == texts[1]
     watch.check(50 if cut else 100)
 
 
@@ -112,25 +114,25 @@ def test_quantised_targets(kind: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", ["hidden states of the given cache", "tokens of the given embeddings"])
-def test_prompts_that_cannot_be_read(given: str, kind: str, tmp_path: Path):
+@pytest.mark.parametrize("unread", ["hidden states of the given cache", "tokens of the given embeddings"])
+def test_prompts_that_cannot_be_read(unread: str, kind: str, tmp_path: Path):
     """The head goes on with what comes after them, and the report says so."""
-    head, draft, target = made(kind, tmp_path)
+    head, draft, target = head_draft_target(kind, tmp_path)
     ids = torch.randint(1, 48, (3, 11), generator=torch.Generator().manual_seed(1))
     inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, DynamicCache()
     strategy, text = SpeculativeDecoding(draft, num_draft_tokens=3), target.generate(**inputs, **GREEDY)
-    if "cache" in given:
+    if "cache" in unread:
         with torch.no_grad():
             target(input_ids=ids[:, :7], past_key_values=cache)
         watch = watched(strategy, head, target, prefix=7)
-        found = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
+        output = target.generate(**inputs, **GREEDY, past_key_values=cache, custom_generate=strategy)
         watch.check(50)
     else:
         embeds = target.get_input_embeddings()(ids)
         text = text[:, 11:]
-        found = target.generate(inputs_embeds=embeds, **GREEDY, custom_generate=strategy)
-    assert torch.equal(found, text)
-    assert f"no {given}" in strategy.report.layout_reason
+        output = target.generate(inputs_embeds=embeds, **GREEDY, custom_generate=strategy)
+    assert torch.equal(output, text)
+    assert f"no {unread}" in strategy.report.layout_reason
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows")
@@ -181,14 +183,14 @@ def test_grammars(kind: str, tmp_path: Path):
 
     Where they miss the few tokens that a head selects from, one of the others is.
     """
-    _, draft, target = made(kind, tmp_path, **{} if kind in WHOLE else {"draft_vocab": 6})
-    known, right = set(range(48) if draft.ids is None else draft.ids.tolist()), []
+    _, draft, target = head_draft_target(kind, tmp_path, **{} if kind in WHOLE else {"draft_vocab": 6})
+    vocabulary, is_draftable = set(range(48) if draft.ids is None else draft.ids.tolist()), []
 
     def note(done: Round) -> None:
         for index, length in enumerate(done.draft.lengths):
             for place, token in enumerate(done.draft.tokens[index, :length].tolist()):
                 forced = done.draft.forced is not None and done.draft.forced[index][place]
-                right.append(forced or token in known)
+                is_draftable.append(forced or token in vocabulary)
 
     def fresh() -> dict[str, Any]:
         return {"logits_processor": [Strict(48, 11)]}
@@ -201,12 +203,12 @@ def test_grammars(kind: str, tmp_path: Path):
             target.generate(**prompts(3), **settings, **fresh(), custom_generate=strategy)
         else:
             assert_plain(target, strategy, prompts(3), fresh, **settings)
-    assert set(right) == {True}
+    assert set(is_draftable) == {True}
 
 
 def test_numbers(tmp_path: Path):
     """A block has no more candidates than places; a threshold ends rows by the head's own confidence."""
-    head, draft, target = made("dspark", tmp_path, confidence=True, block=4)
+    head, draft, target = head_draft_target("dspark", tmp_path, confidence=True, block=4)
     for number in (9, "auto"):
         watch = assert_aligned(head, draft, target, prompts(3), num_draft_tokens=number)
         assert max(map(max, watch.lengths)) == 4
@@ -225,9 +227,11 @@ class Certain(Drafter):
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         rows = zip(batch.rows, lengths, strict=True)
-        known = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
-        tokens = pad_sequence([torch.tensor(one, dtype=torch.int64) for one in known], batch_first=True)
-        return Draft(tokens, list(map(len, known)), source="certain", estimate=[[1.0] * len(one) for one in known])
+        candidates = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
+        tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in candidates], batch_first=True)
+        return Draft(
+            tokens, list(map(len, candidates)), source="certain", estimate=[[1.0] * len(ids) for ids in candidates]
+        )
 
 
 @pytest.mark.usefixtures("traced")
@@ -236,14 +240,14 @@ class Certain(Drafter):
 def test_few_states_wait_while_another_draft_proposes(
     kind: str, compile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also of rows that are not alike; the head's candidates behind them are what they must be."""
-    head, draft, target = made(kind, tmp_path, **({} if kind == "medusa" else {"confidence": False}))
-    monkeypatch.setattr(driver, "MOST_WAITING", 6)
+    """Also of rows of unequal numbers; the head's candidates behind them are what they must be."""
+    head, draft, target = head_draft_target(kind, tmp_path, **({} if kind == "medusa" else {"confidence": False}))
+    monkeypatch.setattr(driver, "MOST_PENDING", 6)
     waiting, observe = [], HeadDrafter.observe
 
     def noted(drafter: HeadDrafter, done: Round) -> None:
         observe(drafter, done)
-        waiting.append(drafter.unread.shape[1])
+        waiting.append(drafter.pending_states.shape[1])
 
     monkeypatch.setattr(HeadDrafter, "observe", noted)
     plain = target.generate(**prompts(3), **GREEDY)[:, 11:].tolist()
@@ -258,8 +262,8 @@ def test_few_states_wait_while_another_draft_proposes(
 
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through rounds without candidates, of many tokens, the head misses nothing."""
-    head, draft, target = made("eagle3", tmp_path)
-    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_WAITING", 6)
+    head, draft, target = head_draft_target("eagle3", tmp_path)
+    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_PENDING", 6)
     changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     schedule = "hf_specx.drafting.schedule.Schedule.__call__"
     number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731

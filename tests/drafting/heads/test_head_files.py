@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, tiny
 
 from hf_specx import DraftHead
+from hf_specx.drafting.heads.formats import read_head
 from hf_specx.drafting.heads.layers import Rotary
-from hf_specx.drafting.heads.reading import read_head
 
 
 LAYERS = 8  # then (2, 4, 5) are the states that EAGLE-3 reads unless it is said
@@ -25,8 +25,8 @@ def target():
     return tiny(num_hidden_layers=LAYERS)
 
 
-def refused(folder: Path, target, told: str, **loading) -> None:
-    with pytest.raises(ValueError, match=told):
+def refused(folder: Path, target, message: str, **loading) -> None:
+    with pytest.raises(ValueError, match=message):
         DraftHead.from_pretrained(folder, target=target, **loading)
 
 
@@ -49,8 +49,8 @@ def test_a_part_of_the_channels_turns_also_where_positions_are_scaled(target, tm
     content = json.loads(path.read_text())
     content["transformer_layer_config"]["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     path.write_text(json.dumps(content))
-    found = Rotary(read_head(tmp_path, target)[0], target.device).frequencies
-    assert found.tolist() == pytest.approx([-0.5, -0.5 * THETA**-0.5, 0.5, 0.5 * THETA**-0.5])
+    frequencies = Rotary(read_head(tmp_path, target)[0], target.device).frequencies
+    assert frequencies.tolist() == pytest.approx([-0.5, -0.5 * THETA**-0.5, 0.5, 0.5 * THETA**-0.5])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle", "dspark", "dflash", "medusa"])
@@ -118,8 +118,8 @@ def plus(name: str, *shape: int) -> TinyHead:
     return changed(has={name: torch.zeros(shape)})
 
 
-def as_ids(kept: torch.Tensor) -> torch.Tensor:
-    return kept.nonzero().flatten()
+def as_ids(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero().flatten()
 
 
 SELECTOR = "candidate_selector."
@@ -279,8 +279,8 @@ def test_norms_that_specforge_meant_otherwise(target, tmp_path: Path):
     for form, norms, normed in (("specforge", "", False), ("specforge", "each", True), ("speculators", "", True)):
         folder = write(random_head(norms=norms, norm_output=True, extra={"norm_output": True}), tmp_path / form, form)
         assert read_head(folder, target)[0].norm_output == normed
-        for given in (True, False):
-            assert read_head(folder, target, norm_output=given)[0].norm_output == given
+        for norm_output in (True, False):
+            assert read_head(folder, target, norm_output=norm_output)[0].norm_output == norm_output
     assert not read_head(folder, target, use_last_layernorm=False)[0].use_last_layernorm
 
 
@@ -292,8 +292,8 @@ def test_options_that_are_neutral(target, tmp_path: Path):
 
 def test_a_part_of_the_channels_turns_only_if_it_is_meant(target, tmp_path: Path):
     folder = write(random_head(rotary_factor=0.5), tmp_path / "head")
-    for given, number in ({}, 8), ({"partial_rotary_factor": 0.5}, 4):
-        draft = DraftHead.from_pretrained(folder, target=target, **given)
+    for options, number in ({}, 8), ({"partial_rotary_factor": 0.5}, 4):
+        draft = DraftHead.from_pretrained(folder, target=target, **options)
         draft.save_pretrained(tmp_path / "again")
         for config in (draft.config, read_head(tmp_path / "again", target)[0]):
             assert len(Rotary(config, target.device).frequencies) == number
@@ -333,8 +333,8 @@ def test_vectors_of_masks_that_are_wrong(target, tmp_path: Path, case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_wrong_is_named(target, tmp_path: Path, case: str):
-    make, told = CASES[case]
-    refused(write(make(), tmp_path), target, told)
+    make, message = CASES[case]
+    refused(write(make(), tmp_path), target, message)
 
 
 class Runs:

@@ -23,11 +23,11 @@ class Seen(Aligned):
 
     def states(self, text):
         ids = torch.tensor([list(text[:-1])])
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
         if self.row in SIDES:
-            given["pixel_values"] = self.given["pixel_values"].split([16, 24])[self.row // 2]
-            given["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[self.row]]])
-        return [one[0] for one in target_states(self.target, self.head.layer_ids or [None], **given)]
+            inputs["pixel_values"] = self.batch_inputs["pixel_values"].split([16, 24])[self.row // 2]
+            inputs["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[self.row]]])
+        return [state[0] for state in target_states(self.target, self.head.layer_ids or [None], **inputs)]
 
     def logits(self, *args) -> torch.Tensor:
         return super().logits(*args).index_fill(0, torch.tensor([IMAGE]), -torch.inf)
@@ -44,9 +44,9 @@ def test_heads_see_pictures_by_states_and_positions(kind: str, tmp_path: Path, m
     draft = loaded(head, tmp_path / "head", target)
     watch, rotate = Seen(head, target), head_reference._rotate
     monkeypatch.setattr(head_reference, "_rotate", lambda x, at, head: rotate(x, watch.positions()[at], head))
-    watch.given = given = inputs(target, (1, 0, 1))
+    watch.batch_inputs = batch_inputs = inputs(target, (1, 0, 1))
     for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
         strategy.listeners = () if settings["do_sample"] else (watch,)
-        assert_plain(target, strategy, given, **CALL, **settings)
+        assert_plain(target, strategy, batch_inputs, **CALL, **settings)
     watch.check(50)

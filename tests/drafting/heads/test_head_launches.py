@@ -74,8 +74,8 @@ def test_layers_on_two_devices(first: int, tmp_path: Path):
     with emulated() as device:
         strategy = SpeculativeDecoding(on_device(draft), num_draft_tokens=2)
         watch = watched(strategy, head, target)
-        found = spread(target, first).generate(**prompts(2), **GREEDY, custom_generate=strategy)
-    assert torch.equal(found, expected)
+        output = spread(target, first).generate(**prompts(2), **GREEDY, custom_generate=strategy)
+    assert torch.equal(output, expected)
     watch.check(20)
     rounds = strategy.report.rounds
 

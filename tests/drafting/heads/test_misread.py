@@ -14,14 +14,16 @@ from tiny import prompts
 from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.common.round import Draft
 from hf_specx.drafting.heads.config import HeadConfig
-from hf_specx.drafting.heads.misread import CHANCE, LEAST_FIRST, MisreadWatch
+from hf_specx.drafting.heads.misread import CHANCE_SHARE, MIN_FIRST_CANDIDATES, MisreadWatch
 
 
 TEXT = torch.randint(0, 1000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 BLOCK = HeadConfig(kind="dspark", sample_from_anchor=True)
 
 
-def watched(shift: int | None, kept: float = 0.0, rounds: int = 100, source: str = "head") -> tuple[MisreadWatch, Any]:
+def watched(
+    shift: int | None, accepted: float = 0.0, rounds: int = 100, source: str = "head"
+) -> tuple[MisreadWatch, Any]:
     """After rounds of one row with four candidates, half of which are the tokens so many places on."""
     watch, draws = MisreadWatch(), torch.Generator().manual_seed(1)
     for number in range(rounds):
@@ -29,39 +31,40 @@ def watched(shift: int | None, kept: float = 0.0, rounds: int = 100, source: str
         coin = torch.rand(4, generator=draws) < (0.5 if shift is not None else 0.0)
         tokens = torch.where(coin, torch.tensor(right), 2000)[None]
         draft = Draft(tokens, [4], source=source)
-        accepts = int(torch.rand((), generator=draws) < kept)
-        done: Any = SimpleNamespace(draft=draft, rows=[0], before=[1 + 3 * number], accepted=[accepts])
+        num_accepted = int(torch.rand((), generator=draws) < accepted)
+        done: Any = SimpleNamespace(draft=draft, rows=[0], before=[1 + 3 * number], accepted=[num_accepted])
         watch.observe(done, "head")
     return watch, SimpleNamespace(emitted={0: TEXT})
 
 
 def test_layouts_are_named_by_where_candidates_fit():
     for shift, anchor, layout in ((-1, True, "fill-in"), (1, False, "anchor")):
-        watch, batch = watched(shift, kept=0.2)
+        watch, batch = watched(shift, accepted=0.2)
         reason = watch.reason(HeadConfig(kind="dflash", sample_from_anchor=anchor), batch)
         assert f"layout={layout!r}" in reason
         assert not watch.reason(HeadConfig(kind="dflash", sample_from_anchor=not anchor), batch)  # no other way round
-    watch, batch = watched(0, kept=0.2)
+    watch, batch = watched(0, accepted=0.2)
     assert not watch.reason(BLOCK, batch)
     watch, batch = watched(-1)
-    watch.forget([0])  # of other texts nothing is known
+    watch.forget_rows([0])  # of other texts nothing is known
     assert "layout=, is_causal=" in watch.reason(BLOCK, batch)
 
 
 def test_heads_of_which_nothing_is_kept_are_told_what_to_try():
-    watch, batch = watched(None, kept=0.05)
+    watch, batch = watched(None, accepted=0.05)
     assert "no more than by chance" in watch.reason(BLOCK, batch)
     assert "norm_output=" in watch.reason(HeadConfig(kind="eagle3"), batch)
     assert not watch.reason(HeadConfig(kind="medusa"), batch)  # of which nothing can be overridden
-    assert not watched(None, kept=0.3)[0].reason(BLOCK, batch)
-    assert not watched(None, rounds=LEAST_FIRST - 1)[0].reason(BLOCK, batch)
+    assert not watched(None, accepted=0.3)[0].reason(BLOCK, batch)
+    assert not watched(None, rounds=MIN_FIRST_CANDIDATES - 1)[0].reason(BLOCK, batch)
     assert not watched(None, source="suffix")[0].reason(BLOCK, batch)
 
 
 def test_false_alarms_and_power_as_stated():
-    most = int(CHANCE * LEAST_FIRST)
+    n = MIN_FIRST_CANDIDATES
+    most = int(CHANCE_SHARE * n)
     reported = {
-        share: sum(comb(LEAST_FIRST, n) * share**n * (1 - share) ** (LEAST_FIRST - n) for n in range(most + 1))
+        share: sum(comb(n, accepted) * share**accepted * (1 - share) ** (n - accepted) for accepted in range(most + 1))
         for share in (0.3, 0.1, 0.05)
     }
     assert list(reported.values()) == pytest.approx([9e-4, 0.81, 0.995], rel=0.02)

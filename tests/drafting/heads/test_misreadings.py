@@ -14,7 +14,7 @@ from head_files import HEAD_DIM, TinyHead, random_head, write
 from taught import TOPICS, WORDS, accepted, taught, taught_target
 
 from hf_specx import DraftHead
-from hf_specx.drafting.heads import reading
+from hf_specx.drafting.heads import formats
 
 
 BACK = 5  # words that a text looks back, so that heads have to look at positions
@@ -88,7 +88,7 @@ def test_it_is_accepted_more_as_it_is_read_now(name: str, tmp_path: Path, monkey
     now = accepted(DraftHead.from_pretrained(folder, target=taught_target(BACK)), BACK)
     change, patch = wrong.pop("change", None), wrong.pop("patch", None)
     if patch:
-        monkeypatch.setattr(reading, "pairs_to_halves", lambda *given: None)
+        monkeypatch.setattr(formats, "pairs_to_halves", lambda *arguments: None)
     draft = DraftHead.from_pretrained(folder, target=taught_target(BACK), **wrong)
     if change is not None:
         change(draft)

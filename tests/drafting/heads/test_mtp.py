@@ -37,13 +37,14 @@ def target(request, tmp_path_factory):
 
 def ours(target, inputs, rows: int):
     """The text; what each row was proposed, by the number of tokens that it had; and the report."""
-    strategy, found = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target)), [{} for _ in range(rows)]
+    strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target))
+    drafted_by_row = [{} for _ in range(rows)]
     strategy.listeners = (rounds := Heard(lambda done: (done.rows, done.before, done.draft)),)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, custom_generate=strategy)
     for numbers, counts, draft in rounds:
         for row, before, length, tokens in zip(numbers, counts, draft.lengths, draft.tokens.tolist(), strict=True):
-            found[row] |= {before: tokens[:length]} if length else {}
-    return out, found, strategy.report
+            drafted_by_row[row] |= {before: tokens[:length]} if length else {}
+    return out, drafted_by_row, strategy.report
 
 
 def layers_of(target) -> int:
@@ -56,41 +57,41 @@ def left_padded() -> dict[str, torch.Tensor]:
 
 
 def test_candidates_and_text_are_those_of_transformers(target, monkeypatch):
-    own, theirs = MTPCandidateGenerator.get_candidates, {}
+    get_candidates, theirs = MTPCandidateGenerator.get_candidates, {}
     prompt = PROMPTS[0]
 
     def noted(self, input_ids, *args, **kwargs):
-        ids, logits = own(self, input_ids, *args, **kwargs)
+        ids, logits = get_candidates(self, input_ids, *args, **kwargs)
         if ids.shape[1] > input_ids.shape[1]:
             theirs[input_ids.shape[1] - prompt.shape[1]] = ids[0, input_ids.shape[1] :].tolist()
         return ids, logits
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
     wanted = target.generate(prompt, max_new_tokens=NEW, do_sample=False, use_mtp=True)
-    out, (found,), report = ours(target, {"inputs": prompt}, 1)
+    out, (drafted,), report = ours(target, {"inputs": prompt}, 1)
     assert torch.equal(out, wanted)
     assert 0 < report.accepted < report.drafted
-    both = theirs.keys() & found.keys()
-    assert len(both) >= len(theirs) - 2  # near the limit transformers proposes more than can be emitted
-    for before in both:
-        assert found[before] == theirs[before][: len(found[before])]
+    shared = theirs.keys() & drafted.keys()
+    assert len(shared) >= len(theirs) - 2  # near the limit transformers proposes more than can be emitted
+    for before in shared:
+        assert drafted[before] == theirs[before][: len(drafted[before])]
 
 
 def test_each_row_of_a_batch_is_that_of_its_own_run(target):
     inputs = left_padded()
     plain = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    out, found, _ = ours(target, inputs, len(PROMPTS))
+    out, drafted_by_row, _ = ours(target, inputs, len(PROMPTS))
     assert torch.equal(out, plain)
     for row, prompt in enumerate(PROMPTS):
         alone, (single,), _ = ours(target, {"inputs": prompt}, 1)
         if not torch.equal(out[row, -NEW:], alone[0, -NEW:]):
             assert target.config.model_type == "inkling_text"  # whose own text depends on pads
             continue
-        shared = single.keys() & found[row].keys()
+        shared = single.keys() & drafted_by_row[row].keys()
         assert shared
         for before in shared:
-            count = min(len(single[before]), len(found[row][before]))
-            assert found[row][before][:count] == single[before][:count]
+            count = min(len(single[before]), len(drafted_by_row[row][before]))
+            assert drafted_by_row[row][before][:count] == single[before][:count]
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -99,12 +100,12 @@ def test_targets_with_recurrent_states(tmp_path: Path, name: str):
     """Each candidate is that of transformers' layer over the whole text, which it does not load for these itself."""
     target, inputs = mtp_target(name, tmp_path), left_padded()
     layers, plain = read_layers(target), target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    out, found, report = ours(target, inputs, len(PROMPTS))
+    out, drafted_by_row, report = ours(target, inputs, len(PROMPTS))
     assert torch.equal(out, plain)
     assert 0 < report.accepted < report.drafted
     for row, prompt in enumerate(PROMPTS):
-        assert found[row]
-        for before, drafted in found[row].items():
+        assert drafted_by_row[row]
+        for before, drafted in drafted_by_row[row].items():
             text = out[row : row + 1, 9 - prompt.shape[1] : 9 + before]
             with torch.no_grad():
                 states = target(text[:, :-1], output_hidden_states=True).hidden_states[-1]
@@ -130,7 +131,7 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
     """Through rounds without candidates; those behind them are the same as if all had waited."""
     target, drafted = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None), []
     for most in (1, 10**6):
-        monkeypatch.setattr(driver, "MOST_WAITING", most)
+        monkeypatch.setattr(driver, "MOST_PENDING", most)
         changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
         monkeypatch.setattr(Schedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows))
         strategy, rounds = (
@@ -147,9 +148,9 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
 def test_a_pickle_reads_the_layers_anew(tmp_path: Path):
     target, inputs, strategy = mtp_target("mellum", tmp_path), left_padded(), SpeculativeDecoding(MtpDraft())
     settings = {**inputs, "max_new_tokens": 8, "do_sample": False}
-    for one in (strategy, pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
-        assert torch.equal(target.generate(**settings, custom_generate=one), target.generate(**settings))
-        assert one.report.drafted > 0
+    for copied in (strategy, pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        assert torch.equal(target.generate(**settings, custom_generate=copied), target.generate(**settings))
+        assert copied.report.drafted > 0
     assert len(pickle.dumps(strategy)) < 20_000  # without the layers
 
 
@@ -165,8 +166,8 @@ def test_sampled_texts_and_queues(tmp_path: Path, monkeypatch, name):
     assert strategy.report.accepted > 0
 
 
-def refused(target, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def refused(target, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         target.generate(PROMPTS[0], max_new_tokens=4, custom_generate=SpeculativeDecoding(MtpDraft()))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alignment import begun_early, loaded, told_early, unshifted
+from alignment import adjusted_early, begun_early, loaded, unshifted
 from head_files import random_head
 from taught import NUMBER, TOPICS, WORDS, accepted, taught, taught_target
 
@@ -24,13 +24,13 @@ OF_BOTH: dict[str, tuple[Any, str, Any]] = {  # what is changed of what; "head" 
 WRONG: dict[str, dict[str, tuple[Any, str, Any]]] = {
     "dspark": {
         "places for their own tokens": ("head", "sample_from_anchor", False),
-        "a block that begins early": (HeadDrafter, "begin", begun_early),
-        "no word of the token before": (MarkovHead, "forward", lambda head, scores, *given: (scores, given[-1])),
-        "word of an earlier token": (Block, "scored", told_early),
+        "a block that begins early": (HeadDrafter, "first_step", begun_early),
+        "no word of the token before": (MarkovHead, "forward", lambda head, logits, *others: (logits, others[-1])),
+        "word of an earlier token": (Block, "adjust_logits", adjusted_early),
     },
     "eagle3": {
-        "tokens not shifted": (HeadDrafter, "tokens", unshifted),
-        "states for tokens": (Eagle, "forward", lambda body, entries, *two: FORWARD(body, entries, *two[::-1])),
+        "tokens not shifted": (HeadDrafter, "shifted_tokens", unshifted),
+        "states for tokens": (Eagle, "forward", lambda body, cache, *inputs: FORWARD(body, cache, *inputs[::-1])),
     },
 }
 

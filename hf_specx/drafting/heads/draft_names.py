@@ -1,4 +1,4 @@
-"""Drafts that are given by a name: what its files say is loaded, a head or a model."""
+"""Drafts that are given by a name: a name that needs no files, or a repository or folder with a head or a model."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from hf_specx.common.model_files import check_layers, check_links, check_model, 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
+from .formats import is_head
 from .head import DraftHead
-from .load_model import load_model
-from .reading import is_head
+from .load_checked import load_model
 
 
-OF_MODELS = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
+MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 
@@ -32,28 +32,31 @@ def weightless_draft(name: str) -> SuffixDraft | EarlyExitDraft | None:
     return SuffixDraft() if draft.layers is None else EarlyExitDraft(draft.layers)
 
 
-def read_names(draft: Any) -> Any:
-    """A draft, or a list of drafts, with those of names that stand for no files; folders are what they are."""
+def with_weightless_drafts(draft: Any) -> Any:
+    """A draft, or a list of drafts, with `weightless_draft` in place of the names that stand for one.
+
+    The names of folders and of models stay.
+    """
     if isinstance(draft, list | tuple):
-        return [read_names(part) for part in draft]
+        return [with_weightless_drafts(part) for part in draft]
     if not isinstance(draft, str) or Path(draft).is_dir():
         return draft
     return weightless_draft(draft) or draft
 
 
-def loaded(draft: Any, target: PreTrainedModel) -> Any:
-    """A draft, or a list of drafts, with those that are names loaded for a target, once for each."""
+def with_loaded_drafts(draft: Any, target: PreTrainedModel) -> Any:
+    """A draft, or a list of drafts, with the head or model of each name, loaded once for a target."""
     if isinstance(draft, list | tuple):
-        return [loaded(part, target) for part in draft]
+        return [with_loaded_drafts(part, target) for part in draft]
     if not isinstance(draft, str | Path):
         return draft
-    known = LOADED.setdefault(target, {})
-    if str(draft) not in known:
+    drafts_by_name = LOADED.setdefault(target, {})
+    if str(draft) not in drafts_by_name:
         name = draft if Path(draft).is_dir() else read_draft(str(draft)).model or draft
-        found = load_draft(str(name), target)
-        check_head(str(draft), found)
-        known[str(draft)] = found
-    return known[str(draft)]
+        model = load_draft(str(name), target)
+        check_head(str(draft), model)
+        drafts_by_name[str(draft)] = model
+    return drafts_by_name[str(draft)]
 
 
 def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
@@ -65,8 +68,11 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         ValueError: the files are neither, are ambiguous, bring code, or are a head for another target.
     """
     name, revision = split_revision(name)
-    told = f"draft_model={name!r} is a pair; give its draft, as {name}/draft, or load it by DraftTargetPair."
-    require(find_file(name, "specx_config.json", revision=revision) is None, f"{told}from_pretrained.")
+    require(
+        find_file(name, "specx_config.json", revision=revision) is None,
+        f"draft_model={name!r} is a pair; give its draft, as {name}/draft, or load it by "
+        "DraftTargetPair.from_pretrained.",
+    )
     read_config(name, revision=revision)  # raises where there is none
     path = find_file(name, "config.json", revision=revision)
     assert path is not None
@@ -75,7 +81,7 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         return DraftHead.from_pretrained(name, target=target, revision=commit)
     files = Files(name, commit, path.parent)
     try:
-        for file in OF_MODELS:
+        for file in MODEL_FILES:
             find_file(name, file, revision=commit)
         for shard in shards(files.folder):
             find_file(name, shard, revision=commit)
@@ -85,7 +91,9 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
         check_layers(files.folder)
         model: Any = load_model(files, trust_remote_code=False, dtype="auto")
     except (OSError, ValueError, KeyError) as error:
-        told = f"draft_model={name!r} is no draft head, and cannot be loaded as a model that generates text, in "
-        told += f"safetensors and without code of its own ({str(error).rstrip('.')}); load it yourself."
-        raise ValueError(told) from error
+        message = (
+            f"draft_model={name!r} is no draft head, and cannot be loaded as a model that generates text, in "
+            f"safetensors and without code of its own ({str(error).rstrip('.')}); load it yourself."
+        )
+        raise ValueError(message) from error
     return model.to(last_device(target))

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import hf_specx
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.drafting.heads import named
-from hf_specx.drafting.heads.named import load_draft
+from hf_specx.drafting.heads import draft_names
+from hf_specx.drafting.heads.draft_names import load_draft
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {path.name: path for path in root.iterdir()}
 
 
-def refused(target: PreTrainedModel, draft: str | Path, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def refused(target: PreTrainedModel, draft: str | Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         target.generate(**prompts(1), max_new_tokens=4, custom_generate=SpeculativeDecoding(draft))
 
 
@@ -52,8 +52,8 @@ def test_what_a_name_says_is_drafted_by(target, folders, monkeypatch, name: str)
         assert torch.equal(target.generate(**options, custom_generate=strategy), wanted)
     assert type(strategy.draft_model).__name__ == NAMES[name]
     assert strategy.report.drafted > 0 or name == "suffix"
-    both = strategy if name == "suffix" else SpeculativeDecoding(["suffix", name])
-    assert torch.equal(target.generate(**options, custom_generate=both), wanted)
+    with_suffix = strategy if name == "suffix" else SpeculativeDecoding(["suffix", name])
+    assert torch.equal(target.generate(**options, custom_generate=with_suffix), wanted)
     assert torch.equal(hf_specx.generate(**options, model=target, draft_model=folders.get(name, name)), wanted)
 
 
@@ -95,9 +95,9 @@ REFUSED = [  # what is changed of which files, and what is said
 ]
 
 
-@pytest.mark.parametrize(("source", "config", "told"), REFUSED)
-def test_files_that_are_refused(target, folders, tmp_path: Path, source, config, told):
-    refused(target, changed(folders[source], tmp_path / "changed", **config), told)
+@pytest.mark.parametrize(("source", "config", "message"), REFUSED)
+def test_files_that_are_refused(target, folders, tmp_path: Path, source, config, message):
+    refused(target, changed(folders[source], tmp_path / "changed", **config), message)
 
 
 def test_no_code_is_asked_for(target, folders, tmp_path: Path, monkeypatch):
@@ -122,7 +122,7 @@ def test_all_files_are_of_one_commit(target, folders, tmp_path: Path, monkeypatc
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    find = named.find_file
+    find = draft_names.find_file
 
     def find_and_move(name, file, **hub):
         path = find(name, file, **hub)
@@ -130,7 +130,7 @@ def test_all_files_are_of_one_commit(target, folders, tmp_path: Path, monkeypatc
             (repository / "refs" / "main").write_text("b" * 40)
         return path
 
-    monkeypatch.setattr(named, "find_file", find_and_move)
+    monkeypatch.setattr(draft_names, "find_file", find_and_move)
     draft = load_draft("org/model", target)
     assert weights_equal(draft, tiny(seed=1))
     assert (draft.name_or_path, draft.config._commit_hash) == ("org/model", "a" * 40)

@@ -1,6 +1,6 @@
 """Load a model or a head exactly as its files describe it; missing weights raise an error and are not made up.
 
-All that is loaded by a name or a folder is loaded here, from files that `common/model_files.py` has checked.
+Everything that is given by a name or a folder is loaded here, from files that `common/model_files.py` has checked.
 """
 
 import re
@@ -24,8 +24,8 @@ from hf_specx.common.checkpoints import Files, read_config
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import AGAIN, check_size
 
+from .formats import is_head
 from .head import DraftHead
-from .reading import is_head
 
 
 AUTO_CLASSES = (
@@ -36,21 +36,22 @@ AUTO_CLASSES = (
 )
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
-TABLES = 2**28  # numbers in buffers, more than any real model needs
+MOST_IN_BUFFERS = 2**28  # numbers, more than those of any real model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """The Auto class that loads a model: the one that gives the class in `config.architectures`, else the first that
     knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
-    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
-    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
-    exact = [each for each in known if each._model_mapping[type(config)].__name__ in (config.architectures or [])]
-    return [*exact, *known, *named, *AUTO_CLASSES][0]
+    in_auto_map = getattr(config, "auto_map", None) or {}
+    knowing: list[Any] = [auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping]
+    named = [auto for auto in AUTO_CLASSES if auto.__name__ in in_auto_map]
+    exact = [auto for auto in knowing if auto._model_mapping[type(config)].__name__ in (config.architectures or [])]
+    return [*exact, *knowing, *named, *AUTO_CLASSES][0]
 
 
 def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
     """A model's config, from `files` that `fetch` has checked; its code runs only if it is trusted."""
-    with _reading(files.folder):
+    with _naming_folder_in_errors(files.folder):
         config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
     if not trust_remote_code:
@@ -68,27 +69,29 @@ def load_model(
     """
     folder = files.folder  # not by the repository's name, whose code may have changed since it was checked
     if target is not None and holds_head(files):
-        return _noted(files, DraftHead.from_pretrained(folder, target=target))
-    config, trust = load_config(files, trust_remote_code), {"trust_remote_code": trust_remote_code}
-    loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
+        return _with_origin(files, DraftHead.from_pretrained(folder, target=target))
+    config = load_config(files, trust_remote_code)
+    trust = {"trust_remote_code": trust_remote_code}
+    loader = auto_class(config)
+    quantised = getattr(config, "quantization_config", None) is not None
     if not quantised and kwargs.get("use_safetensors", True):
-        with _reading(folder), torch.device("meta"):
+        with _naming_folder_in_errors(folder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
-        tables = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
-        check_size(folder, empty.num_parameters() + max(0, tables - TABLES))
-    model, seen = loader.from_pretrained(
+        buffer_size = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
+        check_size(folder, empty.num_parameters() + max(0, buffer_size - MOST_IN_BUFFERS))
+    model, loading_info = loader.from_pretrained(
         str(folder),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are reported below
         adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
         **{"use_safetensors": True} | trust | kwargs,
     )
-    _check_loaded(files.shown, seen, list(model.state_dict()))
+    _check_loaded(files.shown, loading_info, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
-    return _noted(files, model).eval()
+    return _with_origin(files, model).eval()
 
 
-def _noted(files: Files, model: PreTrainedModel) -> PreTrainedModel:
+def _with_origin(files: Files, model: PreTrainedModel) -> PreTrainedModel:
     """A model that says where it came from."""
     model.name_or_path = model.config._name_or_path = files.name
     if files.revision is not None:
@@ -97,31 +100,47 @@ def _noted(files: Files, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def holds_head(files: Files) -> bool:
-    """Whether what a pair's files have as its draft is a head."""
+    """Whether a pair's draft, as its files have it, is a head."""
     return is_head(files.folder, read_config(files.folder))
 
 
-def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:
-    """Whether the weights in files, as transformers has `seen` them, were all that a model has, and no others."""
-    name, found, expected = min(seen["mismatched_keys"], default=("", (), ()))
-    told = f"{where}: {name!r} is {list(found)}, and its config says {list(expected)}; {AGAIN}."
-    require(not seen["mismatched_keys"], told)
-    missing = seen["missing_keys"]
-    told = f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {AGAIN}."
-    require(not missing, told)
-    kinds = {re.sub(r"\d+", "#", name) for name in used}
-    no_layers = not any("#" in kind for kind in kinds)
-    unused = {name: re.sub(r"\d+", "#", name) for name in seen["unexpected_keys"]}
-    further = [name for name, kind in unused.items() if kind in kinds or (no_layers and "#" in kind)]
-    told = f"{where} has weights for more layers than its config, {min(further, default='')!r} among them; {AGAIN}."
-    require(not further, told)
+def _check_loaded(where: str, loading_info: dict[str, Collection[Any]], weights: Collection[str]) -> None:
+    """Raise ValueError if the weights in files were not all that a model has, or belong to layers that it lacks.
+
+    Args:
+        where: the files, as errors name them.
+        loading_info: of transformers.
+        weights: names of the model's own.
+    """
+    name, shape, expected = min(loading_info["mismatched_keys"], default=("", (), ()))
+    require(
+        not loading_info["mismatched_keys"],
+        f"{where}: {name!r} is {list(shape)}, and its config says {list(expected)}; {AGAIN}.",
+    )
+    missing = loading_info["missing_keys"]
+    require(
+        not missing,
+        f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {AGAIN}.",
+    )
+    patterns = {re.sub(r"\d+", "#", name) for name in weights}
+    has_layers = any("#" in pattern for pattern in patterns)
+    unexpected = {name: re.sub(r"\d+", "#", name) for name in loading_info["unexpected_keys"]}
+    of_layers = [
+        name for name, pattern in unexpected.items() if pattern in patterns or (not has_layers and "#" in pattern)
+    ]
+    require(
+        not of_layers,
+        f"{where} has weights for more layers than its config, {min(of_layers, default='')!r} among them; {AGAIN}.",
+    )
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _naming_folder_in_errors(folder: Path) -> Iterator[None]:
     """Name the folder in errors that reading its config raises."""
     try:
         yield
     except Exception as error:  # wrong values may raise any
-        told = f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
-        raise ValueError(told) from error
+        message = (
+            f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
+        )
+        raise ValueError(message) from error
