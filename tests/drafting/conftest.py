@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specx.common.round import Round
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.models.runner import ModelRunner
 

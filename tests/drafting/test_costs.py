@@ -15,17 +15,28 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.auto import (
+    ENOUGH,
+    MAX_DRAFT_TOKENS,
+    MEMORY,
+    PRIOR_ALPHA,
+    WEIGHT,
+    Costs,
+    RoundTimer,
+    expected_tokens,
+)
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.costs import ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, RoundTimer
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
-from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, PAYS_FOR_TIMING, QUERY_LENGTHS, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
 RESTING = Costs(
-    {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}}, {"coupled": 0.02}, {2: {0: 1.0, 2: 4.0}}, count().__next__
+    {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}},
+    {"coupled": 0.02},
+    {2: {0: 1.0, 2: 4.0}},
+    saved=9.0,  # of some 10 plain steps that a trial is expected to lose
+    clock=count().__next__,
 )
-RESTING.saved = 9.0  # of some 10 plain steps that a try is expected to lose
 PRIOR = {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}
 ROW = {"target": {1: 1.0, 2: 1.2, 9: 4.0}, "draft": 0.2}
 
@@ -188,10 +199,10 @@ def test_rounds_take_what_they_were_seen_to_take():
 def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs = Costs({4: ROW})
     round_timer = RoundTimer(costs)
-    before = round_timer.times(4, 3), round_timer.reading(2, 5)
+    before = round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)
     costs.table[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
-    assert (round_timer.times(4, 3), round_timer.reading(2, 5)) == before
-    assert round_timer.reading(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
+    assert (round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)) == before
+    assert round_timer.prefill_seconds(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():

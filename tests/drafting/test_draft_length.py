@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_specx.drafting.draft_length import PRIOR_ALPHA, AcceptanceEstimate, best_number, expected_tokens
+from hf_specx.drafting.auto import PRIOR_ALPHA, AcceptanceEstimate, best_number, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed

@@ -10,7 +10,7 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs, RoundTimer
+from hf_specx.drafting.auto import Costs, RoundTimer
 from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks

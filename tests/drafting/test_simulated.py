@@ -8,9 +8,7 @@ from all_pairs import once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs, RoundTimer
-from hf_specx.drafting.draft_length import COMPILED, PRIOR_ALPHA, expected_tokens
-from hf_specx.drafting.schedule import Auto
+from hf_specx.drafting.auto import COMPILED, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
 
 
 class Line(RoundTimer):
@@ -24,7 +22,7 @@ class Line(RoundTimer):
         first, each = self.line
         return [1.0, *(first + each * number for number in range(1, most + 1))]
 
-    def reading(self, rows: int, tokens: int) -> float:
+    def prefill_seconds(self, rows: int, tokens: int) -> float:
         return self.read * tokens
 
     def has_seen_plain(self, rows: int) -> bool:
@@ -54,7 +52,7 @@ class Call:
             number = auto.wanted if fixed is None else fixed
             accepted = [self.kept(self.alphas[row], number) for row in rows]
             seconds += self.round_timer.times(len(rows), number)[number] + (
-                self.round_timer.reading(1, unread) if number else 0
+                self.round_timer.prefill_seconds(1, unread) if number else 0
             )
             unread = 0 if number else unread + 1
             for row, kept in zip(rows, accepted, strict=True):

@@ -14,7 +14,7 @@ from repositories import Payload, ran
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import SuffixPool
-from hf_specx.drafting.suffix import Acceptance, _most_frequent
+from hf_specx.drafting.suffix import MatchAcceptance, _most_frequent
 from hf_specx.drafting.suffix_pool import DEPTH, SAMPLE, TRIED, NGrams
 
 
@@ -181,17 +181,17 @@ def test_a_text_that_runs_into_its_own_end_goes_round():
 
 
 def test_the_number_follows_length_and_acceptance():
-    acceptance, followers = Acceptance(), [list(range(16))]
+    acceptance, followers = MatchAcceptance(), [list(range(16))]
     fresh = [len(_most_frequent(followers, 16, acceptance.rate(length))[0]) for length in (2, 4, 8, 16)]
     assert fresh == sorted(fresh)
     assert fresh[0] < fresh[-1]
     for _ in range(40):
-        acceptance.note(2, 0, 1)
-        acceptance.note(8, 4, 4)
+        acceptance.update(2, 0, 1)
+        acceptance.update(8, 4, 4)
     assert not _most_frequent(followers, 16, acceptance.rate(3))[0]
     assert len(_most_frequent(followers, 16, acceptance.rate(9))[0]) == 16
     for _ in range(200):  # matches that are let go
-        acceptance.note(2, 0, 0)
+        acceptance.update(2, 0, 0)
     assert _most_frequent(followers, 16, acceptance.rate(3))[0]
 
 

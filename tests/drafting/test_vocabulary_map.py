@@ -172,7 +172,7 @@ def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
         kept = max(0, len(text) - int(torch.randint(0, 6, (), generator=made)))
         added = torch.randint(0, found.sizes[0], (int(torch.randint(0, 7, (), generator=made)),), generator=made)
         text = [*text[:kept], *added.tolist()]
-        translation.keep(kept)
+        translation.crop(kept)
         boundary = translation.states[-1][0]
         assert translation.extend(text[kept:]) >= boundary
         whole = Translation(found)
