@@ -76,13 +76,14 @@ class HeadDrafter(SampledCandidateGenerator):
         rows = len(context.batch.counts)
         self.target, self.number = context.target, 1
         super().start(context)
-        self.apart = self.apart or not self.body.chained  # a place has its candidate though those before are forced
+        # a place has its candidate though those before are forced
+        self.counts_forced = self.counts_forced or not self.body.chained
         self.least = 0.0
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.least, self.threshold = self.threshold, 0.0
         if self.ids is not None:
             nothing = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
-            self.known = nothing.index_fill_(0, self.ids.cpu(), True)
+            self.draftable = nothing.index_fill_(0, self.ids.cpu(), True)
         self.held, self.prompted = [0] * rows, [0] * rows
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.unread: torch.Tensor | None = None

@@ -120,4 +120,4 @@ class DraftHead(PreTrainedModel):
         return [(layers[number], True) if number < len(layers) else (layers[-1], False) for number in ids]
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        raise NotImplementedError  # what `of` returns does
+        raise NotImplementedError  # what `bind` returns does
