@@ -335,8 +335,10 @@ class Auto(Schedule):
         seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
     """
 
-    def __init__(self, round_timer: RoundTimer, verification: str, batch: Batch, compiled: bool = False, **given: Any):
-        super().__init__(0, round_timer, **given)
+    def __init__(
+        self, round_timer: RoundTimer, verification: str, batch: Batch, compiled: bool = False, **options: Any
+    ):
+        super().__init__(0, round_timer, **options)
         assert round_timer.costs is not None
         self.timer = round_timer
         self.costs = round_timer.costs

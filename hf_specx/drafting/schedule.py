@@ -4,17 +4,13 @@ These words are a number, its schedule and a threshold, which transformers reads
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
-
-
-if TYPE_CHECKING:
-    from .auto import RoundTimer
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
@@ -74,7 +70,7 @@ class Schedule:
 
     Args:
         wanted: that number.
-        round_timer: is told how long rounds take; None where no times are kept.
+        round_timer: a `RoundTimer`, which is told when rounds end; None where no times are kept.
         synced: whether all rows and ranks must draft equally many. Else a row that is nearly done drafts no more than
             it can emit together with the token that follows.
         processors: take back so many candidates of a row at most.
@@ -84,7 +80,7 @@ class Schedule:
     def __init__(
         self,
         wanted: int,
-        round_timer: "RoundTimer | None" = None,
+        round_timer: Any = None,
         synced: bool = False,
         processors: Processors | None = None,
         agree: Callable[[int], int] | None = None,

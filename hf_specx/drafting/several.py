@@ -144,7 +144,9 @@ class SeveralDrafts(Drafter):
 
     def _asks_model(self, batch: Batch, offered: list[list[float]], of_model: list[list[float]]) -> list[bool]:
         """Whether each row takes the model's candidates, [R], by the chances of these and of what others offer."""
-        asks = [not others or sum(own) > sum(others) for own, others in zip(of_model, offered, strict=True)]
+        asks = []
+        for model_chances, other_chances in zip(of_model, offered, strict=True):
+            asks.append(not other_chances or sum(model_chances) > sum(other_chances))
         for rows in self._groups(range(len(asks))):
             if not any(offered[row] for row in rows):
                 continue  # then the schedule has decided

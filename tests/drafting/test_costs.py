@@ -60,9 +60,9 @@ def test_best_number_is_that_of_the_closed_form_and_every_number_is_tried():
     for c, alpha, gamma, speedup in CLOSED_FORM:
         costs = flat(c, alpha)
         assert costs.best_num_draft_tokens(4, "block") == gamma
-        found = costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma)
+        limited = costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma)
         of_theorem = expected_tokens(alpha, gamma) / (gamma * costs.cost_coefficient(4) + 1)
-        assert (found, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
+        assert (limited, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
     assert flat(0.01, 0.999).best_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
     assert flat(0.01, 0.999).best_num_draft_tokens(4, "block", most=5) == 5
     assert flat(2.0, 0.1).best_num_draft_tokens(4, "block") == 1
@@ -84,9 +84,11 @@ FORWARDS = [  # what was measured, by batch size and query length; the forward t
 ]
 
 
-@pytest.mark.parametrize(("known", "asked", "seconds"), FORWARDS)
-def test_forwards_between_and_beyond_the_measured_are_on_a_line(known: dict, asked: tuple[int, int], seconds: float):
-    costs = Costs({batch: {"target": times, "draft": 0.2} for batch, times in known.items()})
+@pytest.mark.parametrize(("measured_times", "asked", "seconds"), FORWARDS)
+def test_forwards_between_and_beyond_the_measured_are_on_a_line(
+    measured_times: dict, asked: tuple[int, int], seconds: float
+):
+    costs = Costs({batch: {"target": times, "draft": 0.2} for batch, times in measured_times.items()})
     assert costs.target(*asked) == pytest.approx(seconds)
 
 
@@ -160,10 +162,10 @@ def test_rounds_are_remembered():
         ({0: 1.0}, {0: 1.0, 1: 4.0}),  # of plain steps alone
         ({2: 3.0}, {0: 1.0, 2: 3.0}),
     ]
-    for seen, kept in calls:
+    for seen, remembered in calls:
         costs.remember_rounds({(4, number): [seconds] * ENOUGH for number, seconds in seen.items()})
         costs.remember_rounds({(4, 5): [9.0] * (ENOUGH - 1)})
-        assert costs.rounds == {4: pytest.approx(kept, rel=0.03)}
+        assert costs.rounds == {4: pytest.approx(remembered, rel=0.03)}
 
 
 def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> RoundTimer:

@@ -31,11 +31,11 @@ ASKED = {  # the strategy's number, what the call is known to say, what is fille
 }
 
 
-@pytest.mark.parametrize(("asked", "found"), ASKED.values(), ids=ASKED)
-def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, found: tuple):
-    number, given, filled, own = asked
-    draft = SimpleNamespace(generation_config=GenerationConfig(**own))
-    assert choose_drafting(number, given, GenerationConfig(**UNSET | filled), draft) == found
+@pytest.mark.parametrize(("asked", "chosen"), ASKED.values(), ids=ASKED)
+def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, chosen: tuple):
+    number, arguments, filled, of_draft = asked
+    draft = SimpleNamespace(generation_config=GenerationConfig(**of_draft))
+    assert choose_drafting(number, arguments, GenerationConfig(**UNSET | filled), draft) == chosen
 
 
 def test_rounds_that_are_not_typical_do_not_count():
