@@ -165,9 +165,9 @@ class Costs(ForwardTimes):
         for batch, times in medians.items():
             earlier = self.rounds.get(batch, {})
             has_drafted = any(times)
-            remembered = {number: seconds for number, seconds in earlier.items() if number == 0 or not has_drafted}
-            for number, seconds in times.items():
-                remembered[number] = on_grid(math.sqrt(earlier.get(number, seconds) * seconds))
+            remembered = {number: before for number, before in earlier.items() if number == 0 or not has_drafted}
+            for number, median in times.items():
+                remembered[number] = on_grid(math.sqrt(earlier.get(number, median) * median))
             self.rounds[batch] = remembered
 
     def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:

@@ -98,11 +98,11 @@ def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int)
     # one token may play several roles; the first of these counts
     pairs += [(getattr(tokens, role), getattr(others, role)) for role in ("end", "start", "unknown")]
     meanings = [-1] * size
-    for number, other in pairs:
-        if number is None or other is None or number >= size or other >= other_size:
+    for own, other in pairs:
+        if own is None or other is None or own >= size or other >= other_size:
             continue
-        if meanings[number] < 0:
-            meanings[number] = other
+        if meanings[own] < 0:
+            meanings[own] = other
     return meanings
 
 
