@@ -17,8 +17,8 @@ from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import GreedyVerifier, Verifier
 
-from .costs import RoundTimer
-from .drafter import DraftContext, Drafter, alike, no_candidates
+from .auto import RoundTimer
+from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
 from .several import SeveralDrafts
 
@@ -31,7 +31,7 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
     if isinstance(draft, list | tuple):
         parts = [make_drafter(part, target) for part in draft]
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
-    if hasattr(draft, "propose"):  # which a head is, and a model as well
+    if hasattr(draft, "propose"):  # a head is one of these, and a model as well
         return cast(Drafter, draft).bind(target)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
@@ -54,9 +54,12 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     has_probs = True
     source = "model"  # of its drafts
-    known: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
+    draftable: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
     round_timer: RoundTimer | None = None
-    threshold, forces, apart, has_read = 0.0, False, False, False
+    threshold = 0.0
+    forces = False
+    counts_forced = False  # whether forced tokens count towards the number of candidates of a row
+    has_read = False  # whether the prompts were read
 
     def __init__(
         self,
@@ -67,16 +70,22 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         num_draft_tokens: int = 5,
     ):
         self.model: PreTrainedModel = draft_model
-        self.processors, self.verifier = processors or Processors([]), verifier or GreedyVerifier()
-        self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
+        self.processors = processors or Processors([])
+        self.verifier = verifier or GreedyVerifier()
+        self.vocab_size = vocab_size
+        self.num_draft_tokens = num_draft_tokens
         self.batch: Batch | None = None  # of `get_candidates`
         self.waiting = set[int]()  # rows whose prompts came later, and were not read yet
 
     def start(self, context: DraftContext) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
-        self.processors, self.verifier, self.vocab_size = context.processors, context.verifier, context.vocab_size
-        self.threshold, self.forces, self.apart = context.threshold, context.forces, context.apart
-        self.round_timer = None if self.apart else context.round_timer
+        self.processors = context.processors
+        self.verifier = context.verifier
+        self.vocab_size = context.vocab_size
+        self.threshold = context.threshold
+        self.forces = context.forces
+        self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
+        self.round_timer = None if context.independent_rows else context.round_timer
         self.runner = self._make_runner(context)
 
     def _make_runner(self, context: DraftContext) -> Any:
@@ -92,9 +101,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 runner.drop_rows(batch.index)
             self.has_read = True
         if self.waiting:
-            coming = [row for row in batch.rows if row in self.waiting]
-            if coming:
-                runner.admit(batch.until([0] * len(batch.counts)), coming)
+            new_rows = [row for row in batch.rows if row in self.waiting]
+            if new_rows:
+                runner.admit(batch.until([0] * len(batch.counts)), new_rows)
                 runner.opening = False  # these rows may have emitted tokens by now
             self.waiting.clear()
         return runner
@@ -105,36 +114,41 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
         """
-        limits, kept, steps = list(lengths), [0] * len(lengths), 0
-        masked = self.forces and self.processors.mask_size
-        growth = ForcedRun(self.processors, batch, self.round_timer, self.known) if masked else None
+        limits = list(lengths)
+        num_drafted = [0] * len(lengths)
+        steps = 0
+        forced_run = None
+        if self.forces and self.processors.mask_size:
+            forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round
         while True:
             ahead = len(tokens)
-            # forced tokens do not count, but where rows with seeds must not depend on those of others
-            draws = [(ahead if self.apart else steps) < limit for limit in limits]
-            draws = draws if growth is None else growth.next(ahead, draws)
+            counted = ahead if self.counts_forced else steps
+            draws = [counted < limit for limit in limits]
+            if forced_run is not None:
+                draws = forced_run.next(ahead, draws)
             if any(draws):
                 logits = self._ready(batch).decode_step(batch, ahead, ahead - fed - 1)
                 surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
                 if surplus:
                     logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
-            elif growth is not None and growth.forces:
+            elif forced_run is not None and forced_run.forces:
                 size = len(lengths), self.vocab_size or 0
                 scores = torch.zeros(size, dtype=torch.float32, device=batch.ids.device)
             else:
                 break
-            if growth is not None:
-                scores = growth.only(scores)
+            if forced_run is not None:
+                scores = forced_run.only(scores)
             token, drawn_from = self.verifier.choose(batch, scores, ahead, [ahead + draw for draw in draws])
             batch.write(token[:, None], ahead)
             tokens.append(token)
-            probs += [] if drawn_from is None else [drawn_from[:, None]]
+            if drawn_from is not None:
+                probs.append(drawn_from[:, None])
             steps += any(draws)
-            kept = [number + draw for number, draw in zip(kept, draws, strict=True)]
+            num_drafted = [number + draw for number, draw in zip(num_drafted, draws, strict=True)]
             if self.threshold:
                 # NaN where the processors leave nothing that the draft has
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
@@ -142,11 +156,12 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 limits = [0 if chance < self.threshold else most for chance, most in pairs]
         if not tokens:
             return no_candidates(batch)
-        both = torch.cat(probs, 1) if probs else None
-        found = Draft(torch.stack(tokens, 1), kept, both, self.source, known=batch.read_candidates[: len(tokens)])
-        if growth is None:
-            return found
-        return found._replace(lengths=growth.lengths, source=self.source if steps else "forced", forced=growth.forced)
+        q = torch.cat(probs, 1) if probs else None
+        draft = Draft(torch.stack(tokens, 1), num_drafted, q, self.source, known=batch.read_candidates[: len(tokens)])
+        if forced_run is None:
+            return draft
+        source = self.source if steps else "forced"
+        return draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""
@@ -161,9 +176,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.runner is None or not self.has_read:
             return
-        others = done.draft.free or [False] * len(done.rows)
-        for row, before, other in zip(done.rows, done.before, others, strict=True):
-            self.runner.crop(row, before if other else done.batch.counts[row] - 1)
+        free = done.draft.free or [False] * len(done.rows)
+        for row, before, is_free in zip(done.rows, done.before, free, strict=True):
+            self.runner.crop(row, before if is_free else done.batch.counts[row] - 1)
         if done.stay is not None:
             self.runner.drop_rows(done.stay)
 
@@ -181,9 +196,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if self.batch is None:
             self.batch = Batch(input_ids, None, pad_token_id=0)
             self.verifier.start()
-            given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+            inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
-            self.runner = make_runner(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
+            self.runner = make_runner(layout, prepare(self.model, sys.maxsize, inputs), vocabulary(self.model))
         new = input_ids[:, self.batch.width + self.batch.counts[0] :]  # what was kept of the last ones, and one more
         self.batch.emit(new, [new.shape[1]])
         draft = self.propose(self.batch, [self.num_draft_tokens])
@@ -191,7 +206,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to do: the text of the next `get_candidates` tells what was kept."""
+        """Does nothing: the text of the next `get_candidates` tells what was kept."""
 
 
 class GeneratorDrafter(Drafter):
@@ -207,26 +222,37 @@ class GeneratorDrafter(Drafter):
         self.vocab_size = context.vocab_size
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the generator proposes for each row, cut to its length; raises ValueError for ids that are none."""
-        found, self.asked = [], lengths
+        """What the generator proposes for each row, cut to its length.
+
+        Raises:
+            ValueError: if it proposes ids that the target does not have.
+        """
+        self.lengths = lengths  # that were asked for
+        candidates = []
         for row, length in zip(batch.rows, lengths, strict=True):
             text = batch.row(row)[None]
-            candidates = self.generator.get_candidates(text)[0] if length else text  # type: ignore[arg-type]
-            found.append(candidates[0, text.shape[1] :][:length])
-        tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(batch.ids)
-        lengths = [len(candidates) for candidates in found]
-        self.found = [ids[:length] for ids, length in zip(tokens.tolist(), lengths, strict=True)]
-        name, most = type(self.generator).__name__, self.vocab_size - 1
-        told = f"{name} proposes ids outside of the target's vocabulary, 0 to {most}; use a generator for this target."
-        require(all(0 <= number <= most for ids in self.found for number in ids), told)
-        return Draft(tokens, lengths, None, name)
+            continued = self.generator.get_candidates(text)[0] if length else text  # type: ignore[arg-type]
+            candidates.append(continued[0, text.shape[1] :][:length])
+        tokens = torch.nn.utils.rnn.pad_sequence(candidates, batch_first=True).to(batch.ids)
+        num_candidates = list(map(len, candidates))
+        self.candidates = [ids[:number] for ids, number in zip(tokens.tolist(), num_candidates, strict=True)]
+        name = type(self.generator).__name__
+        highest = self.vocab_size - 1
+        require(
+            all(0 <= number <= highest for ids in self.candidates for number in ids),
+            f"{name} proposes ids outside of the target's vocabulary, 0 to {highest}; use a generator for this "
+            "target.",
+        )
+        return Draft(tokens, num_candidates, None, name)
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        counts = zip(done.rows, self.asked, self.found, done.tokens, done.gained, strict=True)
-        for index, (row, asked, found, tokens, gained) in enumerate(counts):
-            if asked and tokens:
-                # after a cut at a stop the last token counts as the one that follows what was kept
-                kept = alike(found, tokens if len(tokens) == gained else tokens[:-1])
-                scores = done.scores[index : index + 1, : len(found) + 1]
-                self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, kept)
+        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.gained, strict=True)
+        for index, (row, length, candidates, tokens, gained) in enumerate(of_rows):
+            if not length or not tokens:
+                continue
+            # after a cut at a stop the last token counts as the one that follows what was kept
+            emitted = tokens if len(tokens) == gained else tokens[:-1]
+            num_matches = shared_prefix_length(candidates, emitted)
+            scores = done.scores[index : index + 1, : len(candidates) + 1]
+            self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, num_matches)

@@ -14,7 +14,7 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
-from .costs import RoundTimer
+from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
 
 
@@ -64,7 +64,7 @@ class DraftContext:
     alpha: float | None = None
 
     @property
-    def apart(self) -> bool:
+    def independent_rows(self) -> bool:
         """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
         return isinstance(self.verifier, RejectionVerifier) and self.verifier.seeded
 
@@ -72,9 +72,9 @@ class DraftContext:
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
-    A call drives it in this order: `of`, `meet`, `read`, under "auto" `cost` and perhaps `size`, then in each round
-    `propose` and `observe`; in a queue `admit` follows where new prompts came. What `of` returns serves one call at a
-    time, and holds all that belongs to it.
+    A call drives it in this order: `bind`, `check`, `start`, under "auto" `cost` and perhaps `size`, then in each
+    round `propose` and `observe`; in a queue `admit` follows where new prompts came. What `bind` returns serves one
+    call at a time, and holds all that belongs to it.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
@@ -100,11 +100,15 @@ class Drafter(Protocol):
     parts: Sequence["Drafter"] = ()
 
     def bind(self, target: PreTrainedModel) -> "Drafter":
-        """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
+        """The drafter of one call with a target, by default this itself.
+
+        Raises:
+            ValueError: if it cannot serve the target.
+        """
         return self
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """A call with a target of V tokens is about to begin; raises ValueError if this cannot serve it.
+        """Raise ValueError if this cannot serve a call with a target of V tokens; called before anything is read.
 
         The tokenizer is the target's; None where it is not known.
         """
@@ -121,7 +125,7 @@ class Drafter(Protocol):
             batch: the text so far; `batch.row(row)` for each of `batch.rows`.
             lengths: [R], how many each row may have at most; all 0 if none are wanted.
         """
-        raise TypeError(f"{type(self).__name__} has no `propose`; what its `of` returns must have one.")
+        raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """New prompts have the places of these rows: `batch.row(row)`."""
@@ -132,32 +136,37 @@ class Drafter(Protocol):
         return
 
     def misread_reason(self, batch: Batch) -> str:
-        """At the end of a call: why the draft's files look as if they were misread, and what to do; else nothing."""
+        """Why the draft's files look as if they were misread, and what to do, at the end of a call; else empty."""
         return ""
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        """What runs the step, with so many tokens of every row, that finds one more candidate for each: it is timed.
+        """A function that runs the step for one more candidate of each row, with so many tokens of every row.
 
-        With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost nothing.
+        It is timed. With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost
+        nothing.
         """
         return None
 
     def size(self) -> ForwardSize | None:
-        """What `cost` computes, by which it can be told before it is timed; None if only timing tells."""
+        """The size of what `cost` runs, by which its time is assumed before it is timed; None if only timing tells."""
         return None if self.model is None else size_of(self.model)
 
 
 def no_candidates(batch: Batch) -> Draft:
-    """A draft that proposes nothing."""
+    """A draft without candidates."""
     return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))
 
 
-def alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    same = [own == its for own, its in zip(one, other, strict=False)]
-    return (*same, False).index(False)
+def shared_prefix_length(text: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common before the first that differs."""
+    length = 0
+    for token, other_token in zip(text, other, strict=False):
+        if token != other_token:
+            break
+        length += 1
+    return length
 
 
 def check_number(name: str, value: Any, what: str = "one") -> None:
-    """Raise a ValueError for what is not an int of 1 or more."""
+    """Raise ValueError if a value is not an int of 1 or more."""
     require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give {what}.")

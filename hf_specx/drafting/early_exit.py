@@ -18,11 +18,10 @@ from .drafter import DraftContext, Drafter, check_number
 from .forward_times import ForwardSize
 
 
-CHANGING = {
-    "generation_config",
-    "generate",
-}  # of a model, and nothing to its forwards: `attached` puts the latter there
-NUMBER, NO_LAYERS = "the number of layers that draft", "give a draft model instead, or SuffixDraft()"
+# attributes of a model that do not matter to its forwards; `attached` sets the latter
+CHANGING = {"generation_config", "generate"}
+NUMBER = "the number of layers that draft"
+NO_LAYERS = "give a draft model instead, or SuffixDraft()"
 
 
 class EarlyExitDraft(Drafter):
@@ -51,10 +50,13 @@ class EarlyExitDraft(Drafter):
 
     def __init__(self, exit_layer: int, head: nn.Module | None = None):
         check_number("exit_layer", exit_layer, NUMBER)
-        told = f"head is {kind(head)}; give a module from hidden states to hidden states, or leave it out."
-        require(head is None or isinstance(head, nn.Module), told)
-        self.exit_layer, self.head = int(exit_layer), head
-        # of targets, and what these held when their first layers were copied
+        require(
+            head is None or isinstance(head, nn.Module),
+            f"head is {kind(head)}; give a module from hidden states to hidden states, or leave it out.",
+        )
+        self.exit_layer = int(exit_layer)
+        self.head = head
+        # by target: its first layers, and the attributes that it had when these were copied
         self.models = OfModels[tuple[PreTrainedModel, list[tuple[str, int]]]]()
 
     def __repr__(self) -> str:
@@ -70,30 +72,37 @@ class EarlyExitDraft(Drafter):
         It is the same object again until the target is changed, so that what was compiled for it is found.
         """
         path = check_exit_layer("exit_layer", self.exit_layer, target)
-        given = f"the head of exit_layer={self.exit_layer}"
-        told = f"{given} is in training mode, where dropout draws random numbers; call its eval()."
-        require(self.head is None or not self.head.training, told)
-        above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
-        parts = [part.items() for module in above for part in (vars(module), module._modules)]
-        now = [(name, id(value)) for part in parts for name, value in part if name not in CHANGING]
-        model, then = self.models.get(target, (None, []))
-        if model is None or then != now:
+        require(
+            self.head is None or not self.head.training,
+            f"the head of exit_layer={self.exit_layer} is in training mode, where dropout draws random numbers; call "
+            "its eval().",
+        )
+        attributes: list[tuple[str, int]] = []
+        for depth in range(len(path) + 1):
+            module = target.get_submodule(".".join(path[:depth]))
+            for name, value in (*vars(module).items(), *module._modules.items()):
+                if name not in CHANGING:
+                    attributes.append((name, id(value)))
+        model, attributes_then = self.models.get(target, (None, []))
+        if model is None or attributes_then != attributes:
             model = self._copy(target, path)
-            self.models[target] = model, now
+            self.models[target] = model, attributes
         model.generation_config = target.generation_config
         return model
 
     def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
         """The target with fewer layers in their list; all else is shared, the config too."""
         layers: Any = target.get_submodule(".".join(path))
-        parts: dict[nn.Module, nn.Module] = {layers: layers[: self.exit_layer]}
+        replacements: dict[nn.Module, nn.Module] = {layers: layers[: self.exit_layer]}
         if self.head is not None:
             output: Any = target.get_output_embeddings()
-            told = f"head= goes before an output head, and {type(target).__name__} has none of its own; leave it out."
-            require(output in list(target.children()), told)
-            parts[output] = nn.Sequential(self.head, output)
-        found: PreTrainedModel = altered(target, parts)
-        return found
+            require(
+                output in list(target.children()),
+                f"head= goes before an output head, and {type(target).__name__} has none of its own; leave it out.",
+            )
+            replacements[output] = nn.Sequential(self.head, output)
+        model: PreTrainedModel = altered(target, replacements)
+        return model
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):
@@ -110,8 +119,8 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         self.layers = layers
 
     def size(self) -> ForwardSize | None:
-        size = super().size()
-        return size and size._replace(layers=self.layers)  # the config tells all layers
+        size = super().size()  # by the config, which counts all layers
+        return None if size is None else size._replace(layers=self.layers)
 
     def _make_runner(self, context: DraftContext) -> ModelRunner | None:
         self.target = context.target if type(context.target) is RaggedRunner else None
@@ -120,40 +129,45 @@ class EarlyExitDrafter(SampledCandidateGenerator):
     def _ready(self, batch: Batch) -> ModelRunner:
         if self.target is None:
             return super()._ready(batch)
-        lent = copy.copy(self.target)  # as it is now, around the first layers
-        lent.model, lent.opening = self.model, False
-        lent.held, lent.valid = list(lent.held), list(lent.valid)
-        return lent
+        runner = copy.copy(self.target)  # as it is now, around the first layers
+        runner.model, runner.opening = self.model, False
+        runner.held, runner.valid = list(runner.held), list(runner.valid)
+        return runner
 
 
 def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str]:
     """The names of the modules down to the list of a target's layers, if its first `value` layers can draft.
 
-    Raises ValueError, naming the value by `name`, if these are all layers of the target, or it has no such list.
+    Raises:
+        ValueError: naming the value by `name`, if these are all layers of the target, or it has no such list.
     """
     check_number(name, value, NUMBER)
     path, layers = find_layers(target)
     most = len(layers) - 1
     remedy = f"give 1 to {most}" if most else NO_LAYERS
-    told = f"{name}={value} leaves out no layer of {type(target).__name__}, which has {len(layers)}; {remedy}."
-    require(value <= most, told)
+    require(
+        value <= most,
+        f"{name}={value} leaves out no layer of {type(target).__name__}, which has {len(layers)}; {remedy}.",
+    )
     return path
 
 
 def find_layers(model: PreTrainedModel, what: str = "early exit from") -> tuple[list[str], nn.ModuleList]:
     """The one list of a model's decoder layers that is nearest to the top, and the names of the modules down to it.
 
-    Raises ValueError if there is none with as many modules as the config has hidden layers, or the model has an
-    encoder.
+    Raises:
+        ValueError: if there is none with as many modules as the config has hidden layers, or the model has an encoder.
     """
-    given = f"{what} {type(model).__name__}"
-    require(not model.config.is_encoder_decoder, f"{given}, an encoder-decoder, is not supported; {NO_LAYERS}.")
+    purpose = f"{what} {type(model).__name__}"
+    require(not model.config.is_encoder_decoder, f"{purpose}, an encoder-decoder, is not supported; {NO_LAYERS}.")
     decoder = text_decoder(model)
-    above = next(name for name, module in model.named_modules() if module is decoder)
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [(name, x) for name, x in decoder.named_modules(prefix=above) if isinstance(x, nn.ModuleList)]
-    lists = [(name, layers) for name, layers in lists if len(layers) == count]
-    nearest = min((name.count(".") for name, _ in lists), default=0)
-    found = [(name.split("."), layers) for name, layers in lists if name.count(".") == nearest]
-    require(len(found) == 1, f"{given} is not possible: its {count} layers are no single list; {NO_LAYERS}.")
-    return found[0]
+    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = []
+    for name, module in decoder.named_modules(prefix=decoder_name):
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            lists.append((name.split("."), module))
+    depth = min((len(path) for path, _ in lists), default=0)
+    nearest = [(path, layers) for path, layers in lists if len(path) == depth]
+    require(len(nearest) == 1, f"{purpose} is not possible: its {num_layers} layers are no single list; {NO_LAYERS}.")
+    return nearest[0]

@@ -19,7 +19,7 @@ from hf_specx.models.prompts import UNLIMITED, prepare
 from hf_specx.models.runner import ModelRunner
 
 from .candidates import SampledCandidateGenerator
-from .drafter import DraftContext, TokenizerMatch, alike
+from .drafter import DraftContext, TokenizerMatch, shared_prefix_length
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -38,30 +38,35 @@ class Translation:
     """
 
     def __init__(self, vocabularies: VocabularyMap):
-        self.draft, self.target, self.to_draft = vocabularies.draft, vocabularies.target, vocabularies.to_draft
+        self.draft = vocabularies.draft
+        self.target = vocabularies.target
+        self.to_draft = vocabularies.to_draft
         self.ids: list[int] = []
         self.states: list[tuple[int, bytes]] = [(0, b"")]
 
     def extend(self, tokens: list[int]) -> int:
         """Add tokens of the target; returns how many of the draft's tokens from before have stayed."""
         start, text = self.states[-1]
-        found: list[int] = []
+        new_ids: list[int] = []  # from the last boundary on
         for token in tokens:
-            own, content = self.to_draft[token], self.target.joined([token])
-            if text and (own >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN):
-                found += self.draft.encode(text)
+            common = self.to_draft[token]
+            content = self.target.joined([token])
+            ends_text = common >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN
+            if text and ends_text:
+                new_ids += self.draft.encode(text)
                 text = b""
-            if own >= 0:
-                found.append(own)
+            if common >= 0:
+                new_ids.append(common)
             else:
                 text += content
-            self.states.append((start + len(found), text))
-        found += self.draft.encode(text) if text else []
-        kept = start + alike(self.ids[start:], found)
-        self.ids[kept:] = found[kept - start :]
-        return kept
+            self.states.append((start + len(new_ids), text))
+        if text:
+            new_ids += self.draft.encode(text)
+        num_unchanged = start + shared_prefix_length(self.ids[start:], new_ids)
+        self.ids[num_unchanged:] = new_ids[num_unchanged - start :]
+        return num_unchanged
 
-    def keep(self, count: int) -> None:
+    def crop(self, count: int) -> None:
         """Only the first `count` tokens of the target are its text; `ids` follow when more is added."""
         del self.states[count + 1 :]
 
@@ -98,14 +103,15 @@ class OwnText:
         if counts != self.own.counts:
             self.own.rewind(counts)
         numbers = [len(tokens) for tokens in new]
-        if longest := max(numbers):
+        longest = max(numbers)
+        if longest:
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
             self.own.emit(sent(padded, self.own.ids.device), numbers, new)
         return self.vocabularies.logits(self.inner.decode_step(self.own, 0))
 
     def crop(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
-        self.translations[row].keep(count)
+        self.translations[row].crop(count)
 
     def drop_rows(self, stay: torch.Tensor) -> None:
         self.inner.drop_rows(stay)
@@ -135,11 +141,11 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
     def _make_runner(self, context: DraftContext) -> OwnText:
         batch, model = context.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
-        given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
-        own = Batch(given["input_ids"], given["attention_mask"], 0)
+        inputs = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
+        own_batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
         # one token of the target may be several of the draft's, so there is no limit on these
-        inner = make_runner(context.layout, prepare(model, UNLIMITED, given), vocabulary(model))
-        return OwnText(inner, own, self.vocabularies)
+        inner = make_runner(context.layout, prepare(model, UNLIMITED, inputs), vocabulary(model))
+        return OwnText(inner, own_batch, self.vocabularies)
 
 
 def match_tokenizers(
@@ -151,8 +157,9 @@ def match_tokenizers(
 ) -> Any:
     """The same draft or drafts, with a drafter for one call in place of a model with another tokenizer.
 
-    Raises ValueError if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
-    than half of those of a sample text, under "tokens" none.
+    Raises:
+        ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less than
+            half of those of a sample text, under "tokens" none.
     """
     if isinstance(draft, Sequence):
         return [match_tokenizers(part, target, tokenizer, draft_tokenizer, match) for part in draft]
@@ -163,11 +170,18 @@ def match_tokenizers(
 
 
 def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
-    """How two tokenizers are matched, and why; raises ValueError if they have too few tokens in common."""
-    common = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
-    told = f"only {common}, too few for a draft that can propose no others; choose a draft with the target's own "
-    told += "tokenizer, check that each tokenizer belongs to its model"
-    told += ", or try tokenizer_match='tokens' all the same." if vocabularies.coverage else "."
-    require(vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9), told)
+    """How two tokenizers are matched, and why.
+
+    Raises:
+        ValueError: if they have too few tokens in common.
+    """
+    coverage = vocabularies.coverage
+    common = f"{coverage:.0%} of the tokens of a sample text are in both tokenizers"
+    all_the_same = ", or try tokenizer_match='tokens' all the same" if coverage else ""
+    require(
+        coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9),
+        f"only {common}, too few for a draft that can propose no others; choose a draft with the target's own "
+        f"tokenizer, check that each tokenizer belongs to its model{all_the_same}.",
+    )
     reason = f"{'chosen' if match == 'auto' else 'asked for'}: {common}"
-    return TokenizerMatch("tokens", reason, vocabularies.overlap, vocabularies.coverage)
+    return TokenizerMatch("tokens", reason, vocabularies.overlap, coverage)

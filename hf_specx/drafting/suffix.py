@@ -14,9 +14,8 @@ from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
-from .costs import RoundTimer
-from .draft_length import best_number
-from .drafter import DraftContext, Drafter, alike, check_number, no_candidates
+from .auto import RoundTimer, best_number
+from .drafter import DraftContext, Drafter, check_number, no_candidates, shared_prefix_length
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
 
@@ -35,10 +34,10 @@ class Match(NamedTuple):
     length: int
 
 
-NONE = Match([], [], 0)
+NO_MATCH = Match([], [], 0)
 
 
-class Acceptance:
+class MatchAcceptance:
     """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""
 
     def __init__(self) -> None:
@@ -51,8 +50,8 @@ class Acceptance:
         assumed = max(LEAST_ASSUMED, 1 - 0.5 ** (size - 1))
         return (self.kept[size] + ASSUMED_WEIGHT * assumed) / (self.tried[size] + ASSUMED_WEIGHT)
 
-    def note(self, length: int, accepted: int, judged: int) -> None:
-        """A match of so many tokens was found; of its candidates so many were judged, maybe none."""
+    def update(self, length: int, accepted: int, judged: int) -> None:
+        """Count a match of so many tokens, of whose candidates so many were judged, maybe none, and accepted."""
         size = length.bit_length()
         self.kept[size] = self.kept[size] * REMEMBERED + accepted
         self.tried[size] = self.tried[size] * REMEMBERED + judged
@@ -94,19 +93,24 @@ class SuffixDraft(Drafter):
         for name, number in (("max_candidates", max_candidates), ("min_match", min_match), ("max_match", max_match)):
             check_number(name, number)
         require(isinstance(pool, SuffixPool | None), f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
-        told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
-        require(max_match >= min(min_match, DEPTH), told)
+        require(
+            max_match >= min(min_match, DEPTH),
+            f"max_match={max_match} is less than min_match={min_match}; give at least as much.",
+        )
         self.max_candidates: int = max_candidates
         self.min_match, self.max_match = min(min_match, DEPTH), min(max_match, DEPTH)
-        self.pool, self.acceptance = pool, Acceptance()
+        self.pool = pool
+        self.acceptance = MatchAcceptance()
 
     def __repr__(self) -> str:
-        given = self.options if self.pool is None else self.options | {"pool": self.pool}
-        return f"SuffixDraft({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        arguments: dict[str, object] = dict(self.options)
+        if self.pool is not None:
+            arguments["pool"] = self.pool
+        return f"SuffixDraft({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
     @property
     def options(self) -> dict[str, int]:
-        """What it was made with, its pool aside."""
+        """The arguments that it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
     def bind(self, target: PreTrainedModel) -> "SuffixDraft":
@@ -118,21 +122,27 @@ class SuffixDraft(Drafter):
             self.pool.check(vocab_size, tokenizer)
 
     def start(self, context: DraftContext) -> None:
-        self.vocab_size, self.apart = context.vocab_size, context.apart
-        self.round_timer = RoundTimer(None) if self.apart else context.round_timer
-        rows, shared = context.batch.rows, NGrams(self.min_match)
-        # where each row is looked for, and which of these texts is its own
-        self.texts, self.numbers = [NGrams(self.min_match) if self.apart else shared for _ in rows], list(rows)
-        self.own = [Acceptance() if self.apart else self.acceptance for _ in rows]
-        self.found: dict[int, Match] = {}  # for this round by row, also where less of it is judged
-        self._read(context.batch, rows)
+        self.vocab_size = context.vocab_size
+        self.independent_rows = context.independent_rows
+        rows = context.batch.rows
+        self.text_numbers = list(rows)  # of each row, in the index in which it is looked for
+        if self.independent_rows:
+            self.round_timer = RoundTimer(None)
+            self.indices = [NGrams(self.min_match) for _ in rows]
+            self.row_acceptance = [MatchAcceptance() for _ in rows]
+        else:
+            self.round_timer = context.round_timer
+            self.indices = [NGrams(self.min_match)] * len(rows)
+            self.row_acceptance = [self.acceptance] * len(rows)
+        self.matches: dict[int, Match] = {}  # for this round by row, also where less of it is judged
+        self._index(context.batch, rows)
 
-    def _read(self, batch: Batch, rows: Iterable[int]) -> None:
+    def _index(self, batch: Batch, rows: Iterable[int]) -> None:
         """Index the texts of rows; ids outside of the vocabulary are -1, which is never proposed."""
         for row in rows:
             text = batch.row(row)
-            known = text.where((text >= 0) & (text < self.vocab_size), -1).tolist()
-            self.texts[row].extend(self.numbers[row], known)
+            ids = text.where((text >= 0) & (text < self.vocab_size), -1).tolist()
+            self.indices[row].extend(self.text_numbers[row], ids)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
         return lambda _: None  # nothing, but forwards of the target are timed
@@ -142,17 +152,21 @@ class SuffixDraft(Drafter):
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Up to `lengths` [R] candidates a row, as many as are worth a longer round; `Draft.probs` is None."""
-        found = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
-        self.found = dict(zip(batch.rows, found, strict=True))
-        chances = [one.chances for one in found]
-        most = [self._best([own]) for own in chances] if self.apart else [self._best(chances)] * len(found)
-        chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
-        kept = [len(tokens) for tokens in chosen]
-        if not any(kept):
+        matches = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
+        self.matches = dict(zip(batch.rows, matches, strict=True))
+        chances = [match.chances for match in matches]
+        if self.independent_rows:
+            numbers = [self._best([of_row]) for of_row in chances]
+        else:
+            numbers = [self._best(chances)] * len(matches)
+        candidates = [match.tokens[:number] for match, number in zip(matches, numbers, strict=True)]
+        num_candidates = list(map(len, candidates))
+        if not any(num_candidates):
             return no_candidates(batch)
-        columns = [list(column) for column in zip_longest(*chosen, fillvalue=0)]
-        estimate = [row[:number] for row, number in zip(chances, kept, strict=True)]
-        return Draft(sent(columns, batch.ids.device).T, kept, None, "suffix", estimate=estimate, known=columns)
+        columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
+        estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
+        tokens = sent(columns, batch.ids.device).T
+        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, known=columns)
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
@@ -162,62 +176,68 @@ class SuffixDraft(Drafter):
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        count, text = min(most, self.max_candidates), self._text(row)
+        count = min(most, self.max_candidates)
         if not count:
-            return NONE
-        length, followers = self.texts[row].find(text, self.max_match, count)
-        if self.pool is not None and not self.apart:
-            of_pool, others = self.pool.find(text, self.min_match, self.max_match, count)
-            followers = others if of_pool > length else followers + others * (of_pool == length)
-            length = max(length, of_pool)
-        return Match(*_most_frequent(followers, count, self.own[row].rate(length)), length)
+            return NO_MATCH
+        text = self._text(row)
+        length, continuations = self.indices[row].find(text, self.max_match, count)
+        if self.pool is not None and not self.independent_rows:
+            pool_length, of_pool = self.pool.find(text, self.min_match, self.max_match, count)
+            if pool_length > length:
+                length, continuations = pool_length, of_pool
+            elif pool_length == length:
+                continuations = continuations + of_pool
+        tokens, chances = _most_frequent(continuations, count, self.row_acceptance[row].rate(length))
+        return Match(tokens, chances, length)
 
     def _text(self, row: int) -> array:
-        return self.texts[row].texts[self.numbers[row]]
+        return self.indices[row].texts[self.text_numbers[row]]
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Index new prompts, in place of texts that have ended, which go to the pool."""
-        self._learn(rows)
+        self._add_to_pool(rows)
         for row in rows:
-            self.texts[row].remove(self.numbers[row])
-            self.numbers[row] += len(self.numbers)  # which no text has had
-            self.found.pop(row, None)
-            if self.apart:
-                self.own[row] = Acceptance()
-        self._read(batch, rows)
+            self.indices[row].remove(self.text_numbers[row])
+            self.text_numbers[row] += len(self.text_numbers)  # which no text has had
+            self.matches.pop(row, None)
+            if self.independent_rows:
+                self.row_acceptance[row] = MatchAcceptance()
+        self._index(batch, rows)
 
     def observe(self, done: Round) -> None:
-        """Take in what each row has emitted; what was found is compared with it, whether or not it was judged."""
+        """Index what each row has emitted; its match is compared with that, whether or not it was judged."""
         for row, tokens in zip(done.rows, done.tokens, strict=True):
-            found = self.found.pop(row, NONE)
-            if found.length:
-                accepted = alike(found.tokens, tokens)
-                judged = min(accepted + 1, len(found.tokens), len(tokens))
-                self.own[row].note(found.length, accepted, judged)
-            self.texts[row].extend(self.numbers[row], tokens)
+            match = self.matches.pop(row, NO_MATCH)
+            if match.length:
+                accepted = shared_prefix_length(match.tokens, tokens)
+                judged = min(accepted + 1, len(match.tokens), len(tokens))
+                self.row_acceptance[row].update(match.length, accepted, judged)
+            self.indices[row].extend(self.text_numbers[row], tokens)
         if done.finished:
-            self._learn(range(len(self.numbers)))
+            self._add_to_pool(range(len(self.text_numbers)))
 
-    def _learn(self, rows: Iterable[int]) -> None:
-        """Add rows to the pool."""
+    def _add_to_pool(self, rows: Iterable[int]) -> None:
+        """Add the texts of rows to the pool, if there is one."""
         if self.pool is not None:
             self.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
 
-def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
+def _most_frequent(continuations: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
     """Token by token what most continuations have that agreed so far, and the chance that it is all kept."""
     tokens: list[int] = []
     chances: list[float] = []
-    total, survival = len(followers), 1.0
-    while followers and len(tokens) < most:
-        depth, survival = len(tokens), survival * rate
-        followers = [following for following in followers if len(following) > depth]
-        counts = Counter(following[depth] for following in followers)
+    total = len(continuations)
+    all_kept = 1.0  # the chance for all tokens so far, if the text goes on as one of the continuations
+    while continuations and len(tokens) < most:
+        depth = len(tokens)
+        all_kept *= rate
+        continuations = [continuation for continuation in continuations if len(continuation) > depth]
+        counts = Counter(continuation[depth] for continuation in continuations)
         token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
-        chance = survival * count / total
+        chance = all_kept * count / total
         if token < 0 or chance < UNLIKELY:
             break
         tokens.append(token)
         chances.append(chance)
-        followers = [following for following in followers if following[depth] == token]
+        continuations = [continuation for continuation in continuations if continuation[depth] == token]
     return tokens, chances

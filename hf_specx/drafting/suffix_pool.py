@@ -77,7 +77,7 @@ class NGrams:
             number, offset = place >> OFFSET_BITS, place & OFFSET
             if number not in self.texts:  # none, or in a text that was removed
                 break
-            length = _alike(text, self.texts[number], offset, most)
+            length = _shared_suffix_length(text, self.texts[number], offset, most)
             if length > longest:
                 longest, places = length, []
             if length == longest:
@@ -99,13 +99,13 @@ class NGrams:
         return following
 
 
-def _alike(text: array, other: array, offset: int, most: int) -> int:
-    """How many tokens at the end of `text` stand before an offset of another one, at most `most`."""
+def _shared_suffix_length(text: array, other: array, offset: int, most: int) -> int:
+    """How many tokens at the end of `text` also stand before an offset of another one, at most `most`."""
     most = min(most, len(text), offset)
     if text[len(text) - most :] == other[offset - most : offset]:
         return most
-    end, length = len(text) - 1, 0
-    while text[end - length] == other[offset - 1 - length]:
+    last, length = len(text) - 1, 0
+    while text[last - length] == other[offset - 1 - length]:
         length += 1
     return length
 
@@ -142,7 +142,8 @@ class SuffixPool:
         self.vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
         self._texts: dict[int, array] = {}  # by a number that grows
         self._indices: dict[int, NGrams] = {}  # by the shortest match that was asked for
-        self._added, self._held = 0, 0
+        self._num_added = 0
+        self._num_tokens = 0
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class SuffixPool:
 
     def __len__(self) -> int:
         """Tokens that it holds."""
-        return self._held
+        return self._num_tokens
 
     @property
     def texts(self) -> list[array]:
@@ -172,47 +173,60 @@ class SuffixPool:
         Raises:
             ValueError: if an id is negative, not an int, or outside of the vocabulary.
         """
-        given = [ids for text in texts if (ids := _token_ids(text)[-self.max_tokens :])]
+        ids_of_texts = [_token_ids(text)[-self.max_tokens :] for text in texts]
+        ids_of_texts = [ids for ids in ids_of_texts if ids]
         with self._lock:
             limit = self.vocab_size or 2**31
-            for wrong in (number for text in given for number in (min(text), max(text))):
-                told = f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
-                require(0 <= wrong < limit, told + "target's own tokenizer.")
-            for text in given:
-                self._added += 1
-                self._texts[self._added] = text
-                self._held += len(text)
+            for ids in ids_of_texts:
+                for number in (min(ids), max(ids)):
+                    require(
+                        0 <= number < limit,
+                        f"token id {number} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
+                        "target's own tokenizer.",
+                    )
+            for ids in ids_of_texts:
+                self._num_added += 1
+                self._texts[self._num_added] = ids
+                self._num_tokens += len(ids)
                 for index in self._indices.values():
-                    index.extend(self._added, text)
-                while self._held > self.max_tokens:
-                    number = next(iter(self._texts))
-                    self._held -= len(self._texts.pop(number))
-                    for index in self._indices.values():
-                        index.remove(number)
+                    index.extend(self._num_added, ids)
+                while self._num_tokens > self.max_tokens:
+                    self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        number = next(iter(self._texts))
+        self._num_tokens -= len(self._texts.pop(number))
+        for index in self._indices.values():
+            index.remove(number)
 
     def find(self, text: array, least: int, most: int, count: int) -> tuple[int, list[list[int]]]:
         """As `NGrams.find`, for matches of `least` tokens or more."""
         with self._lock:
             if least not in self._indices:
                 self._indices[least] = NGrams(least)
-                for number, known in self._texts.items():
-                    self._indices[least].extend(number, known)
+                for number, ids in self._texts.items():
+                    self._indices[least].extend(number, ids)
             return self._indices[least].find(text, most, count)
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Serve a target of so many tokens, and from then on none of another number, or with another tokenizer.
+        """Raise ValueError if the texts are of another vocabulary than that of a target of so many tokens.
 
-        Raises:
-            ValueError: if the texts are those of another vocabulary.
+        From then on the pool serves none of another number, or with another tokenizer.
         """
         vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
         with self._lock:
-            told = "the pool's texts are of another tokenizer than the target's; use a SuffixPool of its own for each."
-            require(None in (vocabulary, self.vocabulary) or vocabulary == self.vocabulary, told)
-            own = self.vocab_size or max([vocab_size, *(max(text) + 1 for text in self._texts.values())])
-            told = f"the pool's texts are of a vocabulary of {own} tokens, and the target has {vocab_size}; "
-            require(own == vocab_size, told + "use a SuffixPool of its own for each tokenizer.")
-            self.vocab_size, self.vocabulary = vocab_size, self.vocabulary or vocabulary
+            require(
+                None in (vocabulary, self.vocabulary) or vocabulary == self.vocabulary,
+                "the pool's texts are of another tokenizer than the target's; use a SuffixPool of its own for each.",
+            )
+            pool_size = self.vocab_size or max([vocab_size, *(max(text) + 1 for text in self._texts.values())])
+            require(
+                pool_size == vocab_size,
+                f"the pool's texts are of a vocabulary of {pool_size} tokens, and the target has {vocab_size}; use a "
+                "SuffixPool of its own for each tokenizer.",
+            )
+            self.vocab_size = vocab_size
+            self.vocabulary = self.vocabulary or vocabulary
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` and `torch.load` read: the token ids of all texts, and of which vocabulary."""
@@ -225,9 +239,9 @@ class SuffixPool:
             "tokens": torch.tensor(list(chain(*texts)), dtype=torch.int32, device="cpu"),
             "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu"),
         }
-        written = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
-        torch.save(content, written)
-        written.replace(path)
+        temporary = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
+        torch.save(content, temporary)
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "SuffixPool":
@@ -246,12 +260,13 @@ class SuffixPool:
         except OSError:
             raise
         except Exception as error:  # whatever torch and a damaged file bring about
-            told = f"{os.fspath(path)} was not written by SuffixPool.save, or is damaged; give another file."
-            raise ValueError(told) from error
+            message = f"{os.fspath(path)} was not written by SuffixPool.save, or is damaged; give another file."
+            raise ValueError(message) from error
         return pool
 
 
 def _token_ids(text: Iterable[int] | torch.Tensor) -> array:
+    """The ids of a text as array("i"); raises ValueError if it has anything else."""
     try:
         return array("i", text.tolist() if isinstance(text, torch.Tensor) else text)
     except (TypeError, OverflowError) as error:

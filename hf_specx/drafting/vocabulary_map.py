@@ -59,44 +59,51 @@ class VocabularyMap:
         device = logits.device
         if device not in self.pairs:  # another thread may have another device
             self.pairs[device] = self.pairs[torch.device("cpu")].to(device)
-        own, meant = self.pairs[device]
-        common = logits.index_select(-1, own).float()
+        draft_ids, target_ids = self.pairs[device]
+        common = logits.index_select(-1, draft_ids).float()
         highest = common.amax(-1, keepdim=True)
         sums = highest.new_zeros(*logits.shape[:-1], self.sizes[0])
-        sums.index_add_(-1, meant, (common - highest).exp())
+        sums.index_add_(-1, target_ids, (common - highest).exp())
         return sums.log() + highest
 
     def prompt(self, ids: list[int]) -> list[int]:
         """A prompt of the target as the draft's tokenizer writes its text, with what it puts before a text."""
-        target, found = self.target, list(self.draft.before)
+        target = self.target
+        draft_ids = list(self.draft.before)
         if target.before and ids[: len(target.before)] == target.before:
             ids = ids[len(target.before) :]
-        special, opens = set(target.special.values()), True
-        kept = {number for number in special if number < len(self.to_draft) and self.to_draft[number] >= 0}
-        for is_kept, run in itertools.groupby(ids, kept.__contains__):
-            if is_kept:
-                found += [self.to_draft[number] for number in run]
-            elif text := target.joined(run):
+        special = [number for number in target.special.values() if number < len(self.to_draft)]
+        common_special = {number for number in special if self.to_draft[number] >= 0}
+        opens = True
+        for is_special, numbers in itertools.groupby(ids, common_special.__contains__):
+            if is_special:
+                draft_ids += [self.to_draft[number] for number in numbers]
+            else:
+                text = target.joined(numbers)
                 if opens and target.opens_with_space:
                     text = text.removeprefix(b" ") or text  # the tokenizer has put it before the text
-                found += self.draft.encode(text, opens)
+                if text:
+                    draft_ids += self.draft.encode(text, opens)
             opens = False
-        return found or [self.draft.filler]
+        return draft_ids or [self.draft.filler]
 
 
 def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int) -> list[int]:
     """For each of the first `size` ids the one of the others, below `other_size`, that means the same; else -1."""
     special = set(tokens.special.values())
-    plain = [content if number not in special else b"" for number, content in enumerate(tokens.contents)]
-    same = [(number, others.numbers.get(content)) for number, content in enumerate(plain)]
-    same += [(number, others.special.get(token)) for token, number in tokens.special.items()]
+    pairs: list[tuple[int | None, int | None]] = []
+    for number, content in enumerate(tokens.contents):
+        pairs.append((number, None if number in special else others.numbers.get(content)))
+    pairs += [(number, others.special.get(token)) for token, number in tokens.special.items()]
     # one token may play several roles; the first of these counts
-    same += [(getattr(tokens, role), getattr(others, role)) for role in ("end", "start", "unknown")]
-    found = [-1] * size
-    for own, other in same:
-        if own is not None and other is not None and own < size and other < other_size and found[own] < 0:
-            found[own] = other
-    return found
+    pairs += [(getattr(tokens, role), getattr(others, role)) for role in ("end", "start", "unknown")]
+    meanings = [-1] * size
+    for own, other in pairs:
+        if own is None or other is None or own >= size or other >= other_size:
+            continue
+        if meanings[own] < 0:
+            meanings[own] = other
+    return meanings
 
 
 MAPS: WeakKeyDictionary[PreTrainedTokenizerBase, Any] = WeakKeyDictionary()  # by the target's, the draft's, and sizes
@@ -107,11 +114,13 @@ def vocabulary_map(
 ) -> VocabularyMap:
     """The map between two tokenizers, made once for each pair of them as long as no tokens are added.
 
-    `sizes` are V of the target's logits and of the draft's. A ValueError says that a tokenizer does not tell which
-    bytes its tokens stand for.
+    `sizes` are V of the target's logits and of the draft's.
+
+    Raises:
+        ValueError: if a tokenizer does not tell which bytes its tokens stand for.
     """
-    known: dict[Any, VocabularyMap] = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
+    maps: dict[Any, VocabularyMap] = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
     key = (len(tokenizer), len(draft_tokenizer), *sizes)
-    if key not in known:
-        known[key] = VocabularyMap(TokenBytes(tokenizer), TokenBytes(draft_tokenizer), sizes)
-    return known[key]
+    if key not in maps:
+        maps[key] = VocabularyMap(TokenBytes(tokenizer), TokenBytes(draft_tokenizer), sizes)
+    return maps[key]

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_specx.common.architectures import LAYOUTS_OF
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.models.choose import layouts_of, make_runner
 from hf_specx.models.foreign_code import describe, unproven
 from hf_specx.models.runner import ModelRunner

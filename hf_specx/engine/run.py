@@ -9,11 +9,10 @@ from typing import Any
 
 from hf_specx.common.batch import Batch, Row
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.costs import Costs, RoundTimer
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
+from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
 from hf_specx.drafting.drafter import DraftContext
 from hf_specx.drafting.forward_times import assumed_times, size_of
-from hf_specx.drafting.schedule import Auto, Schedule
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
@@ -136,7 +135,7 @@ class Run:
             if step is not None:
                 self._measure(step)
                 round_timer = RoundTimer(self.costs, self.round_timer.online) if call.shared else self.round_timer
-        given: dict[str, Any] = {"alike": call.synced, "processors": self.processors}
+        given: dict[str, Any] = {"synced": call.synced, "processors": self.processors}
         if round_timer is not None and (call.synced or call.shared):
             given["agree"] = partial(of_first_rank, device=batch.ids.device)
         number = drafter.max_candidates if call.drafting.number is None else call.drafting.number

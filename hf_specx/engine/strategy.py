@@ -19,8 +19,8 @@ from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
+from hf_specx.drafting.auto import PROBE_SHARE, Costs
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import PROBE_SHARE, Costs
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
 from hf_specx.drafting.heads.gemma4 import with_assistant_drafts

@@ -7,7 +7,7 @@ import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.models.runner import ModelRunner
 
@@ -29,21 +29,21 @@ class Forced(Schedule):
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has calls draft so many candidates, round by round."""
-    return lambda *given: monkeypatch.setattr("hf_specx.engine.run.Run._make_schedule", lambda run: Forced(*given))
+    return lambda *numbers: monkeypatch.setattr("hf_specx.engine.run.Run._make_schedule", lambda run: Forced(*numbers))
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the logits of each step of a draft are those of a forward of the whole text, without a cache."""
-    found, step = [], ModelRunner.decode_step
+    are_equal, step = [], ModelRunner.decode_step
 
-    def noted(decoder, batch, ahead, skipped=0):
-        logits = step(decoder, batch, ahead, skipped)
+    def compared_step(runner, batch, ahead, skipped=0):
+        logits = step(runner, batch, ahead, skipped)
         if ahead == 0 and any(batch.counts):
             for index, row in enumerate(batch.rows):
-                fresh = decoder.model(input_ids=batch.row(row)[None]).logits[0, -1]
-                found.append(torch.allclose(fresh, logits[index, -1], atol=1e-3))
+                fresh = runner.model(input_ids=batch.row(row)[None]).logits[0, -1]
+                are_equal.append(torch.allclose(fresh, logits[index, -1], atol=1e-3))
         return logits
 
-    monkeypatch.setattr(ModelRunner, "decode_step", noted)
-    return found
+    monkeypatch.setattr(ModelRunner, "decode_step", compared_step)
+    return are_equal

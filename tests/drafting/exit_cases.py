@@ -25,7 +25,7 @@ def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return model
 
 
-def made(draft: EarlyExitDraft | None = None, **options: Any) -> SpeculativeDecoding:
+def early_exit(draft: EarlyExitDraft | None = None, **options: Any) -> SpeculativeDecoding:
     """By default two layers draft."""
     options = {"num_draft_tokens": 3, "verification": "coupled"} | options
     return SpeculativeDecoding(draft or EarlyExitDraft(2), **options)

@@ -34,5 +34,5 @@ def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:
 
 def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
     torch.manual_seed(4)
-    given = {} if strategy is None else {"custom_generate": strategy}
-    return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
+    settings = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings
+    return model.generate(**inputs, **settings, custom_generate=strategy)

@@ -36,7 +36,9 @@ def test_stock_loop_greedy_equals_plain(monkeypatch: pytest.MonkeyPatch):
     """And reads back no more of the text than is new."""
     target, settings, read = tiny("llama"), {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.2}, []
     emit = Batch.emit
-    monkeypatch.setattr(Batch, "emit", lambda batch, new, kept: read.append(new.shape[1]) or emit(batch, new, kept))
+    monkeypatch.setattr(
+        Batch, "emit", lambda batch, new, numbers: read.append(new.shape[1]) or emit(batch, new, numbers)
+    )
     output = assisted(target).generate(**prompts(1), **settings, assistant_model=near(target, 0.05))
     assert torch.equal(output, target.generate(**prompts(1), **settings))
     assert len(read) > 5 < sum(read)
@@ -77,7 +79,7 @@ class Noted(PromptLookupCandidateGenerator):
 
     def __init__(self):
         super().__init__(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
-        self.asked, self.proposed, self.told = [], [], []
+        self.asked, self.proposed, self.outcomes = [], [], []
 
     def get_candidates(self, input_ids):
         candidates, _ = super().get_candidates(input_ids)
@@ -86,7 +88,7 @@ class Noted(PromptLookupCandidateGenerator):
         return candidates, None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
-        self.told.append((input_ids[0].tolist(), scores[0], int(num_matches)))
+        self.outcomes.append((input_ids[0].tolist(), scores[0], int(num_matches)))
 
 
 class Looked(LlamaForCausalLM):
@@ -108,8 +110,8 @@ def test_a_generator_is_told_what_was_kept_as_in_stock(ends: bool):
     expected = stock.generate(**prompts(1), **settings, assistant_model=tiny("llama"))
     output = target.generate(**prompts(1), **settings, custom_generate=SpeculativeDecoding(ours, num_draft_tokens=4))
     assert torch.equal(output, expected)
-    stocks, compared = {len(text): (text, scores, matches) for text, scores, matches in stock.noted.told}, 0
-    for text, scores, matches in ours.told:
+    stocks, compared = {len(text): (text, scores, matches) for text, scores, matches in stock.noted.outcomes}, 0
+    for text, scores, matches in ours.outcomes:
         assert text == output[0, : len(text)].tolist()
         if len(text) in stocks and len(scores) == len(stocks[len(text)][1]):
             assert (text, matches) == (stocks[len(text)][0], stocks[len(text)][2])
@@ -125,12 +127,12 @@ def test_a_generator_proposes_as_much_as_it_has_and_that_is_what_is_counted():
     inputs = {"input_ids": prompts(4)["input_ids"], "attention_mask": torch.ones(4, 11, dtype=torch.int64)}
     strategy = SpeculativeDecoding(noted, num_draft_tokens=6)
     output = target.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=strategy)
-    drafted = [len(scores) - 1 for _, scores, _ in noted.told]
+    drafted = [len(scores) - 1 for _, scores, _ in noted.outcomes]
     asked = zip(noted.asked, noted.proposed, strict=True)
     assert drafted == [min(proposed, 11 + 40 - len(text) - 1) for text, proposed in asked]
     assert {0, 4} <= set(drafted)
     assert strategy.report.drafted == sum(drafted)
-    assert strategy.report.accepted == sum(matches for _, _, matches in noted.told)
+    assert strategy.report.accepted == sum(matches for _, _, matches in noted.outcomes)
     assert torch.equal(output, target.generate(**inputs, do_sample=False, max_new_tokens=40))
 
 
@@ -140,7 +142,7 @@ def test_generators_that_cannot_serve_are_refused():
     assistant = AssistedCandidateGenerator(prompts(1)["input_ids"], draft, config, {})
     ours = SampledCandidateGenerator(draft, Processors(LogitsProcessorList()), GreedyVerifier(), 48)
     for generator in (assistant, ours):
-        with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
+        with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text"):
             SpeculativeDecoding(generator)
 
 
@@ -153,9 +155,9 @@ def test_padded_vocabularies_of_one_tokenizer(sizes: tuple[int, int]):
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
     torch.manual_seed(1)
     expected = target.generate(**inputs, **settings)
-    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
+    tokenizers = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
     torch.manual_seed(1)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **both)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **tokenizers)
     assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
 
 

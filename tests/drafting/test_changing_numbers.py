@@ -42,10 +42,10 @@ def test_numbers_that_change_give_the_text_of_stock(in_turns: Callable, how: tup
     free = run(target, inputs, **settings)
     early, late, rejected = int(free[0, -50]), int(free[1, -9]), 0
     for end in (None, [early, late]):
-        given = settings | {"eos_token_id": end, "pad_token_id": 0}
-        expected, state = run(target, inputs, **given), torch.get_rng_state()
+        ending = settings | {"eos_token_id": end, "pad_token_id": 0}
+        expected, state = run(target, inputs, **ending), torch.get_rng_state()
         strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout)
-        assert torch.equal(run(target, inputs, strategy, **given), expected)
+        assert torch.equal(run(target, inputs, strategy, **ending), expected)
         assert torch.equal(torch.get_rng_state(), state)
         rejected += strategy.report.drafted - strategy.report.accepted
         if end is None:
@@ -110,27 +110,27 @@ class ByThePast(Schedule):
 
     is_idle = staticmethod(lambda: False)
 
-    def __init__(self, *given: Any, **more: Any):
+    def __init__(self, *arguments: Any, **options: Any):
         super().__init__(2)
 
     def observe(self, done: Round) -> None:
-        kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
-        self.wanted = 3 if kept > 1.0 else int(max(done.draft.lengths) != 1)
+        mean_kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
+        self.wanted = 3 if mean_kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
 class EachByItsPast(ByThePast):
     """The same for each row alone."""
 
-    def __init__(self, *given: Any, **more: Any):
-        super().__init__(*given)
-        self.own = dict[int, int]()
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments)
+        self.of_rows = dict[int, int]()
 
     def number(self, batch: Batch, row: int) -> int:
-        return self.own.get(row, self.wanted)
+        return self.of_rows.get(row, self.wanted)
 
     def observe(self, done: Round) -> None:
         for row, chances in zip(done.rows, done.acceptance, strict=True):
-            self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
+            self.of_rows[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 
 @pytest.mark.parametrize(("verification", "numbers"), once(["token", "block"], [ByThePast, EachByItsPast]))

@@ -15,17 +15,28 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.auto import (
+    ENOUGH,
+    MAX_DRAFT_TOKENS,
+    MEMORY,
+    PRIOR_ALPHA,
+    WEIGHT,
+    Costs,
+    RoundTimer,
+    expected_tokens,
+)
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.costs import ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, RoundTimer
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, WEIGHT, expected_tokens
-from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, PAYS_FOR_TIMING, QUERY_LENGTHS, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
 RESTING = Costs(
-    {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}}, {"coupled": 0.02}, {2: {0: 1.0, 2: 4.0}}, count().__next__
+    {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}},
+    {"coupled": 0.02},
+    {2: {0: 1.0, 2: 4.0}},
+    saved=9.0,  # of some 10 plain steps that a trial is expected to lose
+    clock=count().__next__,
 )
-RESTING.saved = 9.0  # of some 10 plain steps that a try is expected to lose
 PRIOR = {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}
 ROW = {"target": {1: 1.0, 2: 1.2, 9: 4.0}, "draft": 0.2}
 
@@ -49,9 +60,9 @@ def test_best_number_is_that_of_the_closed_form_and_every_number_is_tried():
     for c, alpha, gamma, speedup in CLOSED_FORM:
         costs = flat(c, alpha)
         assert costs.best_num_draft_tokens(4, "block") == gamma
-        found = costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma)
+        limited = costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma)
         of_theorem = expected_tokens(alpha, gamma) / (gamma * costs.cost_coefficient(4) + 1)
-        assert (found, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
+        assert (limited, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
     assert flat(0.01, 0.999).best_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
     assert flat(0.01, 0.999).best_num_draft_tokens(4, "block", most=5) == 5
     assert flat(2.0, 0.1).best_num_draft_tokens(4, "block") == 1
@@ -73,9 +84,11 @@ FORWARDS = [  # what was measured, by batch size and query length; the forward t
 ]
 
 
-@pytest.mark.parametrize(("known", "asked", "seconds"), FORWARDS)
-def test_forwards_between_and_beyond_the_measured_are_on_a_line(known: dict, asked: tuple[int, int], seconds: float):
-    costs = Costs({batch: {"target": times, "draft": 0.2} for batch, times in known.items()})
+@pytest.mark.parametrize(("measured_times", "asked", "seconds"), FORWARDS)
+def test_forwards_between_and_beyond_the_measured_are_on_a_line(
+    measured_times: dict, asked: tuple[int, int], seconds: float
+):
+    costs = Costs({batch: {"target": times, "draft": 0.2} for batch, times in measured_times.items()})
     assert costs.target(*asked) == pytest.approx(seconds)
 
 
@@ -149,10 +162,10 @@ def test_rounds_are_remembered():
         ({0: 1.0}, {0: 1.0, 1: 4.0}),  # of plain steps alone
         ({2: 3.0}, {0: 1.0, 2: 3.0}),
     ]
-    for seen, kept in calls:
+    for seen, remembered in calls:
         costs.remember_rounds({(4, number): [seconds] * ENOUGH for number, seconds in seen.items()})
         costs.remember_rounds({(4, 5): [9.0] * (ENOUGH - 1)})
-        assert costs.rounds == {4: pytest.approx(kept, rel=0.03)}
+        assert costs.rounds == {4: pytest.approx(remembered, rel=0.03)}
 
 
 def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> RoundTimer:
@@ -188,10 +201,10 @@ def test_rounds_take_what_they_were_seen_to_take():
 def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs = Costs({4: ROW})
     round_timer = RoundTimer(costs)
-    before = round_timer.times(4, 3), round_timer.reading(2, 5)
+    before = round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)
     costs.table[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
-    assert (round_timer.times(4, 3), round_timer.reading(2, 5)) == before
-    assert round_timer.reading(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
+    assert (round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)) == before
+    assert round_timer.prefill_seconds(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():

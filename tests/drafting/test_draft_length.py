@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_specx.drafting.draft_length import PRIOR_ALPHA, AcceptanceEstimate, best_number, expected_tokens
+from hf_specx.drafting.auto import PRIOR_ALPHA, AcceptanceEstimate, best_number, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
@@ -17,12 +17,12 @@ def test_table_of_leviathan_and_extreme_acceptance():
         assert expected_tokens(alpha, 5) == pytest.approx(6 if alpha else 1)
 
 
-def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
+def estimated(*rounds: list[list[float]], together: bool = False) -> list[float]:
     """S_i after many turns of these rounds."""
     acceptance = AcceptanceEstimate(PRIOR_ALPHA, together)
     for _ in range(400):
-        for made in rounds:
-            acceptance.update(made)
+        for of_rows in rounds:
+            acceptance.update(of_rows)
     return acceptance.chances(5)
 
 
@@ -33,21 +33,21 @@ def test_a_first_round_is_weighed_against_what_is_assumed():
     assert acceptance.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
 
 
-def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
+def test_acceptance_is_the_mean_over_rows_and_rounds_at_each_depth():
     """Beyond the deepest candidate the mean ratio of all depths goes on."""
     rounds = [[[1.0, 0.5, 0.5], [0.6, 0.3, 0.1]], [[0.8, 0.4, 0.3], [0.4, 0.0, 0.0]]]
-    chances = taken(*rounds)
+    chances = estimated(*rounds)
     assert chances[:3] == pytest.approx([0.7, 0.3, 0.225], rel=0.03)
     assert chances[4] == pytest.approx(0.225 * ((0.7 + 0.3 + 0.225) / (1 + 0.7 + 0.3)) ** 2, rel=0.05)
 
 
 def test_depths_are_not_censored_by_short_rounds():
     """Most rounds draft one; the second candidate stays as likely as in those that had it."""
-    assert taken([[0.9, 0.45]] * 8, *[[[0.9]] * 8] * 3)[1] == pytest.approx(0.45, rel=0.05)
+    assert estimated([[0.9, 0.45]] * 8, *[[[0.9]] * 8] * 3)[1] == pytest.approx(0.45, rel=0.05)
 
 
 def test_rows_that_advance_together_keep_what_all_keep():
-    assert taken([[0.5, 0.2], [0.8, 0.5]], together=True)[:2] == pytest.approx([0.4, 0.1], rel=0.08)
+    assert estimated([[0.5, 0.2], [0.8, 0.5]], together=True)[:2] == pytest.approx([0.4, 0.1], rel=0.08)
 
 
 def test_the_best_number_is_that_with_the_most_tokens_a_second():

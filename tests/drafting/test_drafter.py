@@ -40,7 +40,7 @@ class Heads(Drafter):
     def __init__(self, target: torch.nn.Module, number: int = 3):
         torch.manual_seed(3)
         self.heads = [torch.nn.Linear(32, 48, bias=False) for _ in range(number)]
-        self.target, self.alike = target, 0
+        self.target = target
 
     def start(self, context):
         self.states = None
@@ -78,8 +78,8 @@ def test_states_of_compiled_forwards(traced: None):
     for context in (contextlib.nullcontext(), other):
         strategy = SpeculativeDecoding(Heads(target), num_draft_tokens=3, compile=True)
         with context, ThreadPoolExecutor(1) as pool:
-            found = pool.submit(target.generate, **prompts(4), **ENDS, custom_generate=strategy).result()
-        assert torch.equal(found, expected)
+            output = pool.submit(target.generate, **prompts(4), **ENDS, custom_generate=strategy).result()
+        assert torch.equal(output, expected)
         assert strategy.report.drafted > 0
         compilations.append(strategy.report.compilations > 0)
     assert compilations == [True, False]

@@ -56,12 +56,12 @@ def test_threshold(models: Any, mode: str, where: str):
     torch.manual_seed(0)
     expected = target.generate(**prompts(3), **settings)
     for threshold, most in ((1.0, 1), (1e-9, 4), (0.0, 4)):
-        given = {"num_assistant_tokens": 4, "assistant_confidence_threshold": threshold}
-        draft.generation_config.update(**given if where == "draft" else dict.fromkeys(given))
+        arguments = {"num_assistant_tokens": 4, "assistant_confidence_threshold": threshold}
+        draft.generation_config.update(**arguments if where == "draft" else dict.fromkeys(arguments))
         verification = None if mode == "greedy" else mode
         strategy = SpeculativeDecoding(draft, verification=verification)
         torch.manual_seed(0)
-        call = given if where == "argument" else {}
+        call = arguments if where == "argument" else {}
         output = target.generate(**prompts(3), **settings, **call, custom_generate=strategy)
         assert set(drafted(strategy.report)[:-4]) == {most}
         if mode in ("greedy", "coupled"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from enumerated import ENOUGH, VOCAB_SIZE, exact_distribution, first_tokens, p_values
-from exit_cases import Fed, made, run
+from exit_cases import Fed, early_exit, run
 from exit_cases import target as fresh
 from tiny import prompts, tiny
 from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ target = cache(fresh)
 
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
 def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, settings: dict):
-    model, inputs, strategy = target(model_type), prompts(rows), made()
+    model, inputs, strategy = target(model_type), prompts(rows), early_exit()
     with Fed(model) as fed:
         output = run(model, inputs, strategy, **settings)
     assert torch.equal(output, run(model, inputs, **settings))
@@ -49,12 +49,12 @@ def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, sett
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
 def test_the_cache_of_the_target_serves_as_one_of_its_own(verification: str):
     """The same candidates are drafted and kept by the same layers as a draft model, which reads for itself."""
-    inputs, shared = prompts(4), made(verification=verification)
+    inputs, shared = prompts(4), early_exit(verification=verification)
     layers = EarlyExitDraft(EXIT).first_layers(target())
-    apart = SpeculativeDecoding(layers, num_draft_tokens=CANDIDATES, verification=verification)
-    texts = [run(target(), inputs, strategy, **SAMPLED) for strategy in (shared, apart)]
+    with_own_cache = SpeculativeDecoding(layers, num_draft_tokens=CANDIDATES, verification=verification)
+    texts = [run(target(), inputs, strategy, **SAMPLED) for strategy in (shared, with_own_cache)]
     assert torch.equal(*texts)
-    assert shared.report.history == apart.report.history
+    assert shared.report.history == with_own_cache.report.history
 
 
 def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -62,12 +62,12 @@ def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
     ready = EarlyExitDrafter._ready
 
     def shifted(drafter: EarlyExitDrafter, batch: Batch) -> ModelRunner:
-        decoder = ready(drafter, batch)
-        decoder.width -= 1
-        return decoder
+        runner = ready(drafter, batch)
+        runner.width -= 1
+        return runner
 
     monkeypatch.setattr(EarlyExitDrafter, "_ready", shifted)
-    assert not torch.equal(run(target(), prompts(4), made(), **GREEDY), run(target(), prompts(4), **GREEDY))
+    assert not torch.equal(run(target(), prompts(4), early_exit(), **GREEDY), run(target(), prompts(4), **GREEDY))
 
 
 @cache
@@ -110,6 +110,6 @@ def test_of_the_text_where_the_eye_has_as_many_layers():
     assert path == ["model", "language_model", "layers"]
     assert layers is model.model.language_model.layers
     with Fed(model) as fed:
-        output = run(model, prompts(2), made(EarlyExitDraft(1)), do_sample=False)
+        output = run(model, prompts(2), early_exit(EarlyExitDraft(1)), do_sample=False)
     assert torch.equal(output, run(model, prompts(2), do_sample=False))
     assert len(fed.first) > len(fed.last)

@@ -32,9 +32,9 @@ class Bigrams(Drafter):
     """A drafter of a user's own: what followed the last token when it was in the row before, and so on."""
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        found = [following(batch.row(row).tolist(), most) for row, most in zip(batch.rows, lengths, strict=True)]
-        tokens = [torch.tensor(candidates, dtype=torch.int64) for candidates in found]
-        return Draft(pad_sequence(tokens, batch_first=True), list(map(len, found)))
+        candidates = [following(batch.row(row).tolist(), most) for row, most in zip(batch.rows, lengths, strict=True)]
+        tokens = [torch.tensor(ids, dtype=torch.int64) for ids in candidates]
+        return Draft(pad_sequence(tokens, batch_first=True), list(map(len, candidates)))
 
 
 def following(text: list[int], most: int) -> list[int]:
@@ -68,10 +68,10 @@ def assert_drafted(target: PreTrainedModel, kind: str, layout: str, rows: int, s
     draft = DRAFTS[kind](target)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=5, layout=layout, verification="coupled")
     for _ in range(2):
-        found = assert_plain(target, strategy, few_tokens(rows), **settings, max_new_tokens=40, pad_token_id=0)
+        counts = assert_plain(target, strategy, few_tokens(rows), **settings, max_new_tokens=40, pad_token_id=0)
     assert strategy.report.accepted > 0
     # an early exit is counted by layers, in its own file
-    assert layout == "lockstep" or kind == "early exit" or found.forwards < found.plain
+    assert layout == "lockstep" or kind == "early exit" or counts.forwards < counts.plain
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
@@ -96,8 +96,8 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(kind: str, verification: 
 
     def texts(rows: list[int]) -> list[list[int]]:
         strategy = SpeculativeDecoding(make(target), verification=verification)
-        given = {name: value[rows] for name, value in inputs.items()}
-        output = run(target, given, strategy, **SAMPLED, **settings, seeds=[7 + row for row in rows])
+        of_rows = {name: value[rows] for name, value in inputs.items()}
+        output = run(target, of_rows, strategy, **SAMPLED, **settings, seeds=[7 + row for row in rows])
         drafted.append(strategy.report.drafted)
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         return [text[: text.index(3)] if 3 in text else text for text in new]
@@ -146,5 +146,5 @@ def test_calls_at_once_with_one_draft(draft: Any):
 
     expected = [text(number, drafts=False) for number in rows]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(text, rows))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        outputs = list(pool.map(text, rows))
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))

@@ -51,10 +51,10 @@ def queued(kind: str | None) -> tuple:
         ids = [prompts(1, 4 + 5 * (n % 4), seed=n)["input_ids"][0] for n in range(14)]
         return target, near(target, 0.02), {}, ids
     other = "byte-level, other merges"
-    both = {"tokenizer": tokenizer_of(kind), "draft_tokenizer": tokenizer_of(other)}
-    given = texts(kind, 7)
-    ids = [row[mask.bool()] for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)]
-    return target_of(kind), draft_of(kind, other), both, ids * 2
+    tokenizers = {"tokenizer": tokenizer_of(kind), "draft_tokenizer": tokenizer_of(other)}
+    inputs = texts(kind, 7)
+    ids = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    return target_of(kind), draft_of(kind, other), tokenizers, ids * 2
 
 
 @pytest.mark.parametrize(("kind", "pause"), once([None, "byte-level"], [3, 12, 30]))
@@ -74,8 +74,8 @@ def test_prompts_that_have_come_meanwhile(in_turns: Callable, kind: str | None, 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_draft_that_does_not_pay_reads_nothing(rows: int):
     target, draft = tiny(), tiny(seed=8)
-    known = {"target": {1: 1.0, 9: 4.0}, "draft": 0.9}
-    strategy = SpeculativeDecoding(draft, costs=Costs({rows: known}, {"greedy": 0.02}))
+    times = {"target": {1: 1.0, 9: 4.0}, "draft": 0.9}
+    strategy = SpeculativeDecoding(draft, costs=Costs({rows: times}, {"greedy": 0.02}))
     settings = {"do_sample": False, "max_new_tokens": 40}
     with Forwards(draft) as forwards:
         output = target.generate(**prompts(rows), **settings, custom_generate=strategy)

@@ -10,7 +10,7 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs, RoundTimer
+from hf_specx.drafting.auto import Costs, RoundTimer
 from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks
@@ -31,11 +31,11 @@ ASKED = {  # the strategy's number, what the call is known to say, what is fille
 }
 
 
-@pytest.mark.parametrize(("asked", "found"), ASKED.values(), ids=ASKED)
-def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, found: tuple):
-    number, given, filled, own = asked
-    draft = SimpleNamespace(generation_config=GenerationConfig(**own))
-    assert choose_drafting(number, given, GenerationConfig(**UNSET | filled), draft) == found
+@pytest.mark.parametrize(("asked", "chosen"), ASKED.values(), ids=ASKED)
+def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, chosen: tuple):
+    number, arguments, filled, of_draft = asked
+    draft = SimpleNamespace(generation_config=GenerationConfig(**of_draft))
+    assert choose_drafting(number, arguments, GenerationConfig(**UNSET | filled), draft) == chosen
 
 
 def test_rounds_that_are_not_typical_do_not_count():

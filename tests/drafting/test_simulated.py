@@ -8,9 +8,7 @@ from all_pairs import once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch, Row
-from hf_specx.drafting.costs import Costs, RoundTimer
-from hf_specx.drafting.draft_length import COMPILED, PRIOR_ALPHA, expected_tokens
-from hf_specx.drafting.schedule import Auto
+from hf_specx.drafting.auto import COMPILED, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
 
 
 class Line(RoundTimer):
@@ -24,7 +22,7 @@ class Line(RoundTimer):
         first, each = self.line
         return [1.0, *(first + each * number for number in range(1, most + 1))]
 
-    def reading(self, rows: int, tokens: int) -> float:
+    def prefill_seconds(self, rows: int, tokens: int) -> float:
         return self.read * tokens
 
     def has_seen_plain(self, rows: int) -> bool:
@@ -54,7 +52,7 @@ class Call:
             number = auto.wanted if fixed is None else fixed
             accepted = [self.kept(self.alphas[row], number) for row in rows]
             seconds += self.round_timer.times(len(rows), number)[number] + (
-                self.round_timer.reading(1, unread) if number else 0
+                self.round_timer.prefill_seconds(1, unread) if number else 0
             )
             unread = 0 if number else unread + 1
             for row, kept in zip(rows, accepted, strict=True):
@@ -103,7 +101,7 @@ def test_a_text_that_begins_badly_is_not_given_up(first: float, each: float):
         seconds += call.run(60)
         costs.remember("greedy", alpha, sum(call.drafted))
         others = Line(first, each, Costs(), read=0.02)
-        fixed = [known + Call(others, [alpha], seed).run(60, number) for number, known in enumerate(fixed)]
+        fixed = [before + Call(others, [alpha], seed).run(60, number) for number, before in enumerate(fixed)]
     assert seconds < 1.01 * min(fixed)
 
 
@@ -139,19 +137,19 @@ def test_a_draft_that_has_become_better_is_found():
     assert call.drafted[:10] == [0] * 10
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_dear_draft_is_tried_before_it_is_judged(known: bool):
+@pytest.mark.parametrize("has_prior", [False, True])
+def test_a_dear_draft_is_tried_before_it_is_judged(has_prior: bool):
     """With what is assumed at first it would be slower than plain, with what it is one and a half times as fast."""
-    learned = {"greedy": PRIOR_ALPHA} if known else {}
-    calls = [Call(Line(1.5, 0.4, Costs(alpha=dict(learned))), [0.95], seed) for seed in range(10)]
+    alpha = {"greedy": PRIOR_ALPHA} if has_prior else {}
+    calls = [Call(Line(1.5, 0.4, Costs(alpha=dict(alpha))), [0.95], seed) for seed in range(10)]
     seconds = sum(call.run(48) for call in calls)
-    assert (seconds < 10 * 48 / 1.3) is not known  # where so little had been seen, most of a call goes by plainly
+    assert (seconds < 10 * 48 / 1.3) is not has_prior  # where so little had been seen, most of a call goes by plainly
 
 
-@pytest.mark.parametrize("known", [{"greedy": 0.6}, {}])
-def test_a_short_call_does_not_read_a_long_prompt_for_little(known: dict[str, float]):
+@pytest.mark.parametrize("alpha", [{"greedy": 0.6}, {}])
+def test_a_short_call_does_not_read_a_long_prompt_for_little(alpha: dict[str, float]):
     for tokens, drafts in ((8, False), (200, True)):
-        call = Call(Line(1.0, 0.2, Costs(alpha=dict(known)), read=0.5), [0.6])
+        call = Call(Line(1.0, 0.2, Costs(alpha=dict(alpha)), read=0.5), [0.6])
         call.run(tokens)
         assert (call.drafted[0] > 0) is drafts
 

@@ -13,8 +13,8 @@ def test_few_forwards_on_text_that_repeats():
     text = run(cyclic(), inputs, **settings)
     for draft, number in ((SuffixDraft(), 8), (SuffixDraft(max_candidates=8), "auto")):
         with Forwards(cyclic()) as forwards:
-            found = run(cyclic(), inputs, SpeculativeDecoding(draft, num_draft_tokens=number), **settings)
-        assert torch.equal(found, text)
+            output = run(cyclic(), inputs, SpeculativeDecoding(draft, num_draft_tokens=number), **settings)
+        assert torch.equal(output, text)
         assert len(forwards.lengths) <= 30
         assert max(forwards.lengths[1:]) == 9
 
@@ -59,14 +59,14 @@ def test_nothing_is_proposed_where_nothing_repeats():
 
 def test_bad_options_and_a_pool_of_another_vocabulary_are_refused_before_any_forward():
     wrong = {
-        "max_candidates=0 is not an int of 1 or more": {"max_candidates": 0},
-        "max_match=3 is less than min_match=5; give at least as much": {"min_match": 5, "max_match": 3},
-        "pool is an int; give a SuffixPool, or leave it out": {"pool": 5},
+        "max_candidates=0": {"max_candidates": 0},
+        "max_match=3": {"min_match": 5, "max_match": 3},
+        "pool is an int": {"pool": 5},
     }
-    for told, options in wrong.items():
-        with pytest.raises(ValueError, match=told):
+    for word, options in wrong.items():
+        with pytest.raises(ValueError, match=word):
             SuffixDraft(**options)
     strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool(vocab_size=13)))
-    with Forwards(repetitive()) as forwards, pytest.raises(ValueError, match="13 tokens, and the target has 12; use"):
+    with Forwards(repetitive()) as forwards, pytest.raises(ValueError, match="13 tokens"):
         run(repetitive(), few_tokens(1), strategy)
     assert not forwards.lengths

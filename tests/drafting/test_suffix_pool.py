@@ -14,7 +14,7 @@ from repositories import Payload, ran
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import SuffixPool
-from hf_specx.drafting.suffix import Acceptance, _most_frequent
+from hf_specx.drafting.suffix import MatchAcceptance, _most_frequent
 from hf_specx.drafting.suffix_pool import DEPTH, SAMPLE, TRIED, NGrams
 
 
@@ -39,9 +39,9 @@ def test_the_oldest_texts_leave_first():
     for number in range(60):
         pool.find(array("i", text(number)), 2, 8, 1)  # from now on new texts are indexed one by one
         pool.add(text(number))
-        held = as_lists(pool)
-        assert len(pool) == sum(map(len, held)) <= 400
-        assert held == [text(n) for n in range(number + 1 - len(held), number + 1)]
+        texts = as_lists(pool)
+        assert len(pool) == sum(map(len, texts)) <= 400
+        assert texts == [text(n) for n in range(number + 1 - len(texts), number + 1)]
         assert len(pool) == min(30 * (number + 1), 390)
     assert is_consistent(pool)
     pool.add(range(1000))
@@ -61,7 +61,7 @@ def test_save_and_load(tmp_path: Path):
 
 
 def test_files_that_are_none_are_refused_and_nothing_in_them_is_run(tmp_path: Path):
-    known = {"format": "hf_specx.SuffixPool 1", "max_tokens": 10, "vocab_size": 2}
+    valid = {"format": "hf_specx.SuffixPool 1", "max_tokens": 10, "vocab_size": 2}
     damaged = [
         {"format": "other"},
         {"max_tokens": -1},
@@ -70,7 +70,7 @@ def test_files_that_are_none_are_refused_and_nothing_in_them_is_run(tmp_path: Pa
         {"tokens": torch.tensor([0.5]), "lengths": torch.tensor([1])},
         {"tokens": Payload(tmp_path)},
     ]
-    for content in (b"text", [1], known, *(known | change for change in damaged)):
+    for content in (b"text", [1], valid, *(valid | change for change in damaged)):
         if isinstance(content, bytes):
             (tmp_path / "pool").write_bytes(content)
         else:
@@ -85,14 +85,14 @@ def test_files_that_are_none_are_refused_and_nothing_in_them_is_run(tmp_path: Pa
 def test_texts_of_another_vocabulary_are_refused():
     pool = SuffixPool()
     pool.add([1, 2, 60])
-    with pytest.raises(ValueError, match="of 61 tokens, and the target has 50; use a SuffixPool of its own"):
+    with pytest.raises(ValueError, match="of 61 tokens"):
         pool.check(50)
     pool.check(64)
     pool.check(64)
-    with pytest.raises(ValueError, match="vocabulary of 64 tokens, and the target has 65"):
+    with pytest.raises(ValueError, match="of 64 tokens"):
         pool.check(65)
     for wrong in ([3, 64], [-1, 3]):
-        with pytest.raises(ValueError, match="outside of the pool's vocabulary, 0 to 63"):
+        with pytest.raises(ValueError, match="vocabulary, 0 to 63"):
             pool.add([1], wrong)
     assert as_lists(pool) == [[1, 2, 60]]
 
@@ -101,23 +101,23 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
     """Also of one with as many tokens: where it is known, the first one that is met is remembered, and saved."""
     one, other = tiny_tokenizer(), tiny_tokenizer([word[::-1] for word in TEXTS])
     vocab_size = max(len(one), len(other))
-    learned, told = SuffixPool(), SuffixPool(tokenizer=one)
+    learned, declared = SuffixPool(), SuffixPool(tokenizer=one)
     learned.add([1, 2, 3])
     learned.check(vocab_size)
     learned.check(vocab_size, one)
     learned.check(vocab_size)
     learned.save(tmp_path / "pool")
-    for pool in (learned, told, SuffixPool.load(tmp_path / "pool")):
+    for pool in (learned, declared, SuffixPool.load(tmp_path / "pool")):
         pool.check(vocab_size, tiny_tokenizer())
-        with pytest.raises(ValueError, match="of another tokenizer than the target's; use a SuffixPool of its own"):
+        with pytest.raises(ValueError, match="another tokenizer"):
             pool.check(vocab_size, other)
 
 
 def test_what_is_no_number_or_no_text_is_refused():
-    with pytest.raises(ValueError, match="max_tokens=0 is not an int of 1 or more"):
+    with pytest.raises(ValueError, match="max_tokens=0"):
         SuffixPool(max_tokens=0)
     for wrong in ([1.5], ["a"], 7, [2**31], torch.ones(2, 2).long()):
-        with pytest.raises(ValueError, match=r"list of token ids, or a tensor \[n\]"):
+        with pytest.raises(ValueError, match="list of token ids"):
             SuffixPool().add(wrong)
 
 
@@ -166,10 +166,12 @@ def test_the_longest_match_is_that_of_the_twin(lists: list, looked_for: list, le
     lengths = [match(looked_for, text, offset) for text, offset in places]
     longest = max(lengths, default=0)
     length, followers = grown(lists, least).find(array("i", looked_for), DEPTH, 3)
-    if sum(found >= least for found in lengths) <= TRIED:
+    if sum(matched >= least for matched in lengths) <= TRIED:
         assert length == (longest if longest >= least else 0)
     if length:
-        expected = [text[at : at + 3] for (text, at), found in zip(places, lengths, strict=True) if found == length]
+        expected = [
+            text[at : at + 3] for (text, at), matched in zip(places, lengths, strict=True) if matched == length
+        ]
         assert all(follower in expected for follower in followers)
         assert len(followers) == min(SAMPLE, len(expected)) or len(expected) > TRIED
 
@@ -181,17 +183,17 @@ def test_a_text_that_runs_into_its_own_end_goes_round():
 
 
 def test_the_number_follows_length_and_acceptance():
-    acceptance, followers = Acceptance(), [list(range(16))]
+    acceptance, followers = MatchAcceptance(), [list(range(16))]
     fresh = [len(_most_frequent(followers, 16, acceptance.rate(length))[0]) for length in (2, 4, 8, 16)]
     assert fresh == sorted(fresh)
     assert fresh[0] < fresh[-1]
     for _ in range(40):
-        acceptance.note(2, 0, 1)
-        acceptance.note(8, 4, 4)
+        acceptance.update(2, 0, 1)
+        acceptance.update(8, 4, 4)
     assert not _most_frequent(followers, 16, acceptance.rate(3))[0]
     assert len(_most_frequent(followers, 16, acceptance.rate(9))[0]) == 16
     for _ in range(200):  # matches that are let go
-        acceptance.note(2, 0, 0)
+        acceptance.update(2, 0, 0)
     assert _most_frequent(followers, 16, acceptance.rate(3))[0]
 
 

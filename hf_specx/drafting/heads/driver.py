@@ -84,14 +84,14 @@ class HeadDrafter(SampledCandidateGenerator):
         self.num_candidates = 1
         super().start(context)
         # a candidate of a block is there though those before it are forced
-        self.apart = self.apart or not self.body.autoregressive
+        self.counts_forced = self.counts_forced or not self.body.autoregressive
         self.confidence_threshold = 0.0
         if self.body.config.confidence_head:  # which knows better than the candidate's own probability
             self.confidence_threshold = self.threshold
             self.threshold = 0.0
         if self.ids is not None:
             no_tokens = torch.zeros(context.vocab_size, dtype=torch.bool, device="cpu")
-            self.known = no_tokens.index_fill_(0, self.ids.cpu(), True)
+            self.draftable = no_tokens.index_fill_(0, self.ids.cpu(), True)
         self.num_computed_tokens = [0] * num_rows
         self.num_prompt_states = [0] * num_rows
         self.pending_prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
