@@ -29,9 +29,9 @@ from hf_specx.common.kernels import compile_part, in_one_file, signature
 from hf_specx.common.recording import conditions, kind_of, record, without_default_device
 
 from .attention import TILED, Masks
+from .foreign_code import identity_of
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_prepacked
-from .foreign_code import identity_of
 from .runner import HiddenStates
 from .slots import CACHE, Columns, Pool
 
