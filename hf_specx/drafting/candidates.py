@@ -95,7 +95,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             coming = [row for row in batch.rows if row in self.waiting]
             if coming:
                 runner.admit(batch.until([0] * len(batch.counts)), coming)
-                runner.opening = False  # these rows may have emitted tokens by now
+                runner.has_all_prompt_logits = False  # these rows may have emitted tokens by now
             self.waiting.clear()
         return runner
 

@@ -121,8 +121,8 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         if self.target is None:
             return super()._ready(batch)
         lent = copy.copy(self.target)  # as it is now, around the first layers
-        lent.model, lent.opening = self.model, False
-        lent.held, lent.valid = list(lent.held), list(lent.valid)
+        lent.model, lent.has_all_prompt_logits = self.model, False
+        lent.num_computed_tokens = list(lent.num_computed_tokens)
         return lent
 
 

@@ -124,7 +124,7 @@ def _check_one(draft: Any) -> None:
     told = f"draft_model is the class {getattr(draft, '__name__', '')}; give an object of it."
     require(not isinstance(draft, type), told)
     given = "draft_model is None" if draft is None else f"draft_model is {kind(draft)}"
-    drafts = all(callable(getattr(draft, name, None)) for name in ("of", "propose"))
+    drafts = all(callable(getattr(draft, name, None)) for name in ("bind", "propose"))
     is_model = isinstance(draft, PreTrainedModel) and not drafts
     told = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
     known = is_model or isinstance(draft, CandidateGenerator) or drafts

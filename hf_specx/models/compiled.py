@@ -17,7 +17,7 @@ from .layers import RingLayer
 from .packed_weights import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedRunner
-from .slots import MARGIN, columns_of, move
+from .slots import MARGIN, columns_of, copy_buffers
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -82,28 +82,28 @@ class CompiledRunner(RaggedRunner):
     into their first slots, and what comes of it is not used.
     """
 
-    def __init__(self, prompt: Prompt, known_ids: int | None = None):
-        super().__init__(prompt, known_ids)
+    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+        super().__init__(prompt, draft_vocab_size)
         self.regions = regions_of(self.model, self.device)
         self.compiled_before = self.regions.compilations
         self.usual = 1  # query length of the last round that the end of the text did not cut short
         self.given: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
     @property
-    def idles(self) -> bool:  # type: ignore[override]
+    def is_half_idle(self) -> bool:  # type: ignore[override]
         """As in `ModelRunner`."""
-        return len(self.buffers[0][0]) >= 2 * self.rows
+        return len(self.buffers[0][0]) >= 2 * self.num_rows
 
     @property
     def compilations(self) -> int:  # type: ignore[override]
-        """Forwards of this model that were compiled since this decoder was made."""
+        """Forwards of this model that were compiled since this runner was made."""
         return self.regions.compilations - self.compiled_before
 
     def prefill(self) -> Any:
         with PackedLinear(self.regions.packed_weights):
             output = super().prefill()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
-        self._resize(row_bucket(self.rows), capacity_bucket(slots))
+        self._resize(row_bucket(self.num_rows), capacity_bucket(slots))
         return output
 
     def _resize(self, rows: int, capacity: int) -> None:
@@ -111,8 +111,8 @@ class CompiledRunner(RaggedRunner):
         before, layers = columns_of(self.cache), self.cache.layers
         ring = min(capacity, self.cache.slots.ring)
         slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
-        buffers = self.regions.pool.take(self, rows, slots, before)
-        move(before, buffers)
+        buffers = self.regions.pool.allocate(self, rows, slots, before)
+        copy_buffers(before, buffers)
         for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
         self.buffers, self.capacity, self.given = buffers, capacity, {}
@@ -150,22 +150,22 @@ class CompiledRunner(RaggedRunner):
         self._reserve(self.width + max([batch.counts[row] for row in batch.rows]) + beyond)
         window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
         if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
-            self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
+            self._enlarge_rings(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
             self._resize(held, self.capacity)
         if (rows := self.regions.rows(len(tokens), held, self.capacity)) < held:
             self._resize(rows, self.capacity)
         if not self.given:
             self._note_rows(batch.index)
-        given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
+        given: dict[str, Any] = {name: self._placed(value) for name, value in self._row_inputs(length).items()}
         kept = keep
         if length > count:
             tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = kept
         given |= self.given | {"starts": self._placed(starts)}
-        places = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.places]
+        taps = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.taps]
         sizes = {"capacity": self.capacity, "ring": self.cache.slots.ring, "keep": kept}
-        size = (len(self.buffers[0][0]), *sizes.values(), length, *given, *places)
+        size = (len(self.buffers[0][0]), *sizes.values(), length, *given, *taps)
         arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._placed(tokens)
         with grouped_queries(traced=True):
             logits, states = self.regions.run(forward, size, *arguments, **sizes, **given)
@@ -185,13 +185,13 @@ class CompiledRunner(RaggedRunner):
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 
-    def _at_once(self, batch: Batch) -> int:
+    def _most_at_once(self, batch: Batch) -> int:
         """Nor is a row fed more tokens than it has: they go to consecutive slots; nor again what rings have lost."""
-        most = min(super()._at_once(batch), batch.shortest())
+        most = min(super()._most_at_once(batch), batch.shortest())
         return min(most, AGAIN) if 0 < self.cache.slots.ring < self.capacity else most
 
     def _widen_cache(self, count: int) -> None:
-        self._reserve(self.width + count + max(self.held))
+        self._reserve(self.width + count + max(self.num_computed_tokens))
         for buffer in (x for layer in self.buffers for x in layer):
             buffer.copy_(buffer.roll(count, 2))
 
@@ -201,15 +201,15 @@ class CompiledRunner(RaggedRunner):
         self.given = {}
 
     def drop_rows(self, stay: torch.Tensor) -> None:
-        self._select_inputs(stay)
-        move(self.buffers, self.buffers, stay.to(self.device))
+        self._gather_inputs(stay)
+        copy_buffers(self.buffers, self.buffers, stay.to(self.device))
         self.given = {}
 
-    def shared_slots(self, length: int) -> slice | None:
+    def common_slots(self, length: int) -> slice | None:
         """None: the buffers serve later calls."""
         return None
 
-    def _feed_last(self, batch: Batch) -> None:
+    def _feed_last_tokens(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
-        count = min(self.usual, self._at_once(batch), *(batch.counts[row] for row in batch.rows))
+        count = min(self.usual, self._most_at_once(batch), *(batch.counts[row] for row in batch.rows))
         self.decode_tokens(batch, count, 0, keep=count)

@@ -237,7 +237,7 @@ def traits(model: PreTrainedModel) -> int:
 
 def reads_states(hook: Any) -> bool:
     """Whether a hook of a module is one of `HiddenStates`, which comes and goes with forwards."""
-    return getattr(getattr(hook, "func", None), "__func__", None) is HiddenStates._note
+    return getattr(getattr(hook, "func", None), "__func__", None) is HiddenStates._record
 
 
 def forward(
@@ -267,7 +267,7 @@ def forward(
     slots, places = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), Slots(ring=ring)
     places.aim(slots, 0, capacity)
     layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(places, x, y) for x, y in buffers]
-    for states in hidden.found if hidden is not None else ():
+    for states in hidden.outputs if hidden is not None else ():
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,

@@ -24,9 +24,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
 from .packed import PackedRunner
-from .prompts import has_rows, select
+from .prompts import gather_input_rows, has_rows
 from .runner import HiddenStates, ModelRunner
-from .slots import columns_of, select_rows, self_attention, with_cross_attention
+from .slots import columns_of, gather_cache_rows, self_attention, with_cross_attention
 
 
 TRUSTED = ("torch", "transformers", "peft", "accelerate", "deepspeed")  # whose code the tests run in targets
@@ -96,17 +96,17 @@ def unproven(model: PreTrainedModel) -> frozenset[Trait]:
         traits |= _foreign_hooks(hooks, "every module")
     kinds: set[type[nn.Module]] = set()
     for module in model.modules():  # there may be thousands, in each call
-        kind, held = type(module), vars(module)
+        kind, attributes = type(module), vars(module)
         if kind not in kinds:
             kinds.add(kind)
             traits |= _foreign_kind(kind)
-        replaced = held.get("_old_forward") or held.get("forward")  # accelerate keeps what it wraps
+        replaced = attributes.get("_old_forward") or attributes.get("forward")  # accelerate keeps what it wraps
         if replaced is not None and _is_foreign(replaced):
             traits.add(Trait(f"the forward of a {kind.__qualname__} is from elsewhere", _identity(replaced)))
         for name in ("_forward_hooks", "_forward_pre_hooks"):
-            if held[name]:
-                traits |= _foreign_hooks(held[name], kind.__qualname__)
-        for parameter in held["_parameters"].values():
+            if attributes[name]:
+                traits |= _foreign_hooks(attributes[name], kind.__qualname__)
+        for parameter in attributes["_parameters"].values():
             tensor = type(parameter)
             if tensor not in PLAIN_TENSORS and parameter is not None and not tensor.__module__.startswith(DISTRIBUTED):
                 traits.add(Trait(f"{kind.__qualname__} has a {tensor.__qualname__} as a parameter"))
@@ -125,14 +125,17 @@ def _foreign_kind(kind: Any) -> set[Trait]:
 def describe(traits: frozenset[Trait]) -> str:
     """Traits in words, the first two."""
     words = sorted({trait.words for trait in traits})
-    return " and ".join(words[:2]) + (f" and {len(words) - 2} more" if len(words) > 2 else "")
+    description = " and ".join(words[:2])
+    return description if len(words) <= 2 else f"{description} and {len(words) - 2} more"
 
 
 def _foreign_hooks(hooks: dict[int, Any], where: str) -> set[Trait]:
     """Those of a module that may change what it gives; torch never gives the number of a hook to another one."""
-    listed = hooks.copy().items()  # those of other threads come and go
-    changing = [number for number, hook in listed if not _is_harmless(hook)]
-    return {Trait(f"a forward hook is on {where}", number) for number in changing}
+    traits = set()
+    for number, hook in hooks.copy().items():  # those of other threads come and go
+        if not _is_harmless(hook):
+            traits.add(Trait(f"a forward hook is on {where}", number))
+    return traits
 
 
 def tokens_of_a_round(model: PreTrainedModel) -> int | None:
@@ -148,7 +151,7 @@ def tokens_of_a_round(model: PreTrainedModel) -> int | None:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook says that it reads only, is trusted, or reads hidden states for a head of any thread or copy."""
+    """Whether a hook says that it only reads, is trusted, or is that of `HiddenStates`, of any copy of this file."""
     function = getattr(hook, "func", hook)
     if isinstance(function, MethodType) and type(function.__self__).__name__ == HiddenStates.__name__:
         return True
@@ -163,7 +166,7 @@ def _code_of(called: Any) -> Any:
 
 
 def _identity(called: Any) -> Any:
-    """What tells code from other code that may stand in its place later; it keeps no model alive."""
+    """What tells code from other code with the same name; it keeps no model alive."""
     code = _code_of(called)
     return weakref.ref(code if isinstance(code, FunctionType) else type(code))
 
@@ -197,7 +200,7 @@ def _is_trusted(module: str) -> bool:
 
 @torch.no_grad()
 def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
-    """How far apart both ways are for the prompts that `runner` has just read, and its batch.
+    """The difference between both ways of feeding, for the prompts that `runner` has just read.
 
     First transformers' own steps: a few tokens one by one, on a copy of the cache, as plain `generate` feeds them.
     Then one forward of the runner over `most` + 1 tokens that end with these, or with one more in every other row, as
@@ -214,17 +217,19 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
         The largest total variation over all rows and places that both have; flat distributions are sharpened until
         their logits have a standard deviation of 1, since a random model would hide any fault otherwise.
     """
-    rows, epsilon, home = len(batch.rows), _epsilon(runner.model), batch.ids.device
-    half, plain, rounding = epsilon >= HALF, PlainSteps(runner, output), 0.0
-    known = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # there may be fewer than scores
-    logits, tokens = [runner.after_prompt[:, 0]], []
+    rows, home = len(batch.rows), batch.ids.device
+    epsilon = _epsilon(runner.model)
+    is_half, rounding = epsilon >= HALF, 0.0
+    plain = PlainSteps(runner, output)
+    vocab_size = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # may be less than scores
+    logits, tokens = [runner.prompt_logits[:, 0]], []
     last_rows = torch.arange(rows, device=home)  # those that have the last step
     for number in range(steps):
         # another token in each step: of equal ones a fault of masks or positions may give equal scores
-        tokens.append(logits[-1][:, :known].topk(number + 1).indices[:, number])
+        tokens.append(logits[-1][:, :vocab_size].topk(number + 1).indices[:, number])
         if number < steps - 1:
             logits.append(plain(tokens[-1]))
-        elif half:
+        elif is_half:
             others = copy.deepcopy(plain)
             logits.append(plain(tokens[-1]))
             index = others.with_other_rows()
@@ -233,16 +238,21 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
             if rows > 1:
                 last_rows = plain.with_other_rows()
             logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
-    tokens.append(logits[-2][:, :known].topk(steps + 1).indices[:, steps])
+    tokens.append(logits[-2][:, :vocab_size].topk(steps + 1).indices[:, steps])
     del plain
-    fed, before = _preview(runner, batch, torch.stack(tokens, 1), most)
-    # (row, place in the forward, tokens that were emitted up to there) of what single steps have given as well
-    places = [(row, place, before[row] + place + 1) for row in range(rows) for place in range(fed.shape[1])]
-    places = [x for x in places if 0 <= x[2] < steps or (x[2] == steps and x[0] < len(last_rows))]
-    row, place, emitted = sent(places, home).unbind(1)
+    forward_logits, before = _preview(runner, batch, torch.stack(tokens, 1), most)
+    # (row, position in the forward, tokens that were emitted up to there) of what single steps have given as well
+    compared = []
+    for row in range(rows):
+        for position in range(forward_logits.shape[1]):
+            emitted = before[row] + position + 1
+            if 0 <= emitted < steps or (emitted == steps and row < len(last_rows)):
+                compared.append((row, position, emitted))
+    index, positions, counts = sent(compared, home).unbind(1)
+    distance = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
     # what one step differs from itself among other rows counts as well: rows that end leave the batch
-    figure = max(rounding, _total_variation(fed[row, place], torch.stack(logits)[emitted, row]))
-    limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if half else LIMIT
+    figure = max(rounding, distance)
+    limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if is_half else LIMIT
     return Difference(figure, limit)
 
 
@@ -253,22 +263,24 @@ def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int)
         tokens: [R, n], which rows emit one after another; the forward may begin before them.
     """
     rows, number = tokens.shape
-    again = min(most + 2 - number, min(batch.prompt_lengths) - 1)  # tokens of the prompts that are fed anew
-    again = again if _can_feed_anew(runner, again) else 0
-    odd = 0 if runner.even or rows == 1 else 1  # by so many tokens every other row is ahead
-    before = [row % 2 * odd - again for row in range(rows)]
+    num_refed = min(most + 2 - number, min(batch.prompt_lengths) - 1)  # tokens of the prompts that are fed anew
+    num_refed = num_refed if _can_feed_anew(runner, num_refed) else 0
+    lead = 0 if runner.lockstep or rows == 1 else 1  # by so many tokens every other row is ahead
+    before = [row % 2 * lead - num_refed for row in range(rows)]
     batch.put(tokens)
-    if odd and not again:  # rows that are ahead need their first token in the cache
+    if lead and not num_refed:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
-    count = min(most + 1, again + number - odd)
+    count = min(most + 1, num_refed + number - lead)
     return runner.preview(batch.until(before), count), before
 
 
 def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     """Whether the last `count` tokens of all prompts may be fed once more, as tokens that rows have emitted are."""
     config, kwargs = runner.model.config, runner.prompt.kwargs
-    several = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
-    if runner.even or several or config.is_encoder_decoder or runner.holes is not None or "token_type_ids" in kwargs:
+    is_part = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
+    if runner.lockstep or is_part or config.is_encoder_decoder:
+        return False
+    if runner.holes is not None or "token_type_ids" in kwargs:
         return False
     positions = kwargs.get("position_ids")
     return count > 0 and (positions is None or bool((positions[..., -count - 1 :].diff() == 1).all()))
@@ -279,15 +291,16 @@ class PlainSteps:
 
     def __init__(self, runner: ModelRunner, output: Any):
         self.model: Any = runner.model
-        self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.held)
+        self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.prompt.input_ids)
         self.kwargs = dict(runner.prompt.kwargs)
-        after = copy.copy(output)
-        after[self.name] = host_cache(runner)
-        self._update(after)
+        output = copy.copy(output)
+        output[self.name] = host_cache(runner)
+        self._update(output)
 
     def _update(self, output: Any) -> None:
-        encodes = self.model.config.is_encoder_decoder
-        self.kwargs = self.model._update_model_kwargs_for_generation(output, self.kwargs, is_encoder_decoder=encodes)
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            output, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] after one more token [R] of each row."""
@@ -306,45 +319,45 @@ class PlainSteps:
     def with_other_rows(self) -> torch.Tensor:
         """Go on with the first half of the rows, or with a single row twice; returns their row indices."""
         index = torch.arange(-(-self.rows // 2), device=self.ids.device) if self.rows > 1 else self.ids.new_zeros(2)
-        select_rows(self.kwargs[self.name], index)
+        gather_cache_rows(self.kwargs[self.name], index)
         for name, value in self.kwargs.items():
             if name == "position_ids" and value is not None and value.shape[-2] == self.rows:
                 self.kwargs[name] = value.index_select(-2, index.to(value.device))
             elif has_rows(value, self.rows) or name == "encoder_outputs":
-                self.kwargs[name] = select(value, index, self.rows)
+                self.kwargs[name] = gather_input_rows(value, index, self.rows)
         self.ids, self.rows = self.ids[index], len(index)
         return index
 
 
 def host_cache(runner: ModelRunner) -> Cache:
     """A copy of what a runner's cache holds of the prompts, as a cache of transformers' own."""
-    if runner.even:
+    if runner.lockstep:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
-    crossed = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
-    fresh = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
+    cross_attention = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
+    cache = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
     if isinstance(runner, PackedRunner):
-        by_row = (runner.columns(row, row) for row in range(len(runner.held)))
-        for number, of_rows in enumerate(zip(*by_row, strict=True)):
-            keys, values = map(torch.stack, zip(*of_rows, strict=True))
-            fresh.update(keys, values, number)
-        return fresh
+        columns = [runner.row_columns(row, row) for row in range(len(runner.prompt.input_ids))]
+        for number, layer_of_rows in enumerate(zip(*columns, strict=True)):
+            keys, values = map(torch.stack, zip(*layer_of_rows, strict=True))
+            cache.update(keys, values, number)
+        return cache
     for number, layer in enumerate(text.layers):
         if layer.is_initialized:  # else it shares the keys of another
-            states = layer.in_order()
-            lacking = runner.width - states[0].shape[2]  # what a window has lost nobody sees
-            keys, values = (nn.functional.pad(each, (0, 0, lacking, 0)) for each in states)
-            fresh.update(keys, values, number)
-    return with_cross_attention(fresh, crossed)
+            keys, values = layer.in_text_order()
+            lacking = runner.width - keys.shape[2]  # what a window has lost nobody sees
+            keys, values = (nn.functional.pad(x, (0, 0, lacking, 0)) for x in (keys, values))
+            cache.update(keys, values, number)
+    return with_cross_attention(cache, cross_attention)
 
 
 def _epsilon(model: nn.Module) -> float:
     """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits."""
-    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    floats |= {torch.get_autocast_dtype(kind) for kind in kinds if kind != "meta" and torch.is_autocast_enabled(kind)}
-    products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in floats else 0.0
-    return max(products, *(torch.finfo(dtype).eps for dtype in floats))
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+    products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in dtypes else 0.0
+    return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:
@@ -356,7 +369,7 @@ def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     mean = centred.sum(-1, keepdim=True) / count
     spread = ((centred - mean).masked_fill(~finite, 0).square().sum(-1, keepdim=True) / count).sqrt()
     sharper = (1 / spread).clamp(1, SHARPEST)
-    p, q = ((each * sharper).softmax(-1) for each in (logits, reference))
+    p, q = (logits * sharper).softmax(-1), (reference * sharper).softmax(-1)
     undefined = p.isnan().all(-1) & q.isnan().all(-1)
     distance = (p - q).abs().sum(-1) / 2
     return float(distance.masked_fill(undefined, 0).nan_to_num(nan=float("inf")).max())

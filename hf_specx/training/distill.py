@@ -170,7 +170,7 @@ def _train(
     )
     # with many processes each would read more texts than without it, not fewer
     room = REMEMBERED_BYTES * (processes().num_processes < recipe.passes)
-    remembered = Remembered(target, learner.places, recipe.batch_size, room)
+    remembered = Remembered(target, learner.hidden_state_taps, recipe.batch_size, room)
     phases = Phases(writer, split.training, remembered.add)
     phases.begin(0, partial(tell, "phase 1, writing"))
     learner.begin(split.training, phases.texts)

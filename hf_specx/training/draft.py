@@ -12,7 +12,7 @@ from hf_specx.common.drafts import LAYERS
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import has_adapters, public_name
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .losses import Predicted
 from .reading import Said, Text, collate, logits_where_written
@@ -34,7 +34,7 @@ class Learner:
     tokenizers: Tokenizers
     device: torch.device  # where it is trained
     models: Sequence[PreTrainedModel]  # those that read prompts and texts
-    places: Sequence[Place] = ()  # where in the target it reads states
+    hidden_state_taps: Sequence[HiddenStateTap] = ()  # where in the target it reads states
     made_from: Any  # tells it from others
     in_words: str
     rate: float  # the largest learning rate

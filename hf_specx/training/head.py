@@ -62,7 +62,7 @@ class HeadDraft(Learner):
         told = f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
         require(config.kind in DRAFTS, f"{told}{' or '.join(map(repr, NEW_HEADS))}, a new one.")
         with torch.device("meta"):
-            self.places = (head or DraftHead(config)).places(target)
+            self.hidden_state_taps = (head or DraftHead(config)).hidden_state_taps(target)
         self.rate = recipe.rate(config.hidden_size, "head" if head is None else "draft")
         self.made_from, self.in_words = start, f"a new {config.kind} head with random weights"
         if head is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 from hf_specx.models.runner import HiddenStates
 
 
@@ -66,7 +66,7 @@ class Said(NamedTuple):
     """What a target says of texts."""
 
     logits: torch.Tensor  # [N, V] float32, at the N positions whose next token it wrote, text by text
-    states: list[torch.Tensor]  # [L, W] of each text what a head reads, its places joined; empty where none is read
+    states: list[torch.Tensor]  # [L, W] of each text what a head reads, its taps joined; empty where none is read
 
 
 class Remembered:
@@ -79,13 +79,19 @@ class Remembered:
 
     Args:
         target: in evaluation mode.
-        places: where in it the states are that a draft head reads.
+        hidden_state_taps: where in it a draft head reads states.
         rows: texts in a forward.
         room: bytes, which one forward may exceed; 0 remembers nothing.
     """
 
-    def __init__(self, target: PreTrainedModel, places: Sequence[Place], rows: int, room: int = REMEMBERED_BYTES):
-        self.target, self.places, self.rows = target, places, rows
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        hidden_state_taps: Sequence[HiddenStateTap],
+        rows: int,
+        room: int = REMEMBERED_BYTES,
+    ):
+        self.target, self.hidden_state_taps, self.rows = target, hidden_state_taps, rows
         self.head: Any = target.get_output_embeddings()
         self.room = 0 if self.head is None else room  # that is left
         self.known: list[tuple[torch.Tensor, ...] | None] = []  # of each text so far, None where it is read each time
@@ -110,13 +116,13 @@ class Remembered:
         if len(known) < len(texts):
             return self._read(texts)[0]
         rows = torch.cat([parts[0] for parts in known]).to(last_device(self.target))
-        return Said(self.head(rows).float(), [parts[1] for parts in known if self.places])
+        return Said(self.head(rows).float(), [parts[1] for parts in known if self.hidden_state_taps])
 
     def _read(self, texts: Sequence[Text], keep: bool = False) -> tuple[Said, list[tuple[torch.Tensor, ...]]]:
         """What a forward says, and what to keep of each text; nothing if more is done to logits than the head does."""
         seen: list[torch.Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0])) if keep else None
-        hidden = HiddenStates(self.places, last_device(self.target), self.target)
+        hidden = HiddenStates(self.hidden_state_taps, last_device(self.target), self.target)
         try:
             with hidden:
                 logits, wanted = last_logits(self.target, collate(texts))
@@ -124,7 +130,11 @@ class Remembered:
             if hook:
                 hook.remove()
         lengths = [len(text.prompt) + len(text.new) for text in texts]
-        states = [row[:length] for row, length in zip(hidden.last(), lengths, strict=True)] if self.places else []
+        states = (
+            [row[:length] for row, length in zip(hidden.last(), lengths, strict=True)]
+            if self.hidden_state_taps
+            else []
+        )
         said = Said(logits[wanted.to(logits.device)].float(), states)
         if not keep:
             return said, []

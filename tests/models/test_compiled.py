@@ -56,13 +56,13 @@ def same(target: PreTrainedModel, draft: PreTrainedModel, rows: int = 4, **call)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rows, capacity) of all buffers, in order."""
     sizes: list[tuple[int, int]] = []
-    take = Pool.take
+    allocate = Pool.allocate
 
     def note(pool, owner, rows, slots, like):
         sizes.append((rows, max(slots)))
-        return take(pool, owner, rows, slots, like)
+        return allocate(pool, owner, rows, slots, like)
 
-    monkeypatch.setattr(Pool, "take", note)
+    monkeypatch.setattr(Pool, "allocate", note)
     return sizes
 
 
@@ -198,7 +198,7 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
     prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
     runner, batch = make_runner("ragged", prompt, compiled=True), make_batch(prompt)
     runner.prefill()
-    runner.opening = False
+    runner.has_all_prompt_logits = False
     batch.emit(torch.arange(1, 39).view(2, 19), [19, 1])  # filled up to 20
     for token in (3, 4):
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
@@ -358,17 +358,17 @@ def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     """What an earlier call has left in them may be no number, which even a hidden slot would spread."""
     pool, like = Pool(), [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))]
     first, second, third = (torch.nn.Identity() for _ in range(3))
-    ((keys, _),) = pool.take(first, 2, [8], like)
+    ((keys, _),) = pool.allocate(first, 2, [8], like)
     assert keys.shape == (2, 1, 8, 4)
-    assert pool.take(second, 2, [8], like)[0][0] is not keys
+    assert pool.allocate(second, 2, [8], like)[0][0] is not keys
     keys.fill_(torch.nan)
     del first
-    taken = pool.take(third, 2, [8], like)
+    taken = pool.allocate(third, 2, [8], like)
     assert taken[0][0] is keys
     assert not keys.any()
     del second
     for capacity in (16, 32, 64):  # those that it has outgrown are let go
-        taken = pool.take(third, 2, [capacity], taken)
+        taken = pool.allocate(third, 2, [capacity], taken)
     assert [size[:2] for size, _, _ in pool.known] == [(2, 64)]
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models import layers
-from hf_specx.models.choose import DECODERS
+from hf_specx.models.choose import RUNNERS
 from hf_specx.models.layers import RingLayer, SlotLayer
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.slots import SlotCache, assemble
@@ -23,7 +23,7 @@ def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch: pyte
     monkeypatch.setattr(layers, "COPIED_BYTES", 0)
     cache, text, buffers = SlotCache(limit), torch.arange(400.0).view(1, 1, 400, 1), []
     for start in range(0, 400, 5):
-        cache.slots.aim(None, start, start + 5)
+        cache.slots.set_write_slots(None, start, start + 5)
         keys, values = cache.update(text[:, :, start : start + 5], -text[:, :, start : start + 5], 0)
         assert torch.equal(keys, text[:, :, : start + 5])
         assert torch.equal(values, -keys)
@@ -69,7 +69,7 @@ def test_caches_are_free_as_soon_as_a_call_has_ended(layout: str, request, monke
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(("layout", "draft"), [*((layout, "near") for layout in DECODERS), ("ragged", "early exit")])
+@pytest.mark.parametrize(("layout", "draft"), [*((layout, "near") for layout in RUNNERS), ("ragged", "early exit")])
 def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     layout: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -83,7 +83,7 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
         if self.model is target:
             for place, row in enumerate(batch.rows):
                 text, pads = batch.row(row)[:-1], self.width - batch.prompt_lengths[row]
-                held = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.columns(place, row)]
+                held = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_columns(place, row)]
                 found.append((row, batch.counts[row], text, held))
         return logits
 
@@ -112,7 +112,7 @@ def test_a_cache_that_is_handed_over_is_what_would_be_copied(first: int):
         source = SlotCache(first + length + 1)
         for number, layer in enumerate(states):
             source.update(layer.clone(), layer + 1, number)
-        rows = {row: source.row(row, torch.arange(first, first + length + 1)) for row in range(3)}
+        rows = {row: source.read_row(row, torch.arange(first, first + length + 1)) for row in range(3)}
         made.append(assemble(DynamicCache(), source, rows, ends, length, shared, []))
         assert [layer.keys for layer in source.layers] == [None, None]
     for layer, copied in zip(*(cache.layers for cache in made), strict=True):
@@ -129,7 +129,7 @@ def test_layers_of_two_kinds_are_put_together():
     source = SlotCache(20, ring=24, kinds=(SlotLayer, RingLayer, SlotLayer))
     for number, layer in enumerate(states):
         source.update(layer.clone(), layer + 1, number)
-    rows = {row: source.row(row, torch.arange(20)) for row in range(2)}
+    rows = {row: source.read_row(row, torch.arange(20)) for row in range(2)}
     made = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
     for layer, written in zip(made.layers, states, strict=True):
         assert torch.equal(layer.keys, written)

@@ -108,8 +108,8 @@ def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches(p
 @pytest.mark.parametrize("way", some(RAGGED))
 def test_what_a_window_has_lost_is_not_copied(way: str, monkeypatch: pytest.MonkeyPatch):
     """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     target = tiny("smollm3").double()
     ids = prompts(1, width=4 * WINDOW)["input_ids"][0].tolist()
     texts = [[*ids[: 3 * WINDOW + number], number + 1] for number in range(6)]
@@ -156,7 +156,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
     target, generator = tiny("mistral", num_hidden_layers=3).double(), torch.Generator().manual_seed(0)
     runner, batch = decoding(way, target, 3 * WINDOW, 200)
     runner.prefill()
-    runner.opening = False
+    runner.has_all_prompt_logits = False
     for gained in ([3, 12], [1, 1], [38, 39]):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
@@ -172,7 +172,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
 @torch.no_grad()
 def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.MonkeyPatch):
     """The first token of a forward sees its window in rings that end with the last one; not if one slot is lacking."""
-    monkeypatch.setattr(ragged.RaggedRunner, "_enlarge", lambda *_: False)
+    monkeypatch.setattr(ragged.RaggedRunner, "_enlarge_rings", lambda *_: False)
     target, generator = tiny("smollm3").double(), torch.Generator().manual_seed(0)
     runner, batch = decoding(way, target, 3 * WINDOW, 200)
     runner.cache = runner._slot_cache(300, WINDOW + 5 - 1 - short)

@@ -43,7 +43,7 @@ def learner_of(draft: DraftHead, target, **options) -> Learner:
 
 def predicted(learner: Learner, draw: int | None = None) -> tuple[dict[tuple[int, int], torch.Tensor], Predicted]:
     """What a head says of the texts, by row and candidate, and all else that it says."""
-    said = Remembered(learner.target, learner.places, 4, 0).said(TEXTS)
+    said = Remembered(learner.target, learner.hidden_state_taps, 4, 0).said(TEXTS)
     with torch.no_grad():
         found = learner.predict(learner.trained, TEXTS, said, None if draw is None else [draw] * len(TEXTS))
     places = zip(found.rows.tolist(), found.steps.tolist(), strict=True)
@@ -100,7 +100,7 @@ def test_short_texts_behind_which_no_draft_begins(kind: str):
     """There is nothing to learn in such a step."""
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
     learner = learner_of(new_head(target, kind, torch.ones(48), TrainingRecipe()), target, num_draft_tokens=3)
-    said = Remembered(target, learner.places, 4, 0).said(TEXTS[2:])
+    said = Remembered(target, learner.hidden_state_taps, 4, 0).said(TEXTS[2:])
     numbers = [len(learner.predict(learner.trained, TEXTS[2:], said, [draw]).rows) for draw in range(EVERY)]
     assert numbers == [1, *[0] * (EVERY - 1)]
     learner.predict(learner.trained, TEXTS[2:], said, [1]).logits.sum().backward()
@@ -166,7 +166,7 @@ def test_long_texts_are_cut(monkeypatch):
     learner = learner_of(new_head(target, "eagle3", torch.ones(48), TrainingRecipe()), target, num_draft_tokens=2)
     (text,) = texts = [Text([1, 2, 3], list(range(4, 30))).cut(learner.most)]
     assert text == (list(range(1, 26)), [26, 27, 28, 29])
-    said, shapes = Remembered(target, learner.places, 4, 0).said(texts), []
+    said, shapes = Remembered(target, learner.hidden_state_taps, 4, 0).said(texts), []
     learner.trained.register_forward_pre_hook(lambda _, given: shapes.append(given[0].shape))
     found = learner.predict(learner.trained, texts, said)
     assert shapes == [(1, 4)]

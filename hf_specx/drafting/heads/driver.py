@@ -16,7 +16,7 @@ from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.compiled import ROOM
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .body import Body
 from .layers import Places, read_by
@@ -38,7 +38,7 @@ class HeadDrafter(SampledCandidateGenerator):
         body: the head's layers.
         embedding, output: its own, or the target's; without an output the body gives scores.
         ids: [V_d], the target's ids of its tokens; None if they are the same.
-        places: where in the target it reads states.
+        hidden_state_taps: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
         mask: [H], what masks are embedded as, in place of the row of the mask token.
 
@@ -60,13 +60,13 @@ class HeadDrafter(SampledCandidateGenerator):
         embedding: Any,
         output: Any = None,
         ids: torch.Tensor | None = None,
-        places: Sequence[Place] = (),
+        hidden_state_taps: Sequence[HiddenStateTap] = (),
         owner: PreTrainedModel | None = None,
         mask: torch.Tensor | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
         self.body, self.embedding, self.output = body, embedding, output
-        self.ids, self.places, self.owner, self.mask = ids, places, owner, mask
+        self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.chained else body.most
@@ -152,7 +152,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if done.stay is not None:
             self.prompts = {row: self.prompts[row] for row in batch.rows if row in self.prompts}
             self.unread = states.index_select(0, done.stay.to(states.device))
-            self.runner.select(done.stay)
+            self.runner.gather_rows(done.stay)
         if self.unread.shape[1] > MOST_WAITING and not done.finished:
             self._read_waiting(batch)
 

@@ -13,7 +13,7 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .block import Block
 from .config import OF_BLOCKS, OF_EAGLE, HeadConfig
@@ -99,7 +99,7 @@ class DraftHead(PreTrainedModel):
             embed = nn.Embedding.from_pretrained(embed.weight)
         output = None if config.kind == "medusa" else output or target.get_output_embeddings()
         mask = getattr(self, "mask_embedding", None)
-        return HeadDrafter(self.body, embed, output, self.ids, self.places(target), self, mask)
+        return HeadDrafter(self.body, embed, output, self.ids, self.hidden_state_taps(target), self, mask)
 
     @property
     def ids(self) -> torch.Tensor | None:
@@ -110,7 +110,7 @@ class DraftHead(PreTrainedModel):
     def get_output_embeddings(self) -> None:
         """None that scores all tokens, as that of a model does."""
 
-    def places(self, target: PreTrainedModel) -> list[Place]:
+    def hidden_state_taps(self, target: PreTrainedModel) -> list[HiddenStateTap]:
         """Where in the target its states are: what goes into a layer, or comes out of the last one."""
         if self.config.kind == "medusa":
             return []

@@ -167,7 +167,7 @@ class MtpCache(SlotCache):
     def __call__(self, part: str, places: Places, *inputs: Any) -> Any:
         """What this method of the body gives."""
         self.positions = places.positions
-        self.slots.aim(places.slots, 0, places.extent + 1, places.rows)
+        self.slots.set_write_slots(places.slots, 0, places.extent + 1, places.rows)
         return getattr(self.body, part)(self, *inputs)
 
     def number(self, number: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.models.compiled_forwards import CompiledForwards, capacity_bucket, length_bucket, regions_of, row_bucket
-from hf_specx.models.slots import MARGIN, Columns, Pool, move
+from hf_specx.models.slots import MARGIN, Columns, Pool, copy_buffers
 
 from .body import Body
 from .layers import Entries, Places, Rotary
@@ -54,7 +54,7 @@ class Layers:
         """True entries of a forward where rows have up to `width`; compiled, as many as after a round, filled up."""
         return width if self.regions is None else length_bucket(max(width, self.usual + 1))
 
-    def select(self, stay: torch.Tensor) -> None:
+    def gather_rows(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
         self.rows = len(stay) if self.regions is None else self.rows
         if self.capacity:
@@ -65,8 +65,8 @@ class Layers:
         before = self.buffers
         if before[0][0].shape[::2] != (self.rows, capacity):
             pool = Pool() if self.regions is None else self.regions.pool
-            self.buffers = pool.take(self, self.rows, [capacity] * len(before), before)
-        move(before, self.buffers, index)
+            self.buffers = pool.allocate(self, self.rows, [capacity] * len(before), before)
+        copy_buffers(before, self.buffers, index)
 
     def __call__(self, part: str, places: Places | None, *inputs: Any) -> Any:
         """What this method of the body gives, for entries at these places if it asks for them."""

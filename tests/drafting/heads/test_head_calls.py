@@ -48,8 +48,8 @@ def made(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, Pre
 def test_queues(kind: str, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows come in the places of others and bring their states, also those of what they begin with alike; each has
     the text of a batch of one."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     head, draft, target = made(kind, tmp_path)
     strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=3), 0.0 if alike else CUT.get(kind, 0.0)
     begun = [*range(1, 10)] if alike else []
