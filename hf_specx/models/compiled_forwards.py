@@ -264,9 +264,10 @@ def forward(
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
     the same.
     """
-    slots, places = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), Slots(ring=ring)
-    places.aim(slots, 0, capacity)
-    layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(places, x, y) for x, y in buffers]
+    slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    write_slots = Slots(ring=ring)
+    write_slots.set_write_slots(slots, 0, capacity)
+    layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(write_slots, x, y) for x, y in buffers]
     for states in hidden.outputs if hidden is not None else ():
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
