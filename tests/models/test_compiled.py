@@ -69,14 +69,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.fixture
 def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether it is captured in graphs, of each part of a forward that is compiled."""
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def look(graph, inputs, config_patches):
-        found.append(config_patches["triton.cudagraphs"])
+        flags.append(config_patches["triton.cudagraphs"])
         return graph
 
     monkeypatch.setattr(compiled_forwards, "lookup_backend", lambda name: look)
-    return found
+    return flags
 
 
 @pytest.fixture
@@ -84,15 +84,15 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of C++ that are compiled."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    found: list[str] = []
+    sources: list[str] = []
     load = CppPythonBindingsCodeCache.load_async
 
     def note(source, *args, **kwargs):
-        found.append(source)
+        sources.append(source)
         return load(source, *args, **kwargs)
 
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", note)
-    return found
+    return sources
 
 
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
@@ -337,13 +337,13 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
 def test_other_threads_may_add_sizes_and_hooks_meanwhile():
     """What is looked through adds some itself."""
     target = tiny(num_hidden_layers=1)
-    found = compiled_forwards.CompiledForwards(target, False, 0)
+    forwards = compiled_forwards.CompiledForwards(target, False, 0)
 
     class Capacity(int):
         __hash__ = int.__hash__
 
         def __eq__(self, other):
-            found.sizes.add((1, len(found.sizes)))
+            forwards.sizes.add((1, len(forwards.sizes)))
             return int(self) == other
 
     class Hook:
@@ -351,7 +351,7 @@ def test_other_threads_may_add_sizes_and_hooks_meanwhile():
 
     assert [target.register_forward_hook(Hook()) for _ in range(2)]
     assert compiled_forwards.traits(target) != compiled_forwards.traits(target)
-    assert [found.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
+    assert [forwards.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
 
 
 def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
