@@ -64,11 +64,13 @@ class LockstepRunner(HostCacheRunner):
         self.states.gather_rows(stay)
 
     def _save_columns(self, done: Round) -> None:
-        """If the cache itself will not do, and is keys and values of the whole text, and nothing else."""
-        together = done.finished and len(done.rows) == len(self.num_filled_slots) and len(set(done.batch.counts)) == 1
+        """As there, unless all rows end together, or the cache has more than keys and values of the whole text."""
+        counts = done.batch.counts
+        if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
+            return  # the cache itself is handed over
         text = self_attention(self.cache)
-        plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
-        if not together and type(text) is DynamicCache and plain and has_columns(text):
+        has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
+        if type(text) is DynamicCache and has_keys_only and has_columns(text):
             super()._save_columns(done)
 
     def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
@@ -96,11 +98,13 @@ class States:
     """
 
     def __init__(self, cache: Cache, fixed: Container[int] = ()):
-        self.cache, self.fixed, self.whole = cache, fixed, type(cache) is not DynamicCache
+        self.cache, self.fixed = cache, fixed
+        self.copies_all = type(cache) is not DynamicCache
         linear = [x for x in getattr(cache, "layers", ()) if isinstance(x, LinearAttentionCacheLayerMixin)]
-        self.layers = linear if any(any(x.is_recurrent_states_initialized.values()) for x in linear) else []
+        is_recurrent = any(any(layer.is_recurrent_states_initialized.values()) for layer in linear)
+        self.layers = linear if is_recurrent else []
         self.snapshots: dict[int, Any] = {}
-        for layer in () if self.whole else cache.layers:
+        for layer in () if self.copies_all else cache.layers:
             if layer not in self.layers and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
                 if isinstance(layer, DynamicSlidingWindowLayer):
@@ -108,32 +112,32 @@ class States:
 
     def save(self, seen: int) -> None:
         """Copy the states, which have read `seen` emitted tokens, before a forward overwrites them."""
-        if self.whole and not self.snapshots:
+        if self.copies_all and not self.snapshots:
             self.snapshots[seen] = copy.deepcopy(self.cache)
-        elif self.layers and not self.whole:
+        elif self.layers and not self.copies_all:
             self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in STATE_NAMES]
 
     def restore(self, wanted: int, seen: int) -> int:
         """Go back from `seen` to at most `wanted` emitted tokens; returns how many the cache has read then."""
         reached = wanted
-        if wanted < seen and (self.whole or self.layers):
+        if wanted < seen and (self.copies_all or self.layers):
             reached = max(number for number in self.snapshots if number <= wanted)
             saved = self.snapshots[reached]
-            if self.whole:
+            if self.copies_all:
                 vars(self.cache).update(vars(saved))
             else:
                 owners = [(layer, name) for layer in self.layers for name in STATE_NAMES]
                 for (layer, name), states in zip(owners, saved, strict=True):
                     setattr(layer, name, states)
         self.snapshots.clear()
-        if not self.whole:
+        if not self.copies_all:
             self._crop(seen - reached)
         return reached
 
     def gather_rows(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
         for snapshot in self.snapshots.values():
-            if self.whole:
+            if self.copies_all:
                 snapshot.batch_select_indices(stay)
                 continue
             for states in snapshot:
