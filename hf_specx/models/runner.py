@@ -241,7 +241,10 @@ class ModelRunner:
         if self.has_all_prompt_logits and not any(batch.counts):
             return self.prompt_logits
         missing = max(self.missing(batch))
-        while missing > 1 and missing > (part := self._most_at_once(batch)):
+        while missing > 1:
+            part = self._most_at_once(batch)
+            if missing <= part:
+                break
             counts = [min(count, self.num_computed_tokens[row] + part) for row, count in enumerate(batch.counts)]
             self.decode_tokens(batch.until(counts), part, 0, keep=1)
             missing = max(self.missing(batch))
