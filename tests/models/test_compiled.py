@@ -369,7 +369,7 @@ def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     del second
     for capacity in (16, 32, 64):  # those that it has outgrown are let go
         taken = pool.allocate(third, 2, [capacity], taken)
-    assert [size[:2] for size, _, _ in pool.known] == [(2, 64)]
+    assert [size[:2] for size, _, _ in pool.entries] == [(2, 64)]
 
 
 @pytest.mark.parametrize("positions", [slow(11 + 15 - 1), 8])
