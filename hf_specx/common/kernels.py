@@ -22,8 +22,8 @@ def in_one_file() -> Iterator[None]:
     from torch._inductor import async_compile, config
     from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture, PyCodeCache
 
-    torchs: Any = async_compile.AsyncCompile
-    thread, bind, wait = threading.get_ident(), torchs.cpp_pybinding, torchs.wait
+    compile_class: Any = async_compile.AsyncCompile
+    thread, bind, wait = threading.get_ident(), compile_class.cpp_pybinding, compile_class.wait
     sources: list[str] = []
     libraries: list[ModuleType] = []
     waiting: list[tuple[Any, dict[str, Any]]] = []
@@ -47,10 +47,10 @@ def in_one_file() -> Iterator[None]:
 
     # whatever torch itself has kernels for need not be tried, by a file for each kind of vectors
     is_sure = config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    known = {"cpp.vec_isa_ok": True} if is_sure else {}
+    patches = {"cpp.vec_isa_ok": True} if is_sure else {}
     try:
-        torchs.cpp_pybinding, torchs.wait = bind_later, wait_later
-        with config.patch(known):
+        compile_class.cpp_pybinding, compile_class.wait = bind_later, wait_later
+        with config.patch(patches):
             yield
             if sources:
                 first = CppPythonBindingsCodeCache.load(one_file(sources))
@@ -62,7 +62,7 @@ def in_one_file() -> Iterator[None]:
         PyCodeCache.cache_clear()  # modules may be in it that lack their kernels
         raise
     finally:
-        torchs.cpp_pybinding, torchs.wait = bind, wait
+        compile_class.cpp_pybinding, compile_class.wait = bind, wait
 
 
 def one_file(sources: list[str]) -> str:
@@ -86,29 +86,30 @@ def sibling(first: ModuleType, number: int) -> ModuleType:
 
 
 def signature(part: Any) -> tuple[str, list[Any]]:
-    """What two parts have in common if one can stand for the other, and examples of what a part is given."""
+    """A key that parts share if one can stand for the other, and examples of the inputs of a part."""
     numbers: dict[torch.fx.Node, str] = {}
     storages: dict[int, int] = {}
     lines: list[tuple[Any, ...]] = []
-    given = []
+    inputs = []
     for node in part.graph.nodes:
         numbers[node] = f"%{len(numbers)}"
         if node.op == "placeholder":
             x = node.meta["example_value"]
-            given.append(x)
-            same = storages.setdefault(x.untyped_storage()._cdata, len(storages))  # which inputs share memory
-            lines.append((type(x), x.dtype, x.shape, x.stride(), x.storage_offset(), x.requires_grad, same))
+            inputs.append(x)
+            storage = storages.setdefault(x.untyped_storage()._cdata, len(storages))  # which inputs share memory
+            lines.append((type(x), x.dtype, x.shape, x.stride(), x.storage_offset(), x.requires_grad, storage))
         else:
             lines.append((node.op, node.target, *map_arg((node.args, node.kwargs), numbers.__getitem__)))
-    return repr(lines), given
+    return repr(lines), inputs
 
 
-def compile_part(part: Any, given: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+def compile_part(part: Any, inputs: list[Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """What a compiler makes of a part for such inputs; it gives what the part gives."""
     (output,) = part.graph.find_nodes(op="output")
-    several = isinstance(output.args[0], tuple)
-    if not several:
+    gives_tuple = isinstance(output.args[0], tuple)
+    if not gives_tuple:
         output.args = (output.args,)
         part.recompile()
     with tracing(None):  # what torch knows of the whole trace does not hold for a part
-        made = compiler(part, given)
-    return made if several else lambda *inputs: made(*inputs)[0]
+        compiled = compiler(part, inputs)
+    return compiled if gives_tuple else lambda *inputs: compiled(*inputs)[0]

@@ -104,7 +104,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             new_rows = [row for row in batch.rows if row in self.waiting]
             if new_rows:
                 runner.admit(batch.until([0] * len(batch.counts)), new_rows)
-                runner.opening = False  # these rows may have emitted tokens by now
+                runner.has_all_prompt_logits = False  # these rows may have emitted tokens by now
             self.waiting.clear()
         return runner
 

@@ -130,8 +130,9 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         if self.target is None:
             return super()._ready(batch)
         runner = copy.copy(self.target)  # as it is now, around the first layers
-        runner.model, runner.opening = self.model, False
-        runner.held, runner.valid = list(runner.held), list(runner.valid)
+        runner.model = self.model
+        runner.has_all_prompt_logits = False
+        runner.num_computed_tokens = list(runner.num_computed_tokens)
         return runner
 
 

@@ -41,7 +41,7 @@ class SeveralDrafts(Drafter):
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         self.hidden_of_all = any(part.needs_hidden and part.hidden_of_all for part in parts)
-        self.places = next((part.places for part in parts if part.needs_hidden), ())
+        self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
         most = [part.max_candidates for part in self.timed if part.max_candidates is not None]
         self.max_candidates = max(most, default=None)
         if self.model_part is not None:

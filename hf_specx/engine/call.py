@@ -17,8 +17,8 @@ from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.prompts import UNLIMITED, Prompt
-from hf_specx.models.ragged import why_read_anew
-from hf_specx.models.slots import CACHE, has_columns, tokens_held
+from hf_specx.models.ragged import why_no_prefix_reuse
+from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
 from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
@@ -122,7 +122,7 @@ def make_call(
         keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
         hidden_of_all=drafter.hidden_of_all,
-        places=drafter.places,
+        hidden_state_taps=drafter.hidden_state_taps,
         longest=stopping.max_new_tokens,
         in_step=synced,
     )
@@ -232,11 +232,11 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
-    held, notes = past is not None and tokens_held(past), [reason]
+    held, notes = past is not None and num_cached_tokens(past), [reason]
     whole = _why_whole([model] if drafter.model is None else [model, drafter.model], layout) if queued else ""
     if whole:
         notes.append(f"whole batches, since {whole}")
-    elif queued and (anew := why_read_anew(model)):
+    elif queued and (anew := why_no_prefix_reuse(model)):
         notes.append(f"prompts that begin alike are read anew, since {anew}")
     if drafter.needs_hidden and drafter.hidden_of_all and (held or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"

@@ -9,7 +9,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
 from hf_specx.models.prompts import Prompt, position_table
-from hf_specx.models.slots import CACHE, tokens_held, unknown_cache
+from hf_specx.models.slots import CACHE, num_cached_tokens, unknown_cache
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
@@ -127,7 +127,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
     """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes, mask = name != "attention_mask", kwargs.get(name)
-    cached = 0 if prompt.past is None else tokens_held(prompt.past)
+    cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
     width = width if embeds is None else max(width, embeds.shape[1])
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
     told = f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
@@ -146,7 +146,7 @@ def why_text_plain(prompt: Prompt) -> Iterator[str]:
     decodes = "encoder_outputs" in kwargs
     name = "decoder_attention_mask" if decodes else "attention_mask"
     mask, embeds = kwargs.get(name), None if decodes else kwargs.get("inputs_embeds")
-    cached = 0 if prompt.past is None else tokens_held(prompt.past)
+    cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
     widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
     all_ones = getattr(prompt.generation_config, "_mask_length", None)
     columns = all_ones if mask is None else mask.shape[-1]
@@ -213,7 +213,9 @@ def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 def is_beyond(prompt: Prompt, limit: int) -> bool:
     """Whether all forwards are: each of them has a row with more tokens than that, whichever rows have ended."""
     positions = prompt.kwargs.get("position_ids")
-    at_once = prompt.generation_config.prefill_chunk_size is None and not (prompt.past and tokens_held(prompt.past))
+    at_once = prompt.generation_config.prefill_chunk_size is None and not (
+        prompt.past and num_cached_tokens(prompt.past)
+    )
     return at_once and positions is not None and positions.ndim == 2 and bool((positions[:, -1] >= limit).all())
 
 

@@ -22,7 +22,7 @@ from hf_specx.common.wrappers import logical_parameters, vocabulary
 from hf_specx.models.choose import layouts_of, why_no_layout
 from hf_specx.models.prompts import Prompt
 from hf_specx.models.self_check import tokens_of_a_round
-from hf_specx.models.slots import tokens_held
+from hf_specx.models.slots import num_cached_tokens
 
 
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
@@ -56,7 +56,9 @@ def why_model_plain(model: PreTrainedModel) -> Iterator[str]:
 def why_plain(prompt: Prompt) -> str:
     """Why transformers' own sampler has to decode with this model; empty if ours can."""
     name, kind, past = type(prompt.model).__name__, prompt.model.config.model_type, prompt.past
-    in_parts = prompt.generation_config.prefill_chunk_size is not None or (past is not None and tokens_held(past))
+    in_parts = prompt.generation_config.prefill_chunk_size is not None or (
+        past is not None and num_cached_tokens(past)
+    )
     if kind in READS_WHOLE and in_parts:
         return f"{name} reads whole prompts without its window, and parts of prompts with it"
     fits = tokens_of_a_round(prompt.model)

@@ -18,7 +18,7 @@ from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import tokens_of_a_round
-from hf_specx.models.slots import fill
+from hf_specx.models.slots import write_user_cache
 from hf_specx.sampling.per_request import RequestProcessors, RowProcessors
 from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
@@ -109,7 +109,7 @@ class Run:
         context = DraftContext(
             batch=self.batch,
             target=self.target,
-            vocab_size=self.target.after_prompt.shape[-1],
+            vocab_size=self.target.prompt_logits.shape[-1],
             verifier=self.verifier,
             processors=self.processors,
             threshold=call.drafting.threshold,
@@ -201,7 +201,7 @@ class Run:
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else batch.drop_rows(leaving)
         done = replace(done, stay=stay, finished=self.finished)
-        if self.target.idles:  # what a round takes is not what one of so many rows would
+        if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
         listeners: list[Listener] = [self.schedule, self.drafter, self.target]
         for listener in listeners:
@@ -231,7 +231,7 @@ class Run:
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
         report.finish(time.perf_counter() - self.started, cut)
         report.misread_reason = self.drafter.misread_reason(self.batch)
-        report.compilations, report.copied = self.target.compilations, self.target.copied
+        report.compilations, report.copied = self.target.compilations, self.target.reused_tokens
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
@@ -240,9 +240,9 @@ class Run:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.columns(self.batch)
         text = self.batch.output(columns)
-        past = self.target.past(self.batch, columns) if prompt.keeps_past else None
+        past = self.target.past_key_values(self.batch, columns) if prompt.keeps_past else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
-            past = fill(prompt.past, past)
+            past = write_user_cache(prompt.past, past)
         if self.outputs is None:
             return text
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)

@@ -119,15 +119,15 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
 
     Torch may compile this into forwards that are `traced`, and must not into those that a user compiles.
     """
-    place: Any = AttentionInterface._global_mapping
-    found: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    switch = found if hasattr(found, "uses") else SWITCH  # another copy, as each published pair has its own
-    if found not in (switch, sdpa_attention_forward):
+    registry: Any = AttentionInterface._global_mapping
+    function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    switch = function if hasattr(function, "uses") else SWITCH  # another copy, as each published pair has its own
+    if function not in (switch, sdpa_attention_forward):
         yield
         return
     with switch.lock:
         switch.uses += 1
-        place["sdpa"] = switch
+        registry["sdpa"] = switch
     before = switch.active.set(traced)
     try:
         yield
@@ -135,8 +135,8 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
         switch.active.reset(before)
         with switch.lock:
             switch.uses -= 1
-            if not switch.uses and place["sdpa"] is switch:
-                place["sdpa"] = sdpa_attention_forward
+            if not switch.uses and registry["sdpa"] is switch:
+                registry["sdpa"] = sdpa_attention_forward
 
 
 def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
@@ -152,12 +152,15 @@ class Masks:
         self.additive = None if config._attn_implementation == "sdpa" else model.dtype
         self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
         self.kinds = sorted(set(self.layers))
-        of_kinds = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
         # how many keys a token sees in a layer of a kind, its own among them
-        self.windows: dict[str, int] = {x: n for x, name in of_kinds.items() if (n := getattr(config, name, None))}
+        self.windows: dict[str, int] = {}
+        for kind, name in {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}.items():
+            window = getattr(config, name, None)
+            if window:
+                self.windows[kind] = window
         self.longest_window = max([self.windows.get(kind, 0) for kind in self.kinds or [SLIDING]])
-        plain = self.additive is None and not self.longest_window and not self.kinds
-        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
+        is_causal = self.additive is None and not self.longest_window and not self.kinds
+        self.only_causal = is_causal and config.model_type not in ASK_FOR_MASKS
 
     def __call__(
         self,
@@ -173,42 +176,42 @@ class Masks:
         """
         keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
-        known = None if pads is None else keys >= first
-        if known is not None and holes is not None:
-            known = known & ~holes[:, None, None]
+        is_token = None if pads is None else keys >= first
+        if is_token is not None and holes is not None:
+            is_token = is_token & ~holes[:, None, None]
         if not 0 < ring < extent:
-            return self.between(queries, keys, known, first)
+            return self.between(queries, keys, is_token, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
-        there = columns >= first
+        is_token_in_ring = columns >= first
         if holes is not None:
-            there = there & ~holes[:, None, None].gather(-1, columns.clamp(min=0))
-        in_ring: Any = self.between(queries, columns, there, first)
+            is_token_in_ring = is_token_in_ring & ~holes[:, None, None].gather(-1, columns.clamp(min=0))
+        ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
         if not self.kinds:
-            return in_ring
-        whole: Any = self.between(queries, keys, known, first)
-        return {kind: (in_ring if kind in self.windows else whole)[kind] for kind in self.kinds}
+            return ring_masks
+        masks: Any = self.between(queries, keys, is_token, first)
+        return {kind: (ring_masks if kind in self.windows else masks)[kind] for kind in self.kinds}
 
     def between(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
-        known: torch.Tensor | None = None,
+        is_token: torch.Tensor | None = None,
         first: torch.Tensor | int = 0,
     ) -> Mask:
         """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
 
-        A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
+        `is_token` says which keys are tokens of the query's row, None that all are; `first` is the row's first number.
         """
-        visible = keys <= queries if known is None else known & (keys <= queries)
+        visible = keys <= queries if is_token is None else is_token & (keys <= queries)
         masks = {}
         for kind in self.kinds or [SLIDING]:
-            seen, window = visible, self.windows.get(kind)
+            mask, window = visible, self.windows.get(kind)
             if window and kind == SLIDING:
-                seen = visible & (keys > queries - window)
+                mask = visible & (keys > queries - window)
             elif window:
-                seen = visible & ((keys - first) // window == (queries - first) // window)
+                mask = visible & ((keys - first) // window == (queries - first) // window)
             if self.additive is not None:
-                hidden, lowest = ~seen, torch.finfo(self.additive).min
-                seen = torch.zeros_like(seen, dtype=self.additive).masked_fill_(hidden, lowest)
-            masks[kind] = seen
+                hidden, lowest = ~mask, torch.finfo(self.additive).min
+                mask = torch.zeros_like(mask, dtype=self.additive).masked_fill_(hidden, lowest)
+            masks[kind] = mask
         return masks if self.kinds else masks[SLIDING]

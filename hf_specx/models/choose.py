@@ -15,13 +15,13 @@ from .ragged import RaggedRunner
 from .runner import ModelRunner
 
 
-DECODERS: dict[str, type[ModelRunner]] = {
+RUNNERS: dict[str, type[ModelRunner]] = {
     "ragged": RaggedRunner,
     "padded": PaddedRunner,
     "packed": PackedRunner,
     "lockstep": LockstepRunner,
 }
-LAYOUTS = ("auto", *DECODERS)
+LAYOUTS = ("auto", *RUNNERS)
 REASONS = {
     "ragged": "{0} takes positions and a 4D mask by position under {1}",
     "padded": "{0} takes its positions from a 2D mask or from distances, under {1}",
@@ -36,7 +36,8 @@ def why_no_layout(model: PreTrainedModel, drafts: bool = False) -> str:
     One that `drafts` may be inexact: verification corrects any distribution of its tokens.
     """
     config, name = model.config.get_text_config(decoder=True), model.config.model_type
-    refused, role = (REFUSED, "a draft") if drafts else (REFUSED | INEXACT, "a target")
+    refused = REFUSED if drafts else REFUSED | INEXACT
+    role = "a draft" if drafts else "a target"
     for kind in (name, config.model_type):
         if kind in refused:
             return f"model type {kind!r} cannot be {role} of speculative decoding: {refused[kind]}; choose another"
@@ -45,9 +46,11 @@ def why_no_layout(model: PreTrainedModel, drafts: bool = False) -> str:
         since = f"transformers {SINCE[0]}.{SINCE[1]} and later"
         return f"model type {name!r} has been shown to be exact on {since}, not on {version}; upgrade transformers"
     if not _layouts(model, drafts):
-        needed = "is exact with a mask by position only, which attn_implementation="
         attention = config._attn_implementation
-        return f"model type {name!r} {needed}{attention!r} cannot take; load it with attn_implementation='sdpa'"
+        return (
+            f"model type {name!r} is exact with a mask by position only, which attn_implementation={attention!r} "
+            "cannot take; load it with attn_implementation='sdpa'"
+        )
     return ""
 
 
@@ -55,13 +58,14 @@ def _layouts(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     """The layouts of the table that the attention of a model can take, best first."""
     config = model.config.get_text_config(decoder=True)
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
-    masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
-    untried = UNKNOWN[-1:] if drafts else UNKNOWN  # whether a draft is right is not measured
-    return [x for x in LAYOUTS_OF.get(model.config.model_type, untried) if masked or x not in BY_MASK]
+    takes_masks = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
+    untested = UNKNOWN[-1:] if drafts else UNKNOWN  # whether a draft is right is not measured
+    layouts = LAYOUTS_OF.get(model.config.model_type, untested)
+    return [layout for layout in layouts if takes_masks or layout not in BY_MASK]
 
 
 def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
-    """The layouts that have been shown to be exact for a model, best first; a `ValueError` if there is none.
+    """The layouts that have been shown to be exact for a model, best first; raises ValueError if there is none.
 
     Of a target that is in no table these are the ones to be measured.
     """
@@ -71,17 +75,22 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
 
 
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
-    """The layout for a target and the reason in words; a `ValueError` if it is not exact in this one, or in any."""
-    able = layouts_of(model)
+    """The layout for a target and the reason in words; raises ValueError if it is not exact in this one, or in any."""
+    exact = layouts_of(model)
     config = model.config.get_text_config(decoder=True)
     name, attention = config.model_type, config._attn_implementation
-    told = f"layout={layout!r} has not been shown to be exact for model type {name!r} under"
-    told = f"{told} attn_implementation={attention!r}; use {', '.join(map(repr, able))} or 'auto'."
-    require(layout in ("auto", *able), told)
-    chosen, asked = (able[0], "chosen") if layout == "auto" else (layout, "asked for")
-    return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"
+    require(
+        layout in ("auto", *exact),
+        f"layout={layout!r} has not been shown to be exact for model type {name!r} under "
+        f"attn_implementation={attention!r}; use {', '.join(map(repr, exact))} or 'auto'.",
+    )
+    chosen = exact[0] if layout == "auto" else layout
+    how = "chosen" if layout == "auto" else "asked for"
+    return chosen, f"{how}: {REASONS[chosen].format(name, attention)}"
 
 
-def make_runner(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> ModelRunner:
-    """The decoder of a layout for one model, which has not read its prompts yet; `compiled` ones are ragged."""
-    return (CompiledRunner if compiled else DECODERS[layout])(prompt, known_ids)
+def make_runner(
+    layout: str, prompt: Prompt, draft_vocab_size: int | None = None, compiled: bool = False
+) -> ModelRunner:
+    """The runner of a layout for one model, which has not read its prompts yet; `compiled` ones are ragged."""
+    return (CompiledRunner if compiled else RUNNERS[layout])(prompt, draft_vocab_size)

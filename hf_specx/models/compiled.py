@@ -17,7 +17,7 @@ from .layers import RingLayer
 from .packed_weights import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedRunner
-from .slots import MARGIN, columns_of, move
+from .slots import MARGIN, columns_of, copy_buffers
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -27,21 +27,29 @@ LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend 
 
 
 def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
-    """Raise a `ValueError` unless a model that has this layout for this reason can be compiled, on `synced` ranks."""
-    name = type(model).__name__
-    told = f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason})"
-    require(layout == "ragged", f"{told}; use compile=False, or what takes the ragged layout.")
+    """Raise ValueError unless a model that has this layout for this reason can be compiled, on `synced` ranks."""
+    name, device = type(model).__name__, str(model.device)
+    require(
+        layout == "ragged",
+        f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason}); use "
+        "compile=False, or what takes the ragged layout.",
+    )
     why = _hinders(model)
     require(not why, f"compile=True cannot compile {name}: {why}; use compile=False.")
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    place = f"{str(model.device)!r}{' under hooks of accelerate' * hooked}{' of several ranks' * synced}"
-    told = f"compile=True takes models that lie whole on one CPU or CUDA device; {name} is on {place}"
-    alone = not synced and not hooked and model.device.type in ("cpu", "cuda")
-    require(alone, f"{told}; use compile=False, or load it on one device.")
-    needed = "Triton" if model.device.type == "cuda" else "a C++ compiler"
-    recent = is_torch_greater_or_equal("2.9", accept_dev=True)  # earlier ones cannot trace transformers' forwards
-    told = f"compile=True needs {needed if recent else 'torch 2.9 or later'} for device {str(model.device)!r}"
-    require(recent and has_compiler(model.device.type), f"{told}; install one, or use compile=False.")
+    is_hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    require(
+        not synced and not is_hooked and model.device.type in ("cpu", "cuda"),
+        f"compile=True takes models that lie whole on one CPU or CUDA device; {name} is on {device!r}"
+        f"{' under hooks of accelerate' * is_hooked}{' of several ranks' * synced}; use compile=False, or load it on "
+        "one device.",
+    )
+    is_recent = is_torch_greater_or_equal("2.9", accept_dev=True)  # earlier ones cannot trace transformers' forwards
+    compiler = "Triton" if model.device.type == "cuda" else "a C++ compiler"
+    require(
+        is_recent and has_compiler(model.device.type),
+        f"compile=True needs {compiler if is_recent else 'torch 2.9 or later'} for device {device!r}; install one, or "
+        "use compile=False.",
+    )
 
 
 def _hinders(model: PreTrainedModel) -> str:
@@ -82,28 +90,28 @@ class CompiledRunner(RaggedRunner):
     into their first slots, and what comes of it is not used.
     """
 
-    def __init__(self, prompt: Prompt, known_ids: int | None = None):
-        super().__init__(prompt, known_ids)
+    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+        super().__init__(prompt, draft_vocab_size)
         self.regions = regions_of(self.model, self.device)
         self.compiled_before = self.regions.compilations
         self.usual = 1  # query length of the last round that the end of the text did not cut short
-        self.given: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
+        self.row_tensors: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
     @property
-    def idles(self) -> bool:  # type: ignore[override]
+    def is_half_idle(self) -> bool:  # type: ignore[override]
         """As in `ModelRunner`."""
-        return len(self.buffers[0][0]) >= 2 * self.rows
+        return len(self.buffers[0][0]) >= 2 * self.num_rows
 
     @property
     def compilations(self) -> int:  # type: ignore[override]
-        """Forwards of this model that were compiled since this decoder was made."""
+        """Forwards of this model that were compiled since this runner was made."""
         return self.regions.compilations - self.compiled_before
 
     def prefill(self) -> Any:
         with PackedLinear(self.regions.packed_weights):
             output = super().prefill()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
-        self._resize(row_bucket(self.rows), capacity_bucket(slots))
+        self._resize(row_bucket(self.num_rows), capacity_bucket(slots))
         return output
 
     def _resize(self, rows: int, capacity: int) -> None:
@@ -111,11 +119,11 @@ class CompiledRunner(RaggedRunner):
         before, layers = columns_of(self.cache), self.cache.layers
         ring = min(capacity, self.cache.slots.ring)
         slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
-        buffers = self.regions.pool.take(self, rows, slots, before)
-        move(before, buffers)
+        buffers = self.regions.pool.allocate(self, rows, slots, before)
+        copy_buffers(before, buffers)
         for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
-        self.buffers, self.capacity, self.given = buffers, capacity, {}
+        self.buffers, self.capacity, self.row_tensors = buffers, capacity, {}
 
     def _reserve(self, end: int) -> None:
         """Have slots for so many columns, the last of them in layers with a window."""
@@ -130,45 +138,48 @@ class CompiledRunner(RaggedRunner):
         last = torch.full_like(offsets, self.width + min(self.prompt.max_new_tokens, FAR) - 2)
         if self.max_positions is not None:
             last = torch.minimum(last, self.max_positions - 1 - offsets)
-        self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
-        self.given["pads"] = self._placed(self.pads[index])
+        self.row_tensors = {"offsets": self._to_buffer_rows(offsets, -2), "last": self._to_buffer_rows(last, -2)}
+        self.row_tensors["pads"] = self._to_buffer_rows(self.pads[index])
         if self.holes is not None:
             holes = torch.nn.functional.pad(self.holes[index], (0, self.capacity - self.width))
-            self.given["holes"] = self._placed(holes)
+            self.row_tensors["holes"] = self._to_buffer_rows(holes)
 
-    def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def _to_buffer_rows(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Values of the R rows along a dimension, with zeros for idle rows after them."""
         values, shape = values.to(self.device), list(values.shape)
         shape[dim] = len(self.buffers[0][0]) - shape[dim]
         return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        held, count = len(self.buffers[0][0]), tokens.shape[1]
+        buffer_rows, count = len(self.buffers[0][0]), tokens.shape[1]
         length = self._length(batch, count, ahead)
         starts = batch.ends + (self.width - batch.width + ahead - count)
         beyond = ahead + length - count  # columns behind a text
         self._reserve(self.width + max([batch.counts[row] for row in batch.rows]) + beyond)
         window, spare = self.masks.longest_window, max(length, beyond) + AGAIN
         if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
-            self._enlarge(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
-            self._resize(held, self.capacity)
-        if (rows := self.regions.rows(len(tokens), held, self.capacity)) < held:
+            self._enlarge_rings(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
+            self._resize(buffer_rows, self.capacity)
+        rows = self.regions.rows(len(tokens), buffer_rows, self.capacity)
+        if rows < buffer_rows:
             self._resize(rows, self.capacity)
-        if not self.given:
+        if not self.row_tensors:
             self._note_rows(batch.index)
-        given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
-        kept = keep
+        inputs: dict[str, Any] = {
+            name: self._to_buffer_rows(value) for name, value in self._row_inputs(length).items()
+        }
+        num_logits = keep
         if length > count:
-            tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
+            tokens, num_logits = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
-            given["logits_to_keep"] = kept
-        given |= self.given | {"starts": self._placed(starts)}
-        places = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.places]
-        sizes = {"capacity": self.capacity, "ring": self.cache.slots.ring, "keep": kept}
-        size = (len(self.buffers[0][0]), *sizes.values(), length, *given, *places)
-        arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._placed(tokens)
+            inputs["logits_to_keep"] = num_logits
+        inputs |= self.row_tensors | {"starts": self._to_buffer_rows(starts)}
+        taps = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.taps]
+        sizes = {"capacity": self.capacity, "ring": self.cache.slots.ring, "keep": num_logits}
+        size = (len(self.buffers[0][0]), *sizes.values(), length, *inputs, *taps)
+        arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._to_buffer_rows(tokens)
         with grouped_queries(traced=True):
-            logits, states = self.regions.run(forward, size, *arguments, **sizes, **given)
+            logits, states = self.regions.run(forward, size, *arguments, **sizes, **inputs)
         assert logits is not None
         first = 0 if length == count else count - keep
         self.states = None if states is None else states[: len(tokens), first : first + keep]
@@ -185,31 +196,31 @@ class CompiledRunner(RaggedRunner):
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 
-    def _at_once(self, batch: Batch) -> int:
+    def _most_at_once(self, batch: Batch) -> int:
         """Nor is a row fed more tokens than it has: they go to consecutive slots; nor again what rings have lost."""
-        most = min(super()._at_once(batch), batch.shortest())
+        most = min(super()._most_at_once(batch), batch.shortest())
         return min(most, AGAIN) if 0 < self.cache.slots.ring < self.capacity else most
 
     def _widen_cache(self, count: int) -> None:
-        self._reserve(self.width + count + max(self.held))
+        self._reserve(self.width + count + max(self.num_computed_tokens))
         for buffer in (x for layer in self.buffers for x in layer):
             buffer.copy_(buffer.roll(count, 2))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         with PackedLinear(self.regions.packed_weights):
             super().admit(batch, rows)
-        self.given = {}
+        self.row_tensors = {}
 
     def drop_rows(self, stay: torch.Tensor) -> None:
-        self._select_inputs(stay)
-        move(self.buffers, self.buffers, stay.to(self.device))
-        self.given = {}
+        self._gather_inputs(stay)
+        copy_buffers(self.buffers, self.buffers, stay.to(self.device))
+        self.row_tensors = {}
 
-    def shared_slots(self, length: int) -> slice | None:
+    def common_slots(self, length: int) -> slice | None:
         """None: the buffers serve later calls."""
         return None
 
-    def _feed_last(self, batch: Batch) -> None:
+    def _feed_last_tokens(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
-        count = min(self.usual, self._at_once(batch), *(batch.counts[row] for row in batch.rows))
+        count = min(self.usual, self._most_at_once(batch), *(batch.counts[row] for row in batch.rows))
         self.decode_tokens(batch, count, 0, keep=count)

@@ -81,48 +81,48 @@ class CompiledForwards:
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def rows(self, count: int, held: int, capacity: int) -> int:
-        """Rows of the buffers of `capacity` slots for `count` decoding ones, where there are `held`.
+    def rows(self, count: int, present: int, capacity: int) -> int:
+        """Rows of the buffers of `capacity` slots for `count` decoding ones, where `present` are there.
 
         Once others have ended it is a size that was there before, until a smaller one pays for being compiled.
         """
         wanted = row_bucket(count)
-        known = [rows for rows, slots in list(self.sizes) if slots == capacity and wanted <= rows <= held]
-        if known and wanted not in known:
-            self.idle += held // wanted - 1  # what the forward takes longer by
+        sizes = [rows for rows, slots in list(self.sizes) if slots == capacity and wanted <= rows <= present]
+        if sizes and wanted not in sizes:
+            self.idle += present // wanted - 1  # what the forward takes longer by
             if self.idle < IDLE_FORWARDS:
-                return min(known)
+                return min(sizes)
             self.idle = 0
         self.sizes.add((wanted, capacity))
         return wanted
 
-    def run(self, function: Any, size: tuple[Any, ...], *given: Any, **named: Any) -> tuple[torch.Tensor | None, ...]:
+    def run(self, function: Any, size: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         with without_default_device():
-            return self._run(function, size, given, named)
+            return self._run(function, size, args, kwargs)
 
     def _run(
-        self, function: Any, size: tuple[Any, ...], given: tuple[Any, ...], named: dict[str, Any]
+        self, function: Any, size: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor | None, ...]:
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         guards: tuple[Any, ...] = ()
         if not self.captures:
             modes = torch.overrides._len_torch_function_stack()
-            guards = modes, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*given, *named.values()])
+            guards = modes, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*args, *kwargs.values()])
         key = (function, *size, captures, *guards)
         if key not in self.functions:
             with self.lock:
-                self.functions[key] = self.functions.get(key) or self._made(function, captures, given, named)
+                self.functions[key] = self.functions.get(key) or self._made(function, captures, args, kwargs)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with self.packed_weights.in_use():
-            outputs = self.functions[key](*given, **named)
+            outputs = self.functions[key](*args, **kwargs)
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
 
     def _made(
-        self, function: Any, captures: bool, given: tuple[Any, ...], named: dict[str, Any]
+        self, function: Any, captures: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         """A function compiled from what it does in this call, on a CPU, or else by Dynamo."""
         name, kind = f"{function.__name__}_{len(self.functions)}", GradientCheckpointingLayer
@@ -130,10 +130,10 @@ class CompiledForwards:
             if self.captures or not TRIED:
                 return self._compiled(function, name, captures)
             try:
-                graph, inputs, whole = record(function, given, named, given[0], kind)
+                graph, inputs, with_sources = record(function, args, kwargs, args[0], kind)
             except Exception:  # of any kind, where a forward asks for values
                 return self._compiled(function, name, captures)
-            return whole(self._compile(graph, inputs, captures))
+            return with_sources(self._compile(graph, inputs, captures))
 
     def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
         """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
@@ -141,12 +141,12 @@ class CompiledForwards:
         alone = FunctionType(code, function.__globals__, code.co_name)
         alone.__kwdefaults__ = function.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
-        own = weakref.ref(self)  # torch keeps every backend that it has seen
+        reference = weakref.ref(self)  # torch keeps every backend that it has seen
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            regions = own()
-            assert regions is not None
-            return regions._compile(graph, inputs, captures)
+            forwards = reference()
+            assert forwards is not None
+            return forwards._compile(graph, inputs, captures)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
 
@@ -168,21 +168,21 @@ def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Call
     For the target in the package the whole as one took more than twice as long to compile, and 2 to 4 % less to run.
     """
     merge_tiles(graph.graph)
-    places, count, last = {}, 0, ""
+    part_numbers, count, last = {}, 0, ""
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "get_attr", "output"):
             layer = layer_of(node)
             count, last = count + (layer != last), layer
-            places[node] = count
+            part_numbers[node] = count
             if node.target is TILED:  # where the mask is from, so that layers are alike
-                places[node] = max(places.get(x, 0) for x in node.all_input_nodes)
-    parts = split_module(graph, None, places.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+                part_numbers[node] = max(part_numbers.get(x, 0) for x in node.all_input_nodes)
+    parts = split_module(graph, None, part_numbers.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     compiled: dict[str, Callable[..., Any]] = {}
     for name in [node.target for node in parts.graph.nodes if node.op == "call_module"]:
         part = getattr(parts, name)
-        kind, given = signature(part)
+        kind, inputs = signature(part)
         if kind not in compiled:
-            compiled[kind] = compile_part(part, given, compiler)
+            compiled[kind] = compile_part(part, inputs, compiler)
         delattr(parts, name)
         setattr(parts, name, compiled[kind])
     return parts.forward
@@ -192,9 +192,9 @@ def merge_tiles(graph: torch.fx.Graph) -> None:
     """Have the additive mask once, where each layer has made its own."""
     first: dict[str, torch.fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=TILED):
-        known = first.setdefault(repr((node.args, node.kwargs)), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
+        same = first.setdefault(repr((node.args, node.kwargs)), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
 
 
@@ -209,36 +209,37 @@ REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards] = weakref.
 
 def regions_of(model: PreTrainedModel, device: torch.device) -> CompiledForwards:
     """The compiled forwards of a model; if it has changed since they were compiled, an empty `CompiledForwards`."""
-    found, now = REGIONS.get(model), traits(model)
-    if found is None or found.traits != now:
+    forwards, traits_now = REGIONS.get(model), traits(model)
+    if forwards is None or forwards.traits != traits_now:
         warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
-        found = REGIONS[model] = CompiledForwards(model, device.type == "cuda", now)
-    found.packed_weights.refresh(model)
-    return found
+        forwards = REGIONS[model] = CompiledForwards(model, device.type == "cuda", traits_now)
+    forwards.packed_weights.refresh(model)
+    return forwards
 
 
 def traits(model: PreTrainedModel) -> int:
     """A hash of what a compiled forward relies on: modules, their settings and hooks, and kinds of tensors."""
     configs = {id(config): vars(config) for config in (model.config, model.config.get_text_config(decoder=True))}
-    found: list[Any] = [repr({k: v for k, v in config.items() if isinstance(v, PLAIN)}) for config in configs.values()]
-    known: dict[int, int] = {}  # which tensors are tied
+    facts: list[Any] = [repr({k: v for k, v in config.items() if isinstance(v, PLAIN)}) for config in configs.values()]
+    numbers: dict[int, int] = {}  # of tensors by id: those of tied ones are the same
     for module in model.modules():
-        found.append((id(module), type(module)))
+        facts.append((id(module), type(module)))
         for name, value in vars(module).items():
             if name in HELD or isinstance(value, torch.Tensor):
-                held = value.items() if name in HELD else [(name, value)]
-                found += [(key, *kind_of(x), known.setdefault(id(x), len(known))) for key, x in held if x is not None]
+                for key, x in value.items() if name in HELD else [(name, value)]:
+                    if x is not None:
+                        facts.append((key, *kind_of(x), numbers.setdefault(id(x), len(numbers))))
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    found += [identity_of(hook) for hook in list(value.values()) if not reads_states(hook)]
+                    facts += [identity_of(hook) for hook in list(value.values()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
-                found.append((name, repr(value)))
-    return hash(tuple(found))
+                facts.append((name, repr(value)))
+    return hash(tuple(facts))
 
 
 def reads_states(hook: Any) -> bool:
     """Whether a hook of a module is one of `HiddenStates`, which comes and goes with forwards."""
-    return getattr(getattr(hook, "func", None), "__func__", None) is HiddenStates._note
+    return getattr(getattr(hook, "func", None), "__func__", None) is HiddenStates._record
 
 
 def forward(
@@ -265,10 +266,11 @@ def forward(
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
     the same.
     """
-    slots, places = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), Slots(ring=ring)
-    places.aim(slots, 0, capacity)
-    layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(places, x, y) for x, y in buffers]
-    for states in hidden.found if hidden is not None else ():
+    slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    cache_slots = Slots(ring=ring)
+    cache_slots.set_write_slots(slots, 0, capacity)
+    layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(cache_slots, x, y) for x, y in buffers]
+    for states in hidden.outputs if hidden is not None else ():
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,

@@ -29,10 +29,20 @@ from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
 
 
 class HostCacheRunner(ModelRunner):
-    """Fed through the model's own `prepare_inputs_for_generation`."""
+    """Fed through the model's own `prepare_inputs_for_generation`.
 
-    length = 0  # slots that hold something, pads among them
-    last_column = 0  # the last that `generate` feeds; in those after it are only candidates that cannot be emitted
+    Attributes:
+        length: slots that hold something, pads among them.
+        num_filled_slots: [B], how many of these a row has after its prompt. Candidates that were rejected since are
+            among them until the next forward takes them back, so they may be more than `num_computed_tokens`.
+        last_column: the last that `generate` feeds; in those after it are only candidates that cannot be emitted.
+    """
+
+    length = last_column = 0
+
+    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+        super().__init__(prompt, draft_vocab_size)
+        self.num_filled_slots = [0] * len(prompt.input_ids)
 
     def prefill(self) -> Any:
         output = super().prefill()
@@ -45,40 +55,42 @@ class HostCacheRunner(ModelRunner):
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
-        wanted = [batch.counts[row] + ahead - count for row in batch.rows]
-        if ahead < count or wanted != [self.held[row] for row in batch.rows]:
-            self._rewind(batch, wanted)
-        return self._fed(batch, tokens, wanted, ahead, keep)
+        before = [batch.counts[row] + ahead - count for row in batch.rows]
+        if ahead < count or before != [self.num_filled_slots[row] for row in batch.rows]:
+            self._rewind(batch, before)
+        return self._feed(batch, tokens, before, ahead, keep)
 
-    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
-        """Make the cache hold the first `wanted` [R] emitted tokens of the decoding rows."""
+    def _rewind(self, batch: Batch, counts: list[int]) -> None:
+        """Make the cache hold the first `counts` [R] emitted tokens of the decoding rows."""
         raise NotImplementedError
 
-    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        """As `_forward`, where the cache holds the first `held` [R] emitted tokens of the rows."""
+    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+        """As `_forward`, where the cache holds the first `before` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
         emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
-        given = self._inputs(batch, tokens, emitted)
+        kwargs = self._inputs(batch, tokens, emitted)
         total = self.length + count
-        reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
-        masked = min(reals) < total or self.holes is not None
-        if masked:
-            given[self.mask_name] = self._mask(batch, ahead, total)
+        lengths = [self.width - self.pad_counts[row] + n + count for row, n in zip(batch.rows, before, strict=True)]
+        has_hidden = min(lengths) < total or self.holes is not None
+        if has_hidden:
+            kwargs[self.mask_name] = self._mask(batch, ahead, total)
         # only the last `count` columns are read
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.preparing.prepare_inputs_for_generation(
-            columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
+            columns, next_sequence_length=count, is_first_iteration=False, **kwargs, **{self.cache_name: self.cache}
         )
         if "logits_to_keep" in self.parameters:
             inputs["logits_to_keep"] = keep
         for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
             table.columns = (self.width + emitted).clamp(max=self.last_column)
-            table.numbers = {min(self.width + n + i, self.last_column) for n in held for i in range(count)}
+            table.numbers = {min(self.width + n + i, self.last_column) for n in before for i in range(count)}
         # a decoder beside an encoder may make a mask itself, of which transformers would ask the same
-        asked = masked or (self.model.config.is_encoder_decoder and self.device.type != "cpu")
-        with grouped_queries(), with_pads(self.cache) if asked else contextlib.nullcontext():
+        masked = has_hidden or (self.model.config.is_encoder_decoder and self.device.type != "cpu")
+        with grouped_queries(), with_pads(self.cache) if masked else contextlib.nullcontext():
             output = self.stepping(**inputs, return_dict=True)
         self.length = total
+        for row, number in zip(batch.rows, before, strict=True):
+            self.num_filled_slots[row] = number + count
         return output.logits[:, -keep:]
 
     def _mask(self, batch: Batch, ahead: int, total: int) -> torch.Tensor:
@@ -91,38 +103,37 @@ class HostCacheRunner(ModelRunner):
         return seen.long()
 
     def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        count, given = tokens.shape[1], dict(self.kwargs)
+        """What the model prepares its inputs from, for tokens [R, q] with `emitted` [R, q] ones before them."""
+        count, kwargs = tokens.shape[1], dict(self.kwargs)
         positions = self._positions(batch, emitted)
         if positions is not None:
-            given[self.position_name] = positions
+            kwargs[self.position_name] = positions
         elif self._counts_slots:
             # `generate` gives none, so that models count columns; only Whisper's own preparation leaves out pads
             config, absent = self.model.config, torch.zeros_like(self.pads)
             if config.is_encoder_decoder and config.model_type == "whisper":
                 absent = self.pads if self.holes is None else self.pads + self.holes.sum(-1)
             first = self.width - absent[batch.index, None]
-            given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
-        given |= self._token_types(count)
-        mask = given.get("attention_mask")
+            kwargs[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
+        kwargs |= self._token_types(count)
+        mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim == 4:
-            given["attention_mask"] = mask.expand(-1, -1, count, -1)
-        if "cross_attention_mask" in given:
-            given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, count, -1, -1)
-        return given
+            kwargs["attention_mask"] = mask.expand(-1, -1, count, -1)
+        if "cross_attention_mask" in kwargs:
+            kwargs["cross_attention_mask"] = kwargs["cross_attention_mask"][:, -1:].expand(-1, count, -1, -1)
+        return kwargs
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         """As there; candidates that were rejected are taken back before, where else the next forward does it."""
-        held = [max(0, batch.counts[row] - 1) for row in batch.rows]
-        self._rewind(batch, held)
-        for row, number in zip(batch.rows, held, strict=True):
-            self.held[row] = number
+        self._rewind(batch, [max(0, batch.counts[row] - 1) for row in batch.rows])
         emitted = self._newest(batch)
         seen = self._mask(batch, -1 if any(batch.counts) else 0, self.length).bool()[:, None, None].to(self.device)
         masks, keys, windows = {}, {}, Masks(self.model).windows
         for kind, number in layers.items():
             layer: Any = self_attention(self.cache).layers[number]
-            # a tail may still end with what was taken back
-            end = layer.keys.shape[2] + self.length - layer.held if isinstance(layer, TailLayer) else self.length
+            end = self.length
+            if isinstance(layer, TailLayer):  # which may still end with what was taken back
+                end += layer.keys.shape[2] - layer.num_columns
             first = -windows.get(kind, 0)
             keys[kind] = layer.keys[:, :, :end][:, :, first:], layer.values[:, :, :end][:, :, first:]
             masks[kind] = seen[..., -keys[kind][0].shape[2] :]
@@ -132,7 +143,7 @@ class HostCacheRunner(ModelRunner):
 
     @cached_property
     def tables(self) -> dict[nn.Module, ColumnTable]:
-        return column_tables(self.model, self.position_name in self.parameters, self.even)
+        return column_tables(self.model, self.position_name in self.parameters, self.lockstep)
 
     @cached_property
     def preparing(self) -> Any:
@@ -150,8 +161,8 @@ class HostCacheRunner(ModelRunner):
         if self.position_name in self.parameters:
             return True
         decoder = self.model.get_decoder()
-        taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
-        return not self.tables and "position_ids" in taken and "kwargs" in self.parameters
+        parameters = {} if decoder is None else inspect.signature(decoder.forward).parameters
+        return not self.tables and "position_ids" in parameters and "kwargs" in self.parameters
 
 
 def takes_whole_masks(model: PreTrainedModel) -> bool:
@@ -162,8 +173,8 @@ def takes_whole_masks(model: PreTrainedModel) -> bool:
     decoder = model.get_decoder() if model.config.is_encoder_decoder else None
     if decoder is None or decoder.config._attn_implementation != "sdpa":
         return False
-    makes = hasattr(sys.modules[type(decoder).__module__], "create_bidirectional_mask")
-    return makes and model.main_input_name == "input_ids"
+    makes_masks = hasattr(sys.modules[type(decoder).__module__], "create_bidirectional_mask")
+    return makes_masks and model.main_input_name == "input_ids"
 
 
 @contextlib.contextmanager
@@ -187,41 +198,43 @@ def with_pads(cache: Cache) -> Iterator[None]:
 class PaddedRunner(HostCacheRunner):
     """Rows shift right into their left padding when they accepted different numbers."""
 
-    def __init__(self, prompt: Prompt, known_ids: int | None = None):
-        super().__init__(prompt, known_ids)
+    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+        super().__init__(prompt, draft_vocab_size)
         windows = [getattr(layer, "sliding_window", 0) for layer in self_attention(self.cache).layers] or [0]
         self.window, kinds = max(windows), [TailLayer if window else SlotLayer for window in windows]
         limit = prompt.input_ids.shape[1] + prompt.max_new_tokens + MARGIN
         self.cache = with_slots(self.cache, SlotCache(limit, self.window + MARGIN, kinds))
-        self.text: Any = self_attention(self.cache)
+        self.text_cache: Any = self_attention(self.cache)
 
-    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
-        gone = [self.held[row] - number for row, number in zip(batch.rows, wanted, strict=True)]
-        if len(set(gone)) == 1:
-            self.length -= gone[0]
+    def _rewind(self, batch: Batch, counts: list[int]) -> None:
+        rejected = [self.num_filled_slots[row] - number for row, number in zip(batch.rows, counts, strict=True)]
+        for row, number in zip(batch.rows, counts, strict=True):
+            self.num_filled_slots[row] = number
+        if len(set(rejected)) == 1:
+            self.length -= rejected[0]
             return
-        # row r ends at slot length - gone[r]; it moves to the end of the longest row
-        cut = max([self.width - self.padding[row] + n for row, n in zip(batch.rows, wanted, strict=True)])
-        shift = sent([self.length - number - cut for number in gone], self.device)[:, None]
-        self.text.roll((torch.arange(cut, device=self.device) + shift).clamp(min=0))
-        self.length = cut
+        # row r ends at slot length - rejected[r]; it moves to the end of the longest row
+        length = max([self.width - self.pad_counts[row] + n for row, n in zip(batch.rows, counts, strict=True)])
+        shift = sent([self.length - number - length for number in rejected], self.device)[:, None]
+        self.text_cache.shift((torch.arange(length, device=self.device) + shift).clamp(min=0))
+        self.length = length
 
-    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        slots = self.text.slots
+    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+        slots = self.text_cache.slots
         slots.ring = max(slots.ring, self.window + ahead + MARGIN)  # a window behind all that is fed again
-        slots.aim(None, self.length, self.length + tokens.shape[1])
-        return super()._fed(batch, tokens, held, ahead, keep)
+        slots.set_write_slots(None, self.length, self.length + tokens.shape[1])
+        return super()._feed(batch, tokens, before, ahead, keep)
 
-    def _at_once(self, batch: Batch) -> int:
+    def _most_at_once(self, batch: Batch) -> int:
         """Nor more than windows have kept: rows that lack fewer tokens are fed theirs again."""
-        return min(super()._at_once(batch), MARGIN) if self.window else super()._at_once(batch)
+        return min(super()._most_at_once(batch), MARGIN) if self.window else super()._most_at_once(batch)
 
-    def shared_slots(self, length: int) -> slice | None:
-        first = self.length - self.width - self.held[0]
-        return slice(first, first + length) if first >= 0 and len(set(self.held)) == 1 else None
+    def common_slots(self, length: int) -> slice | None:
+        first = self.length - self.width - self.num_filled_slots[0]
+        return slice(first, first + length) if first >= 0 and len(set(self.num_filled_slots)) == 1 else None
 
-    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
-        columns = self.width + self.held[row]
+    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+        columns = self.width + self.num_filled_slots[row]
         slots = torch.arange(self.length - columns, self.length, device=self.device)
-        slots[: self.padding[row]] = -1
-        return self.text.row(index, slots)
+        slots[: self.pad_counts[row]] = -1
+        return self.text_cache.read_row(index, slots)

@@ -33,9 +33,11 @@ class Slots:
         self.start = self.extent = self.rows = 0
         self.limit, self.ring, self.has_lost = limit, ring, False
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
+        self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to shift into, by shape, dtype and device
 
-    def aim(self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None) -> None:
+    def set_write_slots(
+        self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None
+    ) -> None:
         """Say where the next forward writes: at slots index [R, q] of `rows` [R], by default all; or from `start`."""
         self.start, self.extent, self.index = start, extent, None
         if index is not None:
@@ -47,7 +49,7 @@ class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, H, capacity, D], written in place."""
 
     is_sliding = False
-    held = 0  # leading slots that are filled
+    num_columns = 0  # of the text that were written: the leading slots, where the layer keeps all
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -72,11 +74,11 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
-        self.held = end = self.slots.extent or self.held + count
+        self.num_columns = end = self.slots.extent or self.num_columns + count
         before = end - count
-        adjoins = self.slots.index is None and self.keys.shape[2] >= before
-        adjoins = adjoins and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
-        if adjoins and key_states.nbytes // count * end <= COPIED_BYTES:
+        appends = self.slots.index is None and self.keys.shape[2] >= before
+        appends = appends and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
+        if appends and key_states.nbytes // count * end <= COPIED_BYTES:
             if self.keys.shape[2] > before:
                 self.keys, self.values = self.keys[:, :, :before], self.values[:, :, :before]
             self.keys, self.values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
@@ -104,8 +106,8 @@ class SlotLayer(CacheLayerMixin):
         grown[:, :, : stored.shape[2]] = stored
         return grown
 
-    def take(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
-        """Copy the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
+    def write_rows(self, other: "SlotLayer", rows: torch.Tensor, start: int, end: int) -> None:
+        """Write the first slots of another layer to `rows` [r], and there to the slots from `start` to `end`."""
         self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
         self.values[rows, :, start:end] = other.values[:, :, : end - start]
 
@@ -113,18 +115,11 @@ class SlotLayer(CacheLayerMixin):
         """Put `count` slots before the first of all rows."""
         self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
 
-    def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
-        self.keys, self.values = self._rolled(self.keys, source), self._rolled(self.values, source)
+    def shift(self, source: torch.Tensor) -> None:
+        """Write to the first n slots of each row what its slots `source` [R, n] hold, by one read and one write."""
+        self.keys, self.values = self._shifted(self.keys, source), self._shifted(self.values, source)
 
-    def _gather(self, source: torch.Tensor) -> None:
-        """Have the slots `source` [R, n] of each row alone, in that order."""
-        index = source.to(self.keys.device)[:, None, :, None]
-        self.keys, self.values = (
-            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
-        )
-
-    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def _shifted(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
         key = (stored.shape, stored.dtype, stored.device)
         target = self.slots.spare.pop(key, None)
@@ -133,22 +128,31 @@ class SlotLayer(CacheLayerMixin):
         self.slots.spare[key] = stored
         return target
 
-    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather_slots(self, source: torch.Tensor) -> None:
+        """Have the slots `source` [R, n] of each row alone, in that order."""
+        index = source.to(self.keys.device)[:, None, :, None]
+        self.keys, self.values = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values)
+        )
+
+    def read_row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
-        there = slots.to(self.keys.device)
-        found = (x[index].index_select(1, there.clamp(min=0)) for x in (self.keys, self.values))
-        keys, values = (x.masked_fill((there < 0)[:, None], 0) for x in found)
+        slots = slots.to(self.keys.device)
+        absent = (slots < 0)[:, None]
+        keys, values = (
+            x[index].index_select(1, slots.clamp(min=0)).masked_fill(absent, 0) for x in (self.keys, self.values)
+        )
         return keys, values
 
-    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, H, n, D] of the last columns that are held, in the order of the text."""
-        return self.keys[:, :, : self.held], self.values[:, :, : self.held]
+    def in_text_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, H, n, D] of the last columns that the layer still has, in the order of the text."""
+        return self.keys[:, :, : self.num_columns], self.values[:, :, : self.num_columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.extent or self.held + query_length, 0
+        return self.slots.extent or self.num_columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.slots.start if self.slots.extent else self.held
+        return self.slots.start if self.slots.extent else self.num_columns
 
     def get_max_length(self) -> int:
         return -1
@@ -159,38 +163,39 @@ class TailLayer(SlotLayer):
 
     is_sliding = True
 
-    def _known(self) -> int:
-        """How many of the columns before the next tokens are held."""
-        return max(0, self.keys.shape[2] + self.get_seq_length() - self.held)
+    def _num_columns_before(self) -> int:
+        """How many of the columns before the next tokens the layer still has."""
+        return max(0, self.keys.shape[2] + self.get_seq_length() - self.num_columns)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count, known = key_states.shape[2], 0
+        count = key_states.shape[2]
         if self.is_initialized:
-            known = self._known()
-            key_states = torch.cat([self.keys[:, :, :known], key_states], 2)
-            value_states = torch.cat([self.values[:, :, :known], value_states], 2)
-        self.held, self.is_initialized = self.slots.extent or self.held + count, True
+            before = self._num_columns_before()
+            key_states = torch.cat([self.keys[:, :, :before], key_states], 2)
+            value_states = torch.cat([self.values[:, :, :before], value_states], 2)
+        self.num_columns, self.is_initialized = self.slots.extent or self.num_columns + count, True
         last = (x[:, :, -self.slots.ring :] for x in (key_states, value_states))
         self.keys, self.values = last if self.slots.extent else (x.clone() for x in last)  # a view keeps all prompts
-        self.slots.has_lost |= self.held > self.keys.shape[2]
+        self.slots.has_lost |= self.num_columns > self.keys.shape[2]
         return key_states, value_states
 
-    def roll(self, source: torch.Tensor) -> None:
-        size, first = self.keys.shape[2], self.held - self.keys.shape[2]
-        self._gather((source[:, -size:] - first).clamp(0, size - 1))
-        self.held = source.shape[1]
+    def shift(self, source: torch.Tensor) -> None:
+        size = self.keys.shape[2]
+        first = self.num_columns - size
+        self._gather_slots((source[:, -size:] - first).clamp(0, size - 1))
+        self.num_columns = source.shape[1]
 
-    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().row(index, slots - self.held + self.keys.shape[2])
+    def read_row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().read_row(index, slots - self.num_columns + self.keys.shape[2])
 
-    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def in_text_order(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        known = self._known()
-        return known + query_length, self.get_seq_length() - known
+        before = self._num_columns_before()
+        return before + query_length, self.get_seq_length() - before
 
 
 class RingLayer(SlotLayer):
@@ -206,12 +211,12 @@ class RingLayer(SlotLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ring, count, extent = self.slots.ring, key_states.shape[2], self.slots.extent
-        if (extent or self.held + count) <= ring:
+        if (extent or self.num_columns + count) <= ring:
             return super().update(key_states, value_states)
         if not extent:
-            return self._read(key_states, value_states)
-        self._fit()
-        self.held = extent
+            return self._append_prompts(key_states, value_states)
+        self._extend_to_ring()
+        self.num_columns = extent
         rows: Any = slice(None)
         if self.slots.index is None:
             columns = torch.arange(extent - count, extent, device=self.keys.device)
@@ -222,61 +227,60 @@ class RingLayer(SlotLayer):
         self.values[rows, :, columns % ring] = value_states
         return self.keys, self.values
 
-    def _read(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take up a part of the prompts, which sees what is still held of the parts before."""
-        ring, held, self.held = self.slots.ring, self.held, self.held + keys.shape[2]
+    def _append_prompts(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a part of the prompts; returns what it sees: the columns left of the parts before, and its own."""
+        ring, end = self.slots.ring, self.num_columns + keys.shape[2]
         self.slots.has_lost = True
-        if held:
-            before = self._in_order(held)
-            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
-        self.keys, self.values = (x[:, :, -ring:].roll(self.held % ring, 2) for x in (keys, values))
-        self.is_initialized = True
+        if self.num_columns:
+            keys_before, values_before = self.in_text_order()
+            keys, values = torch.cat([keys_before, keys], 2), torch.cat([values_before, values], 2)
+        self.keys, self.values = (x[:, :, -ring:].roll(end % ring, 2) for x in (keys, values))
+        self.num_columns, self.is_initialized = end, True
         return keys, values
 
-    def _in_order(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ring, both = self.slots.ring, (self.keys, self.values)
-        keys, values = (x.roll(-(held % ring), 2) if held > ring else x[:, :, :held] for x in both)
-        return keys, values
-
-    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._in_order(self.held)
+    def in_text_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        count, ring = self.num_columns, self.slots.ring
+        if count > ring:
+            return self.keys.roll(-(count % ring), 2), self.values.roll(-(count % ring), 2)
+        return self.keys[:, :, :count], self.values[:, :, :count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        known = min(self.held, self.slots.ring)
-        return self.slots.extent or known + query_length, self.held - known
+        before = min(self.num_columns, self.slots.ring)
+        return self.slots.extent or before + query_length, self.num_columns - before
 
-    def _fit(self) -> None:
+    def _extend_to_ring(self) -> None:
         """Have a buffer of a whole ring, from which columns go."""
         self.slots.has_lost = True
         lacking = self.slots.ring - self.keys.shape[2]
         if lacking:
             self.keys, self.values = (nn.functional.pad(x, (0, 0, 0, lacking)) for x in (self.keys, self.values))
 
-    def take(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
+    def write_rows(self, other: SlotLayer, rows: torch.Tensor, start: int, end: int) -> None:
         """From a ring of the same length."""
         ring, count = self.slots.ring, end - start
         if end > ring:
-            self._fit()
+            self._extend_to_ring()
         columns = torch.arange(max(0, count - ring), count, device=rows.device)
-        rows, slots, there = rows[:, None], (start + columns) % ring, columns % ring
-        self.keys[rows, :, slots] = other.keys[:, :, there].transpose(1, 2)
-        self.values[rows, :, slots] = other.values[:, :, there].transpose(1, 2)
+        rows = rows[:, None]
+        source, target = columns % ring, (start + columns) % ring
+        self.keys[rows, :, target] = other.keys[:, :, source].transpose(1, 2)
+        self.values[rows, :, target] = other.values[:, :, source].transpose(1, 2)
 
     def widen(self, count: int) -> None:
-        self.held += count
-        if self.held <= self.slots.ring:
+        self.num_columns += count
+        if self.num_columns <= self.slots.ring:
             super().widen(count)
             return
-        self._fit()
+        self._extend_to_ring()
         self.keys, self.values = self.keys.roll(count, 2), self.values.roll(count, 2)
 
     def enlarge(self, ring: int, newest: torch.Tensor) -> None:
         """Move to a longer ring, where the newest columns that are needed have the numbers [R, 1]."""
         if self.keys.shape[2] < self.slots.ring:
             return
-        self._gather(columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring)
+        self._gather_slots(columns_of_ring(newest.to(self.keys.device), ring) % self.slots.ring)
 
-    def row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_row(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See there; slots are the numbers of all columns from 0 on, and those that are gone give zeros."""
         gone = slots < len(slots) - self.slots.ring
-        return super().row(index, (slots % self.slots.ring).masked_fill(gone, -1))
+        return super().read_row(index, (slots % self.slots.ring).masked_fill(gone, -1))

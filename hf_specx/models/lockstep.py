@@ -25,64 +25,66 @@ from .prompts import Prompt
 from .slots import KeysValues, has_columns, own_copy, self_attention
 
 
-KEPT = ("conv_states", "recurrent_states")
+STATE_NAMES = ("conv_states", "recurrent_states")
 
 
 class LockstepRunner(HostCacheRunner):
     """All rows have emitted equally many tokens, so a rollback crops the cache, and puts back states from before."""
 
-    even = True
+    lockstep = True
 
-    def __init__(self, prompt: Prompt, known_ids: int | None = None):
-        super().__init__(prompt, known_ids)
+    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+        super().__init__(prompt, draft_vocab_size)
         self.cache = own_copy(self.cache)
 
     def prefill(self) -> Any:
         output = super().prefill()
         config = self.model.config.get_text_config(decoder=True)
-        of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
-        self.states = States(self_attention(self.cache), of_images)
+        image_layers = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
+        self.states = States(self_attention(self.cache), image_layers)
         return output
 
-    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
-        held, target = self.held[batch.rows[0]], wanted[0]
-        reached = self.states.restore(target, held)
-        self.length -= held - reached
-        if reached < target:  # the states are of an earlier moment: feed again what was accepted since
-            ahead = target - batch.counts[batch.rows[0]]
-            missing = self._known(batch.last(target - reached, ahead))
-            self._fed(batch, missing, [reached] * len(wanted), ahead, 1)
+    def _rewind(self, batch: Batch, counts: list[int]) -> None:
+        filled, wanted = self.num_filled_slots[batch.rows[0]], counts[0]
+        reached = self.states.restore(wanted, filled)
+        self.length -= filled - reached
+        if reached < wanted:  # the states are of an earlier moment: feed again what was accepted since
+            ahead = wanted - batch.counts[batch.rows[0]]
+            missing = self._clamp_ids(batch.last(wanted - reached, ahead))
+            self._feed(batch, missing, [reached] * len(counts), ahead, 1)
         for row in batch.rows:
-            self.held[row] = target
+            self.num_filled_slots[row] = wanted
 
-    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        self.states.save(held[0])
-        return super()._fed(batch, tokens, held, ahead, keep)
+    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+        self.states.save(before[0])
+        return super()._feed(batch, tokens, before, ahead, keep)
 
     def drop_rows(self, stay: torch.Tensor) -> None:
         super().drop_rows(stay)
-        self.states.select(stay)
+        self.states.gather_rows(stay)
 
-    def _keep_columns(self, done: Round) -> None:
-        """If the cache itself will not do, and is keys and values of the whole text, and nothing else."""
-        together = done.finished and len(done.rows) == len(self.held) and len(set(done.batch.counts)) == 1
+    def _save_columns(self, done: Round) -> None:
+        """As there, unless all rows end together, or the cache has more than keys and values of the whole text."""
+        counts = done.batch.counts
+        if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
+            return  # the cache itself is handed over
         text = self_attention(self.cache)
-        plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
-        if not together and type(text) is DynamicCache and plain and has_columns(text):
-            super()._keep_columns(done)
+        has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
+        if type(text) is DynamicCache and has_keys_only and has_columns(text):
+            super()._save_columns(done)
 
-    def columns(self, index: int, row: int) -> Iterator[KeysValues]:
-        end = self.width + self.held[row]
+    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+        end = self.width + self.num_filled_slots[row]
         layers: list[Any] = self_attention(self.cache).layers
         for layer in layers:
             yield layer.keys[index, :, :end].clone(), layer.values[index, :, :end].clone()
 
-    def past(self, batch: Batch, emitted: int) -> Cache | None:
+    def past_key_values(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
         rows = len(batch.counts)
-        if len(self.left) + len(self.last) == rows:
-            return super().past(batch, emitted)
-        if self.left or self.rows < rows or len(set(batch.counts)) > 1:
+        if len(self.left_columns) + len(self.last_rows) == rows:
+            return super().past_key_values(batch, emitted)
+        if self.left_columns or self.num_rows < rows or len(set(batch.counts)) > 1:
             return None
         self._rewind(batch.until(batch.counts, list(range(rows))), [emitted - 1] * rows)
         return self.cache
@@ -96,11 +98,13 @@ class States:
     """
 
     def __init__(self, cache: Cache, fixed: Container[int] = ()):
-        self.cache, self.fixed, self.whole = cache, fixed, type(cache) is not DynamicCache
+        self.cache, self.fixed = cache, fixed
+        self.copies_all = type(cache) is not DynamicCache
         linear = [x for x in getattr(cache, "layers", ()) if isinstance(x, LinearAttentionCacheLayerMixin)]
-        self.layers = linear if any(any(x.is_recurrent_states_initialized.values()) for x in linear) else []
+        is_recurrent = any(any(layer.is_recurrent_states_initialized.values()) for layer in linear)
+        self.layers = linear if is_recurrent else []
         self.snapshots: dict[int, Any] = {}
-        for layer in () if self.whole else cache.layers:
+        for layer in () if self.copies_all else cache.layers:
             if layer not in self.layers and hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
                 if isinstance(layer, DynamicSlidingWindowLayer):
@@ -108,32 +112,32 @@ class States:
 
     def save(self, seen: int) -> None:
         """Copy the states, which have read `seen` emitted tokens, before a forward overwrites them."""
-        if self.whole and not self.snapshots:
+        if self.copies_all and not self.snapshots:
             self.snapshots[seen] = copy.deepcopy(self.cache)
-        elif self.layers and not self.whole:
-            self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in KEPT]
+        elif self.layers and not self.copies_all:
+            self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in STATE_NAMES]
 
     def restore(self, wanted: int, seen: int) -> int:
         """Go back from `seen` to at most `wanted` emitted tokens; returns how many the cache has read then."""
         reached = wanted
-        if wanted < seen and (self.whole or self.layers):
+        if wanted < seen and (self.copies_all or self.layers):
             reached = max(number for number in self.snapshots if number <= wanted)
             saved = self.snapshots[reached]
-            if self.whole:
+            if self.copies_all:
                 vars(self.cache).update(vars(saved))
             else:
-                places = [(layer, name) for layer in self.layers for name in KEPT]
-                for (layer, name), states in zip(places, saved, strict=True):
+                owners = [(layer, name) for layer in self.layers for name in STATE_NAMES]
+                for (layer, name), states in zip(owners, saved, strict=True):
                     setattr(layer, name, states)
         self.snapshots.clear()
-        if not self.whole:
+        if not self.copies_all:
             self._crop(seen - reached)
         return reached
 
-    def select(self, stay: torch.Tensor) -> None:
+    def gather_rows(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
         for snapshot in self.snapshots.values():
-            if self.whole:
+            if self.copies_all:
                 snapshot.batch_select_indices(stay)
                 continue
             for states in snapshot:

@@ -45,15 +45,15 @@ class PackedWeights:
     def multiply(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """As `torch.nn.functional.linear`, by the weight in oneDNN's order if oneDNN takes it."""
         here = location(weight)
-        found = self.packs.get(here)
-        if found is None:
+        pack = self.packs.get(here)
+        if pack is None:
             if not fits(weight):
                 return dense_linear(input, weight, bias)
             with self.lock:
                 if here not in self.packs:
                     self.packs[here] = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), mark(weight)
-                found = self.packs[here]
-        return torch.ops.mkldnn._linear_pointwise.default(input, found[0], bias, "none", [], "")
+                pack = self.packs[here]
+        return torch.ops.mkldnn._linear_pointwise.default(input, pack[0], bias, "none", [], "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -105,10 +105,10 @@ def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     calls = functools.partial(graph.graph.find_nodes, op="call_function")
     if not has_kernels() or torch.is_autocast_enabled("cpu") or switches_modes(graph):
         return
-    given = zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    own = {node for node, value in given if type(value) is torch.nn.Parameter and fits(value)}
+    placeholders = zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    weights = {node for node, value in placeholders if type(value) is torch.nn.Parameter and fits(value)}
     for node in calls(target=dense_linear):
-        if (node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) in own:
+        if (node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) in weights:
             node.target = getattr(torch.ops, NAMESPACE).linear.default
     graph.recompile()
 

@@ -23,7 +23,7 @@ from .slots import CACHE, cache_name
 
 
 UNLIMITED = sys.maxsize
-Place = tuple[torch.nn.Module, bool]  # a module, and whether what it is given is read in place of what it gives
+HiddenStateTap = tuple[torch.nn.Module, bool]  # a module, and whether its input is read in place of its output
 NOT_SHARED = """
     attention_mask position_ids cache past_key_values cache_params use_cache logits_to_keep encoder_outputs input_ids
     decoder_attention_mask decoder_position_ids decoder_input_ids output_attentions output_hidden_states
@@ -48,7 +48,7 @@ class Prompt:
     keeps_past: bool = False  # whether the cache is wanted at the end
     gives_hidden: bool = False  # whether forwards hand over hidden states
     hidden_of_all: bool = True  # of prompts those of all tokens, or of the last alone
-    places: Sequence[Place] = ()  # where these are read; without any they are the last ones
+    hidden_state_taps: Sequence[HiddenStateTap] = ()  # where these are read; without any they are the last ones
     longest: int = UNLIMITED  # the most new tokens of the prompts that are known now
     in_step: bool = False  # whether other ranks run forwards whenever this one does, so that none may be added
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # as a decoding method is given them
@@ -71,99 +71,114 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
     """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
 
     def decoding_method(_: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> Prompt:
-        given = {"processors": kwargs.pop("logits_processor"), "criteria": kwargs.pop("stopping_criteria")}
-        return Prompt(model, input_ids, generation_config, kwargs, max_new_tokens, longest=max_new_tokens, **given)
+        processors, criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
+        return Prompt(
+            model,
+            input_ids,
+            generation_config,
+            kwargs,
+            max_new_tokens,
+            longest=max_new_tokens,
+            processors=processors,
+            criteria=criteria,
+        )
 
     special = {name: getattr(model.generation_config, name, None) for name in SPECIAL}
-    plain = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
-    alike = shallow(model)  # its own settings are not for this call, and other threads may read them
-    alike.generation_config = GenerationConfig()
+    config = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
+    copied = shallow(model)  # its own settings are not for this call, and other threads may read them
+    copied.generation_config = GenerationConfig()
     mixin: Any = GenerationMixin
-    return mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
+    return mixin.generate(copied, **inputs, generation_config=config, custom_generate=decoding_method)
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
-    """The draft's prompt, made from the target's; a `ValueError` if it cannot read what the target is given."""
+    """The draft's prompt, made from the target's; raises ValueError if it cannot read what the target is given."""
     names = inspect.signature(draft.forward).parameters
-    given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
+    shared = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
     if draft.config.is_encoder_decoder:
-        given = _for_both_sides(given, draft, target)
+        inputs = _for_both_sides(shared, draft, target)
     else:
-        given = _for_decoder(given, draft, target)
+        inputs = _for_decoder(shared, draft, target)
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
-            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
-    prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
+            inputs["encoder_outputs"] = target.kwargs["encoder_outputs"]
+    prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in inputs.items() if x is not None})
     prompt.longest, prompt.in_step = target.longest, target.in_step
     if not draft.config.is_encoder_decoder and prompt.past is not None:
         prompt.generation_config.prefill_chunk_size = target.generation_config.prefill_chunk_size
-    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
+    if "encoder_outputs" in inputs and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt
 
 
-def _for_both_sides(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
-    """What an encoder-decoder reads, of what its target was `given` as well."""
-    inputs_tensor, encoded = target.inputs_tensor, None
+def _for_both_sides(shared: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+    """What an encoder-decoder reads; `shared` are the inputs that it takes as its target does."""
+    inputs_tensor, encoder_outputs = target.inputs_tensor, None
     assert inputs_tensor is not None
-    floats = inputs_tensor.is_floating_point()
-    embeds = floats and draft.main_input_name == "input_ids"
-    if embeds:
+    are_features = inputs_tensor.is_floating_point()
+    are_embeds = are_features and draft.main_input_name == "input_ids"
+    if are_embeds:
         _check_embeds(draft, inputs_tensor, inputs_tensor)
     if draft.get_encoder() is target.model.get_encoder():
-        encoded = target.kwargs["encoder_outputs"]
+        encoder_outputs = target.kwargs["encoder_outputs"]
     else:
-        told = f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own"
-        known = floats or bool((inputs_tensor >= 0).any())  # without any, `generate` makes negative ids
-        require(known, f"{told}; pass what the encoder reads as well.")
-    read = inputs_tensor.repeat_interleave(len(target.input_ids) // len(inputs_tensor), 0)
-    return given | {
-        "inputs_embeds": read if embeds else None,
-        "inputs": None if embeds else read,
+        require(
+            are_features or bool((inputs_tensor >= 0).any()),  # without any, `generate` makes negative ids
+            f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; "
+            "pass what the encoder reads as well.",
+        )
+    repeated = inputs_tensor.repeat_interleave(len(target.input_ids) // len(inputs_tensor), 0)
+    return shared | {
+        "inputs_embeds": repeated if are_embeds else None,
+        "inputs": None if are_embeds else repeated,
         "attention_mask": target.kwargs.get("attention_mask"),
-        "encoder_outputs": encoded,
+        "encoder_outputs": encoder_outputs,
         "decoder_input_ids": target.input_ids,
         "decoder_attention_mask": target.kwargs.get("decoder_attention_mask"),
     }
 
 
-def _for_decoder(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
-    """What a decoder reads, of what its target was `given` as well.
+def _for_decoder(shared: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+    """What a decoder reads; `shared` are the inputs that it takes as its target does.
 
     It has the target's features of images if it can read them, since `generate` has dropped the pixels by now; else
     the placeholders are hidden from it, and the words keep positions of their own.
     """
-    ids, model = target.input_ids, target.model
+    ids, model, inputs = target.input_ids, target.model, dict(shared)
     mask = target.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    alike = draft.config.model_type == model.config.model_type
-    sees = alike and _embedding_width(draft) == _embedding_width(model)
+    of_one_type = draft.config.model_type == model.config.model_type
+    reads_images = of_one_type and _embedding_width(draft) == _embedding_width(model)
     if ids.shape[1]:
         mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
-        mask = mask if sees else _without_placeholders(mask, ids, model)
-        given |= {"inputs_embeds": None, "input_ids": ids}
+        mask = mask if reads_images else _without_placeholders(mask, ids, model)
+        inputs |= {"inputs_embeds": None, "input_ids": ids}
     else:
-        _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
-    if "mm_encoder_outputs" in given and not sees:
-        given["mm_encoder_outputs"] = None
+        _check_embeds(draft, inputs.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+    if "mm_encoder_outputs" in inputs and not reads_images:
+        inputs["mm_encoder_outputs"] = None
     positions = target.kwargs.get("position_ids")
-    if alike and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
-        given["position_ids"] = positions
-    return given | {"attention_mask": mask}
+    if of_one_type and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
+        inputs["position_ids"] = positions
+    return inputs | {"attention_mask": mask}
 
 
 def _without_placeholders(mask: torch.Tensor, ids: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     """A mask [B, L] without what stands for an image, video or sound in a model's prompt; the last token stays."""
-    mask, numbers = mask.clone(), [getattr(model.config, name, None) for name in PLACEHOLDERS]
-    for number in filter(None, numbers):
-        mask[:, :-1].masked_fill_(ids[:, :-1].eq(number), 0)
+    mask = mask.clone()
+    for name in PLACEHOLDERS:
+        placeholder = getattr(model.config, name, None)
+        if placeholder:
+            mask[:, :-1].masked_fill_(ids[:, :-1].eq(placeholder), 0)
     return mask
 
 
 def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
-    """Check that a draft can read the embeddings that a call gives to its target."""
+    """Raise ValueError if a draft cannot read the embeddings that a call gives to its target."""
     width = _embedding_width(draft)
-    told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}"
-    told = f"{told}, which embeds in {width}; pass input_ids= as well, which the draft reads."
-    require(readable is not None and embeds.shape[-1] == width, told)
+    require(
+        readable is not None and embeds.shape[-1] == width,
+        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which embeds "
+        f"in {width}; pass input_ids= as well, which the draft reads.",
+    )
 
 
 def _embedding_width(model: PreTrainedModel) -> int | None:
@@ -174,11 +189,15 @@ def _embedding_width(model: PreTrainedModel) -> int | None:
 def position_table(model: PreTrainedModel, encoder: bool = False) -> int | None:
     """How many positions the table of a decoder or an encoder has; None where positions are computed."""
     part = "encoder" if encoder else "decoder"
-    whole = getattr(model.get_encoder(), "config", model.config) if encoder else model.config  # of two models, its own
-    config = whole.get_text_config(**{part: True})
+    owner = getattr(model.get_encoder(), "config", model.config) if encoder else model.config  # of two models, its own
+    config = owner.get_text_config(**{part: True})
     if hasattr(config, "rope_parameters") or config.model_type in ANY_POSITION:
         return None
-    return next((size for name in SIZES[part] if (size := getattr(config, name, None))), None)
+    for name in SIZES[part]:
+        size = getattr(config, name, None)
+        if size:
+            return size
+    return None
 
 
 def has_rows(value: Any, rows: int) -> bool:
@@ -188,12 +207,12 @@ def has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
 
 
-def select(value: Any, index: torch.Tensor, rows: int) -> Any:
+def gather_input_rows(value: Any, index: torch.Tensor, rows: int) -> Any:
     """The entries at row indices [R'] of an input that has one for each of the rows; any other input as it is.
 
     Hidden states of layers in an encoder's output are left alone: `generate` does not repeat them for
     `num_return_sequences`, and no decoder reads them.
     """
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: select(part, index, rows) for name, part in value.items()})
+        return type(value)(**{name: gather_input_rows(part, index, rows) for name, part in value.items()})
     return value[index.to(value.device)] if has_rows(value, rows) else value

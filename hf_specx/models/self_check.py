@@ -20,9 +20,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 
 from .packed import PackedRunner
-from .prompts import Prompt, has_rows, select
+from .prompts import Prompt, gather_input_rows, has_rows
 from .runner import ModelRunner
-from .slots import columns_of, select_rows, self_attention, with_cross_attention
+from .slots import columns_of, gather_cache_rows, self_attention, with_cross_attention
 
 
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
@@ -132,7 +132,7 @@ def tokens_of_a_round(model: PreTrainedModel) -> int | None:
 
 @torch.no_grad()
 def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
-    """How far apart both ways are for the prompts that `runner` has just read, and its batch.
+    """The difference between both ways of feeding, for the prompts that `runner` has just read.
 
     First transformers' own steps: a few tokens one by one, on a copy of the cache, as plain `generate` feeds them.
     Then one forward of the runner over `most` + 1 tokens that end with these, or with one more in every other row, as
@@ -149,17 +149,19 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
         The largest total variation over all rows and places that both have; flat distributions are sharpened until
         their logits have a standard deviation of 1, since a random model would hide any fault otherwise.
     """
-    rows, epsilon, home = len(batch.rows), _epsilon(runner.model), batch.ids.device
-    half, plain, rounding = epsilon >= HALF, PlainSteps(runner, output), 0.0
-    ids = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # there may be fewer than scores
-    logits, tokens = [runner.after_prompt[:, 0]], []
+    rows, home = len(batch.rows), batch.ids.device
+    epsilon = _epsilon(runner.model)
+    is_half, rounding = epsilon >= HALF, 0.0
+    plain = PlainSteps(runner, output)
+    vocab_size = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # may be less than scores
+    logits, tokens = [runner.prompt_logits[:, 0]], []
     last_rows = torch.arange(rows, device=home)  # those that have the last step
     for number in range(steps):
         # another token in each step: of equal ones a fault of masks or positions may give equal scores
-        tokens.append(_likely(logits[-1][:, :ids], number))
+        tokens.append(_likely(logits[-1][:, :vocab_size], number))
         if number < steps - 1:
             logits.append(plain(tokens[-1]))
-        elif half:
+        elif is_half:
             others = copy.deepcopy(plain)
             logits.append(plain(tokens[-1]))
             index = others.with_other_rows()
@@ -168,16 +170,21 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
             if rows > 1:
                 last_rows = plain.with_other_rows()
             logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
-    tokens.append(_likely(logits[-2][:, :ids], steps))
+    tokens.append(_likely(logits[-2][:, :vocab_size], steps))
     del plain
-    fed, before = _preview(runner, batch, torch.stack(tokens, 1), most)
-    # (row, place in the forward, tokens that were emitted up to there) of what single steps have given as well
-    places = [(row, place, before[row] + place + 1) for row in range(rows) for place in range(fed.shape[1])]
-    places = [x for x in places if 0 <= x[2] < steps or (x[2] == steps and x[0] < len(last_rows))]
-    row, place, emitted = sent(places, home).unbind(1)
+    forward_logits, before = _preview(runner, batch, torch.stack(tokens, 1), most)
+    # (row, position in the forward, tokens that were emitted up to there) of what single steps have given as well
+    compared = []
+    for row in range(rows):
+        for position in range(forward_logits.shape[1]):
+            emitted = before[row] + position + 1
+            if 0 <= emitted < steps or (emitted == steps and row < len(last_rows)):
+                compared.append((row, position, emitted))
+    index, positions, counts = sent(compared, home).unbind(1)
+    distance = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
     # what one step differs from itself among other rows counts as well: rows that end leave the batch
-    figure = max(rounding, _total_variation(fed[row, place], torch.stack(logits)[emitted, row]))
-    limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if half else LIMIT
+    figure = max(rounding, distance)
+    limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if is_half else LIMIT
     return Difference(figure, limit)
 
 
@@ -193,23 +200,26 @@ def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int)
         tokens: [R, n], which rows emit one after another; the forward may begin before them.
     """
     rows, number = tokens.shape
-    shortest = min(row.prompt_length for row in batch.table)
-    again = min(most + 2 - number, shortest - 1)  # tokens of the prompts that are fed anew
-    again = again if _can_feed_anew(runner, again) else 0
-    odd = 0 if runner.even or rows == 1 else 1  # by so many tokens every other row is ahead
-    before = [row % 2 * odd - again for row in range(rows)]
+    num_refed = min(
+        most + 2 - number, min(row.prompt_length for row in batch.table) - 1
+    )  # tokens of the prompts that are fed anew
+    num_refed = num_refed if _can_feed_anew(runner, num_refed) else 0
+    lead = 0 if runner.lockstep or rows == 1 else 1  # by so many tokens every other row is ahead
+    before = [row % 2 * lead - num_refed for row in range(rows)]
     batch.write(tokens)
-    if odd and not again:  # rows that are ahead need their first token in the cache
+    if lead and not num_refed:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
-    count = min(most + 1, again + number - odd)
+    count = min(most + 1, num_refed + number - lead)
     return runner.preview(batch.until(before), count), before
 
 
 def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     """Whether the last `count` tokens of all prompts may be fed once more, as tokens that rows have emitted are."""
     config, kwargs = runner.model.config, runner.prompt.kwargs
-    several = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
-    if runner.even or several or config.is_encoder_decoder or runner.holes is not None or "token_type_ids" in kwargs:
+    is_part = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
+    if runner.lockstep or is_part or config.is_encoder_decoder:
+        return False
+    if runner.holes is not None or "token_type_ids" in kwargs:
         return False
     if config.model_type in READS_WHOLE:
         return False
@@ -222,15 +232,16 @@ class PlainSteps:
 
     def __init__(self, runner: ModelRunner, output: Any):
         self.model: Any = runner.model
-        self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.held)
+        self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.prompt.input_ids)
         self.kwargs = dict(runner.prompt.kwargs)
-        after = copy.copy(output)
-        after[self.name] = host_cache(runner)
-        self._update(after)
+        output = copy.copy(output)
+        output[self.name] = host_cache(runner)
+        self._update(output)
 
     def _update(self, output: Any) -> None:
-        encodes = self.model.config.is_encoder_decoder
-        self.kwargs = self.model._update_model_kwargs_for_generation(output, self.kwargs, is_encoder_decoder=encodes)
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            output, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] after one more token [R] of each row."""
@@ -249,49 +260,45 @@ class PlainSteps:
     def with_other_rows(self) -> torch.Tensor:
         """Go on with the first half of the rows, or with a single row twice; returns their row indices."""
         index = torch.arange(-(-self.rows // 2), device=self.ids.device) if self.rows > 1 else self.ids.new_zeros(2)
-        select_rows(self.kwargs[self.name], index)
+        gather_cache_rows(self.kwargs[self.name], index)
         for name, value in self.kwargs.items():
             if name == "position_ids" and value is not None and value.shape[-2] == self.rows:
                 self.kwargs[name] = value.index_select(-2, index.to(value.device))
             elif has_rows(value, self.rows) or name == "encoder_outputs":
-                self.kwargs[name] = select(value, index, self.rows)
+                self.kwargs[name] = gather_input_rows(value, index, self.rows)
         self.ids, self.rows = self.ids[index], len(index)
         return index
 
 
 def host_cache(runner: ModelRunner) -> Cache:
     """A copy of what a runner's cache holds of the prompts, as a cache of transformers' own."""
-    if runner.even:
+    if runner.lockstep:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
-    crossed = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
-    fresh = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
+    cross_attention = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
+    cache = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
     if isinstance(runner, PackedRunner):
-        by_row = (runner.columns(row, row) for row in range(len(runner.held)))
-        for number, of_rows in enumerate(zip(*by_row, strict=True)):
-            keys, values = map(torch.stack, zip(*of_rows, strict=True))
-            fresh.update(keys, values, number)
-        return fresh
+        columns = [runner.row_columns(row, row) for row in range(len(runner.prompt.input_ids))]
+        for number, layer_of_rows in enumerate(zip(*columns, strict=True)):
+            keys, values = map(torch.stack, zip(*layer_of_rows, strict=True))
+            cache.update(keys, values, number)
+        return cache
     for number, layer in enumerate(text.layers):
         if layer.is_initialized:  # else it shares the keys of another
-            states = layer.in_order()
-            lacking = runner.width - states[0].shape[2]  # what a window has lost nobody sees
-            keys, values = (nn.functional.pad(each, (0, 0, lacking, 0)) for each in states)
-            fresh.update(keys, values, number)
-    return with_cross_attention(fresh, crossed)
+            keys, values = layer.in_text_order()
+            lacking = runner.width - keys.shape[2]  # what a window has lost nobody sees
+            keys, values = (nn.functional.pad(x, (0, 0, lacking, 0)) for x in (keys, values))
+            cache.update(keys, values, number)
+    return with_cross_attention(cache, cross_attention)
 
 
 def _epsilon(model: nn.Module) -> float:
-    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits.
-
-    Floats of eight bits are how weights are stored, and nothing is computed in them alone.
-    """
-    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    floats = {dtype for dtype in floats if dtype.itemsize > 1} or {torch.float32}
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    floats |= {torch.get_autocast_dtype(kind) for kind in kinds if kind != "meta" and torch.is_autocast_enabled(kind)}
-    products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in floats else 0.0
-    return max(products, *(torch.finfo(dtype).eps for dtype in floats))
+    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+    products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in dtypes else 0.0
+    return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:
@@ -303,7 +310,7 @@ def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     mean = centred.sum(-1, keepdim=True) / count
     spread = ((centred - mean).masked_fill(~finite, 0).square().sum(-1, keepdim=True) / count).sqrt()
     sharper = (1 / spread).clamp(1, SHARPEST)
-    p, q = ((each * sharper).softmax(-1) for each in (logits, reference))
+    p, q = (logits * sharper).softmax(-1), (reference * sharper).softmax(-1)
     undefined = p.isnan().all(-1) & q.isnan().all(-1)
     distance = (p - q).abs().sum(-1) / 2
     return float(distance.masked_fill(undefined, 0).nan_to_num(nan=float("inf")).max())

@@ -4,7 +4,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -47,65 +47,66 @@ class SlotCache(Cache):
         # with a reference to `self` the buffers would stay until the garbage collector comes
         super().__init__(layer_class_to_replicate=lambda: next(coming)(slots))  # type: ignore[arg-type]
 
-    def select(self, stay: torch.Tensor) -> None:
+    def gather_rows(self, stay: torch.Tensor) -> None:
+        """Have only the rows at indices `stay` [R']."""
         self.slots.rows = len(stay)
-        self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
+        self._gather(0, stay)
 
-    def keep(self, kept: torch.Tensor) -> None:
-        """Keep only the slots `kept` [n] of all rows, in that order."""
-        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)))
-        self.slots.start = self.slots.extent = len(kept)
+    def gather_slots(self, slots: torch.Tensor) -> None:
+        """Have only the slots [n] of all rows, in that order; from then on a forward is told which are filled."""
+        self._gather(2, slots)
+        self.slots.start = self.slots.extent = len(slots)
+
+    def _gather(self, dim: int, index: torch.Tensor) -> None:
+        self.slots.spare.clear()
+        for layer in self._written_layers():
+            layer.keys = layer.keys.index_select(dim, index.to(layer.keys.device))
+            layer.values = layer.values.index_select(dim, index.to(layer.values.device))
 
     def widen(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
         self.slots.spare.clear()
-        for layer in self._filled():
+        for layer in self._written_layers():
             layer.widen(count)
         self.slots.limit += count
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put other tensors in the places of all keys and values; from then on a forward is told what is filled."""
-        self.slots.spare.clear()
-        for layer in self._filled():
-            layer.keys, layer.values = change(layer.keys), change(layer.values)
-
-    def _filled(self) -> list[Any]:
+    def _written_layers(self) -> list[Any]:
         """The layers that hold something: one that shares the keys of another is never written to."""
         return [layer for layer in self.layers if layer.is_initialized]  # type: ignore[union-attr]
 
-    def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
-        """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
-        for layer, read in zip(self._filled(), other._filled(), strict=True):
-            layer.take(read, sent(rows, layer.keys.device), start, end)
+    def write_rows(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
+        """Write the first slots of another cache, which has a row for each of `rows`, to slots `start` to `end`."""
+        for layer, source in zip(self._written_layers(), other._written_layers(), strict=True):
+            layer.write_rows(source, sent(rows, layer.keys.device), start, end)
 
-    def begin(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write into the first slots what another cache has in its rows [R] at slots [R, n]."""
-        for number, layer in enumerate(columns_of(other)):
+    def write_from(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write to the next slots what another cache has in its rows [R] at slots [R, n]."""
+        for number, (keys, values) in enumerate(columns_of(other)):
             if other.layers[number].is_initialized:  # type: ignore[union-attr]
-                found = (x[rows[:, None].to(x.device), :, slots.to(x.device)] for x in layer)
-                keys, values = (x.transpose(1, 2) for x in found)  # [R, H, n, D]
-                self.update(keys, values, number)
+                keys, values = (x[rows[:, None].to(x.device), :, slots.to(x.device)] for x in (keys, values))
+                self.update(keys.transpose(1, 2), values.transpose(1, 2), number)  # [R, H, n, D]
 
-    def roll(self, source: torch.Tensor) -> None:
-        """By layer, as there."""
-        for layer in self._filled():
-            layer.roll(source)
+    def shift(self, source: torch.Tensor) -> None:
+        """Write to the first n slots of each row what its slots `source` [R, n] hold."""
+        for layer in self._written_layers():
+            layer.shift(source)
 
-    def row(self, index: int, slots: torch.Tensor) -> Iterator[KeysValues]:
-        """By layer, as there."""
-        return (layer.row(index, slots) for layer in self._filled())
+    def read_row(self, index: int, slots: torch.Tensor) -> Iterator[KeysValues]:
+        """By layer keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
+        return (layer.read_row(index, slots) for layer in self._written_layers())
 
 
-def select_rows(cache: Cache, stay: torch.Tensor) -> None:
-    """Keep only the rows at indices `stay` [R'], in ascending order, of any cache that can be reordered."""
+def gather_cache_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Keep only the rows at indices [R'], in ascending order, of any cache that can be reordered."""
     if isinstance(cache, SlotCache):
-        cache.select(stay)
+        cache.gather_rows(rows)
     elif isinstance(cache, EncoderDecoderCache):
-        select_rows(cache.self_attention_cache, stay)
-        select_rows(cache.cross_attention_cache, stay)
+        gather_cache_rows(cache.self_attention_cache, rows)
+        gather_cache_rows(cache.cross_attention_cache, rows)
     elif type(cache) is DynamicCache:
-        cache.reorder_cache(stay)  # type: ignore[arg-type]
+        cache.reorder_cache(rows)  # type: ignore[arg-type]
     else:  # a model's own kind, which knows what else it holds
-        cache.batch_select_indices(stay)
+        cache.batch_select_indices(rows)
 
 
 def has_columns(cache: Cache) -> bool:
@@ -116,7 +117,7 @@ def has_columns(cache: Cache) -> bool:
     return lengths <= {None} or lengths == {text.get_seq_length()}
 
 
-def tokens_held(cache: Cache) -> int:
+def num_cached_tokens(cache: Cache) -> int:
     """How many tokens a cache has read; 0 where it has recurrent states alone, which do not count them."""
     try:
         return cache.get_seq_length()
@@ -133,10 +134,10 @@ def unknown_cache(cache: Any) -> str:
         return unknown_cache(cache.self_attention_cache) or unknown_cache(cache.cross_attention_cache)
     layers = [type(layer) for layer in getattr(cache, "layers", ())]
     for kind in (type(cache), *layers, getattr(cache, "layer_class_to_replicate", None) or type(cache)):
-        ours = kind.__module__.startswith("transformers.") and isinstance(kind, type)
-        if not ours or issubclass(kind, NOT_TAKEN_BACK):
-            holds = f"{CACHE} is a {type(cache).__name__}"
-            return holds if kind is type(cache) else f"{holds} with a {kind.__name__}"
+        is_transformers = kind.__module__.startswith("transformers.") and isinstance(kind, type)
+        if not is_transformers or issubclass(kind, NOT_TAKEN_BACK):
+            description = f"{CACHE} is a {type(cache).__name__}"
+            return description if kind is type(cache) else f"{description} with a {kind.__name__}"
     return f"{CACHE} is offloaded to the CPU" if getattr(cache, "offloading", False) else ""
 
 
@@ -155,19 +156,24 @@ def is_window(layer: Any) -> bool:
     return bool(getattr(layer, "is_sliding", False))
 
 
-def with_slots(cache: Cache, made: SlotCache) -> Cache:
+def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
     """A new cache in slots, with a copy of what one holds; keys of an encoder stay.
 
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
     """
     text = self_attention(cache)
-    told = f"{CACHE} is a {type(text).__name__} without the keys of all its tokens"
-    require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
+    require(
+        has_columns(text),
+        f"{CACHE} is a {type(text).__name__} without the keys of all its tokens; pass the whole text as input_ids, "
+        "and leave it out.",
+    )
     if text.get_seq_length():
         for number, (keys, values) in enumerate(columns_of(text)):
-            made.update(keys, values, number)
-    return EncoderDecoderCache(made, own_copy(cache).cross_attention_cache) if text is not cache else made
+            slot_cache.update(keys, values, number)
+    if text is cache:
+        return slot_cache
+    return EncoderDecoderCache(slot_cache, own_copy(cache).cross_attention_cache)
 
 
 def own_copy(cache: Any) -> Any:
@@ -180,7 +186,7 @@ def columns_of(cache: Cache) -> Columns:
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
-def drained(columns: Columns) -> Iterator[KeysValues]:
+def pop_layers(columns: Columns) -> Iterator[KeysValues]:
     """Layer by layer, each let go of when the next one is asked for."""
     while columns:
         yield columns.pop(0)
@@ -192,10 +198,10 @@ def assemble(
     rows: Mapping[int, Iterator[KeysValues]],
     ends: list[int],
     length: int,
-    shared: slice | None,
-    crossed: Columns,
+    common_slots: slice | None,
+    cross_attention: Columns,
 ) -> Cache:
-    """Fill an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
+    """Write an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
 
     It is made layer by layer, and each layer of the source is let go of, so that no more than one is there twice.
 
@@ -203,69 +209,72 @@ def assemble(
         source: the cache of the rows that were the last to end.
         rows: keys and values [H, n, D] of each row, layer by layer.
         ends: how many columns of each row are valid; then there are zeros up to `length`.
-        shared: slots of the source that hold the columns of all rows; None if there are none.
-        crossed: keys and values of cross-attention, empty without an encoder.
+        common_slots: slots of the source that hold the columns of all rows; None if there are none.
+        cross_attention: its keys and values, empty without an encoder.
     """
     layers: list[Any] = source.layers
     layers = [layer for layer in layers if layer.is_initialized]
-    slots = [layer.keys.shape[2] if type(layer) is SlotLayer else 0 for layer in layers]
-    fits = shared is not None and all(length <= number <= MOST_SPARE * length for number in slots)
+    capacities = [layer.keys.shape[2] if type(layer) is SlotLayer else 0 for layer in layers]
+    fits = common_slots is not None and all(length <= number <= MOST_SPARE * length for number in capacities)
     for number, layer in enumerate(layers):
         if fits:
-            keys, values = layer.keys[:, :, shared], layer.values[:, :, shared]
+            keys, values = layer.keys[:, :, common_slots], layer.values[:, :, common_slots]
             cache.update(keys[:, :, :0], values[:, :, :0], number)
-            made: Any = cache.layers[number]
-            made.keys, made.values = keys, values  # `update` would copy them
+            written: Any = cache.layers[number]
+            written.keys, written.values = keys, values  # `update` would copy them
+            for row, end in enumerate(ends):
+                if end < length:
+                    keys[row, :, end:], values[row, :, end:] = 0, 0
         else:
-            of_rows = {row: next(columns) for row, columns in rows.items()}
-            keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in of_rows[0])
-            for row, parts in of_rows.items():
-                keys[row, :, : ends[row]], values[row, :, : ends[row]] = (x[:, : ends[row]] for x in parts)
+            row_states = {row: next(columns) for row, columns in rows.items()}
+            keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in row_states[0])
+            for row, (row_keys, row_values) in row_states.items():
+                end = ends[row]
+                keys[row, :, :end], values[row, :, :end] = row_keys[:, :end], row_values[:, :end]
             cache.update(keys, values, number)
         layer.keys = layer.values = None
-        if fits:
-            for row in [row for row, end in enumerate(ends) if end < length]:
-                keys[row, :, ends[row] :], values[row, :, ends[row] :] = 0, 0
-    return with_cross_attention(cache, crossed)
+    return with_cross_attention(cache, cross_attention)
 
 
-def with_cross_attention(cache: Cache, crossed: Columns) -> Cache:
-    """A cache of the text with the keys and values `crossed` of its encoder; the cache itself without an encoder."""
-    encoded = DynamicCache()
-    for number, (keys, values) in enumerate(crossed):
-        encoded.update(keys, values, number)
-    return EncoderDecoderCache(cache, encoded) if crossed else cache
+def with_cross_attention(cache: Cache, columns: Columns) -> Cache:
+    """A cache of the text with the keys and values of its encoder; the cache itself without an encoder."""
+    cross_attention_cache = DynamicCache()
+    for number, (keys, values) in enumerate(columns):
+        cross_attention_cache.update(keys, values, number)
+    return EncoderDecoderCache(cache, cross_attention_cache) if columns else cache
 
 
-def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
-    """Fill the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
+def write_user_cache(user_cache: Cache, past: Cache | None) -> Cache | None:
+    """Write to the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
     if past is None:
-        told = f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
-        told += "cannot be put together, or it is spread over ranks; pass the whole text without it in the next turn."
-        warnings.warn(told, UserWarning, stacklevel=2)
+        message = (
+            f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
+            "cannot be put together, or it is spread over ranks; pass the whole text without it in the next turn."
+        )
+        warnings.warn(message, UserWarning, stacklevel=2)
         return None
     parts = [(user_cache, past)]
     if isinstance(user_cache, EncoderDecoderCache) and isinstance(past, EncoderDecoderCache):
         parts = [(getattr(user_cache, name), getattr(past, name)) for name in PARTS]
         user_cache.is_updated = past.is_updated
-    for held, filled in parts:
-        for number, layer in enumerate(filled.layers):
-            if number < len(held.layers):
-                _refill(held.layers[number], layer)
+    for user_part, past_part in parts:
+        for number, layer in enumerate(past_part.layers):
+            if number < len(user_part.layers):
+                _write_layer(user_part.layers[number], layer)
             else:  # transformers too adds layers as they are written
-                held.layers.append(layer)
+                user_part.layers.append(layer)
     return user_cache
 
 
-def _refill(layer: Any, filled: Any) -> None:
+def _write_layer(layer: Any, source: Any) -> None:
     """Give a layer what another holds, which may be one without a window."""
-    if type(layer) is type(filled):
-        vars(layer).update({name: x for name, x in vars(filled).items() if name not in OF_LOCKSTEP})
-    elif filled.is_initialized:
+    if type(layer) is type(source):
+        vars(layer).update({name: x for name, x in vars(source).items() if name not in OF_LOCKSTEP})
+    elif source.is_initialized:
         layer.is_initialized = False
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = 0
-        layer.update(filled.keys, filled.values)
+        layer.update(source.keys, source.values)
     window = getattr(layer, "sliding_window", None)
     if window and layer.is_initialized and not getattr(layer, "record_past", False):  # as it keeps between forwards
         layer.keys, layer.values = layer.keys[:, :, 1 - window :], layer.values[:, :, 1 - window :]
@@ -274,14 +283,14 @@ def _refill(layer: Any, filled: Any) -> None:
 class Pool:
     """Buffers [rows, H, capacity, D] of one model by size, kept for later calls: captured graphs use their addresses.
 
-    Buffers are free again once the object that took them no longer exists.
+    Buffers are free again once the object that they were allocated for no longer exists.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.known: list[tuple[tuple[Any, ...], weakref.ref[object], Columns]] = []
+        self.entries: list[tuple[tuple[Any, ...], weakref.ref[object], Columns]] = []  # size, owner, buffers
 
-    def take(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
+    def allocate(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
         """Buffers for `owner`, like others but for rows and each layer's `slots`.
 
         They are of zeros, since hidden slots take part with weight 0.
@@ -290,14 +299,14 @@ class Pool:
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
             # nor those that its owner has outgrown
-            self.known = [x for x in self.known if x[1]() not in (None, owner) or x[0][1:] == size[1:]]
-            for number, (known, user, buffers) in enumerate(self.known):
-                if known == size and user() is None:
-                    self.known[number] = size, weakref.ref(owner), buffers
+            self.entries = [x for x in self.entries if x[1]() not in (None, owner) or x[0][1:] == size[1:]]
+            for number, (free_size, user, buffers) in enumerate(self.entries):
+                if free_size == size and user() is None:
+                    self.entries[number] = size, weakref.ref(owner), buffers
                     break
             else:
                 buffers = [(_zeros(x, rows, n), _zeros(y, rows, n)) for (x, y), n in zip(like, slots, strict=True)]
-                self.known.append((size, weakref.ref(owner), buffers))
+                self.entries.append((size, weakref.ref(owner), buffers))
         for layer in buffers:
             for buffer in layer:
                 buffer.zero_()
@@ -306,15 +315,15 @@ class Pool:
 
 def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
     with torch.inference_mode(False):  # what is made in that mode could not be written outside of it, by a later call
-        made = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
-    torch._dynamo.mark_static_address(made, guard=False)  # captured graphs then write in place
-    return made
+        buffer = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
+    torch._dynamo.mark_static_address(buffer, guard=False)  # captured graphs then write in place
+    return buffer
 
 
-def move(source: Columns, target: Columns, index: torch.Tensor | None = None) -> None:
+def copy_buffers(source: Columns, target: Columns, index: torch.Tensor | None = None) -> None:
     """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
-    for old, new in zip(source, target, strict=True):
-        for x, y in zip(old, new, strict=True):
-            rows, slots = (min(sizes) for sizes in zip(x.shape[::2], y.shape[::2], strict=True))
-            kept = x[:rows, :, :slots] if index is None else x[index.to(x.device), :, :slots]
-            y[: len(kept), :, :slots] = kept
+    for source_layer, target_layer in zip(source, target, strict=True):
+        for old, new in zip(source_layer, target_layer, strict=True):
+            rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
+            values = old[:rows, :, :slots] if index is None else old[index.to(old.device), :, :slots]
+            new[: len(values), :, :slots] = values

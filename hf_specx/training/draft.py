@@ -12,7 +12,7 @@ from hf_specx.common.drafts import LAYERS
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import has_adapters, public_name
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .losses import Predicted
 from .recipe import TrainingRecipe
@@ -48,7 +48,7 @@ class Learner:
     tokenizers: Tokenizers
     device: torch.device
     models: Sequence[PreTrainedModel]
-    hidden_state_taps: Sequence[Place] = ()
+    hidden_state_taps: Sequence[HiddenStateTap] = ()
     source: Any
     description: str
     learning_rate: float

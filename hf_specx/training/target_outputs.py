@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 from hf_specx.models.runner import HiddenStates
 
 
@@ -92,7 +92,7 @@ class TargetOutputCache:
     def __init__(
         self,
         target: PreTrainedModel,
-        hidden_state_taps: Sequence[Place],
+        hidden_state_taps: Sequence[HiddenStateTap],
         batch_size: int,
         max_bytes: int = CACHE_BYTES,
     ):

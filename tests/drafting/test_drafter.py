@@ -83,7 +83,7 @@ def test_states_of_compiled_forwards(traced: None):
         assert strategy.report.drafted > 0
         compilations.append(strategy.report.compilations > 0)
     assert compilations == [True, False]
-    assert other.found == [[]]
+    assert other.outputs == [[]]
 
 
 def test_states_of_a_layer():

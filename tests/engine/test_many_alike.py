@@ -21,8 +21,8 @@ OPTIONS = MODES | {"penalties": PENALTIES}
 @pytest.fixture(autouse=True)
 def copies_all(monkeypatch: pytest.MonkeyPatch):
     """However short what is alike, and where windows have lost nothing yet."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(ragged, "MARGIN", 64)
 
 

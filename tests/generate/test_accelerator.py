@@ -52,9 +52,9 @@ class Kind:
     def __call__(self, target: Any, draft: Any, inputs: dict, tokens: int) -> tuple[list, int, int]:
         """The texts of up to `tokens` new tokens, the rounds that they took, and the positions of candidates."""
         positions = numbers()
-        strategy = SpeculativeDecoding(self.draft(draft), **{"num_draft_tokens": 3} | made(self.options))
+        strategy = SpeculativeDecoding(self.draft(draft), **{"num_draft_tokens": 3} | called(self.options))
         strategy.listeners = (*strategy.listeners, positions)
-        settings = made(self.settings) | {"max_new_tokens": tokens, "pad_token_id": 0}
+        settings = called(self.settings) | {"max_new_tokens": tokens, "pad_token_id": 0}
         torch.manual_seed(3)
         if self.many:
             ids = [
@@ -69,8 +69,8 @@ class Kind:
         return texts, len(positions), sum(positions)
 
 
-def made(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value() if callable(value) else value for name, value in given.items()}
+def called(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in settings.items()}
 
 
 @cache
@@ -109,8 +109,8 @@ def holds(kind: Kind) -> None:
     assert rounds >= 4
     for what, most in (("waits", MOST * rounds + kind.reads * positions), ("sends", MOST * rounds)):
         total = getattr(long, what).total() - getattr(short, what).total()
-        told = f"{total} {what} in {rounds} rounds with {positions} positions"
-        assert total <= most, f"{told}: {(getattr(long, what) - getattr(short, what)).most_common(5)}"
+        message = f"{total} {what} in {rounds} rounds with {positions} positions"
+        assert total <= most, f"{message}: {(getattr(long, what) - getattr(short, what)).most_common(5)}"
 
 
 class Never:

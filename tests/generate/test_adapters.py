@@ -26,11 +26,11 @@ def adapted(model_type: str = "llama", **options: Any) -> PreTrainedModel:
     """One whose adapter changes the text; its draft is near to the model without."""
     options |= {"r": 4, "fan_in_fan_out": model_type == "gpt2", "target_modules": "all-linear"}
     target = peft.get_peft_model(tiny(model_type), peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in target.named_parameters():
             if "lora_B" in name:
-                weight.normal_(std=0.05, generator=made)
+                weight.normal_(std=0.05, generator=generator)
     return target.eval()
 
 
@@ -83,9 +83,9 @@ def test_a_learned_prompt_is_put_before_the_text_by_peft(call: Callable):
     expected = target.generate(**prompts(3), **GREEDY)
     with target.disable_adapter():
         assert not torch.equal(target.generate(**prompts(3), **GREEDY), expected)
-    with pytest.warns(UserWarning, match=r"a learned prompt \(PromptTuningConfig\)"):
+    with pytest.warns(UserWarning, match="PromptTuningConfig"):
         assert torch.equal(call(target, near(base, 0.05), **prompts(3), **GREEDY), expected)
-    with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
+    with Forwards(base) as forwards, pytest.raises(ValueError, match="PromptTuningConfig"):
         by_queue(target, near(base, 0.05), **prompts(3), **GREEDY)
     assert not forwards.ids
 
@@ -105,7 +105,7 @@ def test_rows_with_tasks_of_their_own():
     poly = peft.PolyConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], n_tasks=3, n_splits=1)
     target = peft.get_peft_model(tiny(), poly).eval()
     asked = prompts(3) | GREEDY | {"task_ids": torch.arange(3), "eos_token_id": 17}
-    with pytest.warns(UserWarning, match="for whole batches"):
+    with pytest.warns(UserWarning, match="batches"):
         text = target.generate(**asked, custom_generate=SpeculativeDecoding(near(tiny(), 0.05)))
     assert torch.equal(text, target.generate(**asked))
 
@@ -131,9 +131,9 @@ def test_what_is_learned_in_a_call_is_kept():
 
 def test_what_has_adapters_is_merged_before_it_is_saved_or_copied(tmp_path: Path):
     target = adapted()
-    with pytest.raises(ValueError, match=r"make the pair of what its merge_and_unload"):
+    with pytest.raises(ValueError, match="merge_and_unload"):
         DraftTargetPair(target, near(tiny(), 0.05)).save_pretrained(tmp_path / "pair")
-    with pytest.raises(ValueError, match=r"train the draft of target\.merge_and_unload"):
+    with pytest.raises(ValueError, match="merge_and_unload"):
         distill(target, "layers:1", [[1, 2], [3, 4]] * 4)
     assert not list(tmp_path.iterdir())
     DraftTargetPair(target.merge_and_unload(), near(tiny(), 0.05)).save_pretrained(tmp_path / "pair")

@@ -108,12 +108,12 @@ HOSTILE |= {"do_sample": True, "repetition_penalty": 9.0, "min_length": 40, "bad
 def test_the_models_own_config_counts(entry: Callable, tmp_path: Path):
     """Its file says to sample, how, and where to end; the call says the rest. A draft's file says nothing."""
     target, draft = tiny(), near(tiny(), 0.05)
-    for name, model, own in (
+    for name, model, config in (
         ("target", target, {"do_sample": True, "repetition_penalty": 1.5, "top_k": 9, "eos_token_id": common(True)}),
         ("draft", draft, HOSTILE),
     ):
         model.save_pretrained(tmp_path / name)
-        (tmp_path / name / "generation_config.json").write_text(json.dumps(own | {"pad_token_id": 0}))
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
     pair = tuple(type(target).from_pretrained(tmp_path / name) for name in ("target", "draft"))
     before = [model.generation_config.to_dict() for model in pair]
     expected, _ = said(stock, **prompts(4), max_new_tokens=20, pair=pair)

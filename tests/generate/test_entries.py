@@ -137,7 +137,7 @@ def test_token_healing_by_the_models_own_config(world: SimpleNamespace, form: st
     """Healing generates by itself, which then wants a tokenizer: refused as by stock, and not healed over and over."""
     for model in (world.target, world.own):
         monkeypatch.setattr(model.generation_config, "token_healing", True)
-    with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer"):
         world.call[form](**prompts(1), **GREEDY, tokenizer=world.tokenizer)
 
 
@@ -186,7 +186,7 @@ def test_a_pipeline(world: SimpleNamespace, options: dict):
     torch.manual_seed(7)
     with Forwards(world.target) as forwards:
         assert write(texts, **settings, custom_generate=strategy) == expected
-    assert len({found[0]["generated_text"] for found in expected}) == len(texts)
+    assert len({outputs[0]["generated_text"] for outputs in expected}) == len(texts)
     assert {len(ids) for ids in forwards.ids} >= {1, 4}
     assert len(forwards.ids) < 2 * 14
     assert strategy.report.accepted > 0
@@ -205,8 +205,8 @@ def call_of(world: SimpleNamespace, form: str, **kwargs: Any) -> Callable[[], An
 def read(streamer: BatchStreamer | TextIteratorStreamer, job: Callable[[], Any]) -> tuple[list, Any]:
     """The parts that come while a job runs in another thread, and its result."""
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(job)
-        return list(streamer), found.result()
+        future = pool.submit(job)
+        return list(streamer), future.result()
 
 
 def parts_of_stock(tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, text: torch.Tensor) -> list[str]:
@@ -243,7 +243,7 @@ def test_every_form_ends_its_stream_once(world: SimpleNamespace, form: str, faul
     collector, settings = Collector(), GREEDY
     if fault == "refused":
         settings = GREEDY | {"num_beams": 2}
-        error = pytest.raises(ValueError, match="num_beams=2 has no text before its end")
+        error = pytest.raises(ValueError, match="num_beams=2")
     else:
         error = pytest.raises(RuntimeError, match="in the middle")
     failing = {"target": [world.target, world.own], "draft": [world.draft], "refused": []}[fault]

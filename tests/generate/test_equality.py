@@ -103,10 +103,10 @@ def positions_off_by_one(self: RaggedRunner, batch: Batch, emitted: torch.Tensor
 
 
 def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]):
-    kept = CUT(self, batch, tokens, gained, stops)
+    lengths = CUT(self, batch, tokens, gained, stops)
     for row in batch.table:
         row.stopped_at = None if row.stopped_at is None else row.stopped_at + 1
-    return [min(number + 1, most) for number, most in zip(kept, gained, strict=True)]
+    return [min(number + 1, most) for number, most in zip(lengths, gained, strict=True)]
 
 
 def noise_of_another_row(self: CoupledVerifier, batch: Batch, probs: torch.Tensor, ahead: int):

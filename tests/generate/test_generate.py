@@ -94,7 +94,7 @@ def test_a_target_without_a_law_is_an_error_as_in_stock(verification: str):
     with pytest.raises(RuntimeError, match="inf"):
         target.generate(ids, **settings)
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification)
-    with pytest.raises(RuntimeError, match="row 0 has no next token"):
+    with pytest.raises(RuntimeError, match="row 0"):
         target.generate(ids, **settings, custom_generate=strategy)
 
 

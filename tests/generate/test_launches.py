@@ -28,9 +28,9 @@ def test_little_is_launched_beside_the_forwards():
         options = {} if kind == "greedy" else {"verification": kind}
         settings = {"do_sample": False, "pad_token_id": 0} | KINDS[kind]
         strategy = SpeculativeDecoding(there[1], num_draft_tokens=4, **options)
-        found = launched(there[0], prompts(3), strategy, max_new_tokens=NEW_TOKENS, **settings)
-        print("|".join([f"| {kind} ", *(f" {name} {found[name]:.0f} " for name in sorted(found)), ""]))
-        beside = sum(number for name, number in found.items() if name != "forwards")
+        launches = launched(there[0], prompts(3), strategy, max_new_tokens=NEW_TOKENS, **settings)
+        print("|".join([f"| {kind} ", *(f" {name} {launches[name]:.0f} " for name in sorted(launches)), ""]))
+        beside = sum(number for name, number in launches.items() if name != "forwards")
         assert 0 < beside < MOST * step, kind
 
 

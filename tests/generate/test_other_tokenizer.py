@@ -32,9 +32,9 @@ NEW_TOKENS = 24
 
 def run(strategy: SpeculativeDecoding | None = None, target=None, rows: int = 4, **settings) -> torch.Tensor:
     torch.manual_seed(4)
-    given = {} if strategy is None else {"custom_generate": strategy}
+    custom = {} if strategy is None else {"custom_generate": strategy}
     options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1} | SAMPLED | settings
-    return (target or target_of(KIND)).generate(**texts(KIND, rows), **options, **given)
+    return (target or target_of(KIND)).generate(**texts(KIND, rows), **options, **custom)
 
 
 def made(draft=None, **options) -> SpeculativeDecoding:
@@ -54,7 +54,7 @@ PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES)
 @pytest.fixture
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the draft's logits in each step are from those of a forward of all that it has read, without a cache."""
-    found = []
+    distances = []
     step = OwnText.decode_step
 
     def checked(text, batch, ahead, skipped=0):
@@ -62,11 +62,11 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         for index, row in enumerate(batch.rows):
             plain = text.inner.model(text.own.row(row)[None]).logits[:, -1:]
             expected = text.vocabularies.logits(plain)[0]
-            found.append((logits[index] - expected).nan_to_num(0).abs().max().item())
+            distances.append((logits[index] - expected).nan_to_num(0).abs().max().item())
         return logits
 
     monkeypatch.setattr(OwnText, "decode_step", checked)
-    return found
+    return distances
 
 
 @pytest.mark.parametrize(("kind", "draft_kind"), PAIRS)
@@ -141,8 +141,8 @@ def test_masks_and_ids_are_the_targets():
 
 
 def test_where_no_common_token_is_allowed(draft_pays):
-    known = set(vocabularies_of(KIND, OTHER).to_target)
-    allowed = [number for number in range(len(tokenizer_of(KIND))) if number not in known][:5]
+    common = set(vocabularies_of(KIND, OTHER).to_target)
+    allowed = [number for number in range(len(tokenizer_of(KIND))) if number not in common][:5]
     settings = {"prefix_allowed_tokens_fn": lambda row, ids: allowed, "do_sample": False}
     strategy = made(num_draft_tokens="auto")
     assert torch.equal(run(strategy, **settings), run(**settings))
@@ -198,7 +198,7 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert strategy.report.accepted > 0
     assert 0.5 < strategy.report.tokenizer_match["coverage"] < 0.6
     monkeypatch.setattr(other_tokenizer, "ENOUGH_COMMON", 0.6)
-    with pytest.raises(ValueError, match="only 5.% of the tokens of a sample text .* tokenizer_match='tokens'"):
+    with pytest.raises(ValueError, match="tokenizer_match='tokens'"):
         run(strategy)
     strategy.tokenizer_match = "tokens"
     assert torch.equal(run(strategy), run())

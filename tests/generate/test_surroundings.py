@@ -78,13 +78,16 @@ def models(name: str) -> dict[str, PreTrainedModel]:
 def everything(both: dict[str, PreTrainedModel]) -> list[Any]:
     modules = [module for model in both.values() for module in model.modules()]
     weights = [weight.clone() for model in both.values() for weight in model.state_dict().values()]
-    own = [
+    attributes = [
         {name: value for name, value in vars(module).items() if not name.startswith("_") or "hook" in name}
         for module in modules
     ]
     return [
         torch.cat([weight.flatten().double() for weight in weights]).tolist(),
-        [(type(module), vars(module).keys(), repr(kept)) for module, kept in zip(modules, own, strict=True)],
+        [
+            (type(module), vars(module).keys(), repr(values))
+            for module, values in zip(modules, attributes, strict=True)
+        ],
         [(model.config.to_dict(), model.generation_config.to_dict()) for model in both.values()],
         [id(model.generation_config) for model in both.values()],
         dict(ALL_ATTENTION_FUNCTIONS),

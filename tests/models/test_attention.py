@@ -44,14 +44,14 @@ def ragged_mask(count: int) -> torch.Tensor:
 @pytest.fixture
 def host_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """The keyword arguments of each call that is passed on to the host."""
-    found = []
+    calls = []
 
     def noted(*args, **kwargs):
-        found.append(kwargs)
+        calls.append(kwargs)
         return sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setattr(MODULE, "sdpa_attention_forward", noted)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_mask_serves_layers_with_other_groups_and_dtypes():
 
 def test_a_mask_is_laid_out_as_the_kernels_of_cuda_take_it():
     """In rows of multiples of 16, else torch would copy it in each layer (`preprocess_mask`)."""
-    found = tiled(ragged_mask(5), 2, torch.bfloat16)
-    assert all(stride % 16 == 0 for stride in found.stride()[:-1])
+    mask = tiled(ragged_mask(5), 2, torch.bfloat16)
+    assert all(stride % 16 == 0 for stride in mask.stride()[:-1])
 
 
 OTHER_CALLS = {
@@ -102,11 +102,11 @@ OTHER_CALLS = {
 def test_other_calls_go_to_the_host(name: str, host_calls: list):
     group, count, changes = OTHER_CALLS[name]
     module, query, key, value = tensors(group, count)
-    given = {"attention_mask": ragged_mask(count), "scaling": 0.3, "is_causal": True} | changes
-    if given["attention_mask"] is None:
+    kwargs = {"attention_mask": ragged_mask(count), "scaling": 0.3, "is_causal": True} | changes
+    if kwargs["attention_mask"] is None:
         key, value = key[:, :, :count], value[:, :, :count]
-    expected, _ = sdpa_attention_forward(module, query, key, value, **given)
-    output, _ = grouped_attention(module, query, key, value, **given)
+    expected, _ = sdpa_attention_forward(module, query, key, value, **kwargs)
+    output, _ = grouped_attention(module, query, key, value, **kwargs)
     assert torch.equal(output, expected)
     (call,) = host_calls
     assert call == {k: v for k, v in changes.items() if k != "attention_mask"}
@@ -115,9 +115,9 @@ def test_other_calls_go_to_the_host(name: str, host_calls: list):
 def copy_of_the_file() -> ModuleType:
     """Under another name, as each published pair has one."""
     spec = importlib.util.spec_from_file_location("pair.layouts", MODULE.__file__)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
@@ -168,8 +168,8 @@ def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: p
     monkeypatch.setattr(MODULE, "tiled", noted)
     target = tiny("llama", num_attention_heads=8, num_key_value_heads=heads, head_dim=4)
     strategy = coupled(target, 0.05, layout=layout)
-    found = assert_plain(target, strategy, do_sample=True, top_k=0, max_new_tokens=31)
-    assert 7 < found.forwards < 31
+    compared = assert_plain(target, strategy, do_sample=True, top_k=0, max_new_tokens=31)
+    assert 7 < compared.forwards < 31
     assert set(folds) == {8 // heads}
 
 
@@ -187,9 +187,9 @@ def test_what_a_user_compiles_is_compiled_once():
     torch._dynamo.reset()
     target.forward = torch.compile(target.forward, backend=backend)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    made = []
+    num_graphs = []
     for _ in range(3):
         assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
         assert torch.equal(target.generate(**call), expected)
-        made.append(len(graphs))
-    assert made[1] == made[2] > 0
+        num_graphs.append(len(graphs))
+    assert num_graphs[1] == num_graphs[2] > 0

@@ -56,27 +56,27 @@ def same(target: PreTrainedModel, draft: PreTrainedModel, rows: int = 4, **call)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rows, capacity) of all buffers, in order."""
     sizes: list[tuple[int, int]] = []
-    take = Pool.take
+    allocate = Pool.allocate
 
     def note(pool, owner, rows, slots, like):
         sizes.append((rows, max(slots)))
-        return take(pool, owner, rows, slots, like)
+        return allocate(pool, owner, rows, slots, like)
 
-    monkeypatch.setattr(Pool, "take", note)
+    monkeypatch.setattr(Pool, "allocate", note)
     return sizes
 
 
 @pytest.fixture
 def captured(traced: None, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether it is captured in graphs, of each part of a forward that is compiled."""
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def look(graph, inputs, config_patches):
-        found.append(config_patches["triton.cudagraphs"])
+        flags.append(config_patches["triton.cudagraphs"])
         return graph
 
     monkeypatch.setattr(compiled_forwards, "lookup_backend", lambda name: look)
-    return found
+    return flags
 
 
 @pytest.fixture
@@ -84,15 +84,15 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of C++ that are compiled."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    found: list[str] = []
+    sources: list[str] = []
     load = CppPythonBindingsCodeCache.load_async
 
     def note(source, *args, **kwargs):
-        found.append(source)
+        sources.append(source)
         return load(source, *args, **kwargs)
 
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_async", note)
-    return found
+    return sources
 
 
 @pytest.mark.parametrize("compiler", ["traced", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
@@ -198,7 +198,7 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
     prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
     runner, batch = make_runner("ragged", prompt, compiled=True), Batch(prompt.input_ids, mask, 0)
     runner.prefill()
-    runner.opening = False
+    runner.has_all_prompt_logits = False
     batch.emit(torch.arange(1, 39).view(2, 19), [19, 1])  # filled up to 20
     for token in (3, 4):
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
@@ -337,13 +337,13 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
 def test_other_threads_may_add_sizes_and_hooks_meanwhile():
     """What is looked through adds some itself."""
     target = tiny(num_hidden_layers=1)
-    found = compiled_forwards.CompiledForwards(target, False, 0)
+    forwards = compiled_forwards.CompiledForwards(target, False, 0)
 
     class Capacity(int):
         __hash__ = int.__hash__
 
         def __eq__(self, other):
-            found.sizes.add((1, len(found.sizes)))
+            forwards.sizes.add((1, len(forwards.sizes)))
             return int(self) == other
 
     class Hook:
@@ -351,25 +351,25 @@ def test_other_threads_may_add_sizes_and_hooks_meanwhile():
 
     assert [target.register_forward_hook(Hook()) for _ in range(2)]
     assert compiled_forwards.traits(target) != compiled_forwards.traits(target)
-    assert [found.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
+    assert [forwards.rows(2, 4, Capacity(64)) for _ in range(2)] == [2, 2]
 
 
 def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     """What an earlier call has left in them may be no number, which even a hidden slot would spread."""
     pool, like = Pool(), [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))]
     first, second, third = (torch.nn.Identity() for _ in range(3))
-    ((keys, _),) = pool.take(first, 2, [8], like)
+    ((keys, _),) = pool.allocate(first, 2, [8], like)
     assert keys.shape == (2, 1, 8, 4)
-    assert pool.take(second, 2, [8], like)[0][0] is not keys
+    assert pool.allocate(second, 2, [8], like)[0][0] is not keys
     keys.fill_(torch.nan)
     del first
-    taken = pool.take(third, 2, [8], like)
+    taken = pool.allocate(third, 2, [8], like)
     assert taken[0][0] is keys
     assert not keys.any()
     del second
     for capacity in (16, 32, 64):  # those that it has outgrown are let go
-        taken = pool.take(third, 2, [capacity], taken)
-    assert [size[:2] for size, _, _ in pool.known] == [(2, 64)]
+        taken = pool.allocate(third, 2, [capacity], taken)
+    assert [size[:2] for size, _, _ in pool.entries] == [(2, 64)]
 
 
 @pytest.mark.parametrize("positions", [slow(11 + 15 - 1), 8])

@@ -29,8 +29,8 @@ def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedMod
     """Returns stock's tokens."""
     for draft in drafts.values():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
-        found = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4)
-    return found.text
+        compared = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4)
+    return compared.text
 
 
 @cache
@@ -55,13 +55,13 @@ def test_equals_stock(model_type: str, layout: str, settings: str):
     for name, draft in drafts.items():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
         with counting(target.get_encoder()) as encoded, counting(draft.get_encoder()) as by_draft:
-            found = assert_plain(target, strategy, call)
-        assert len({tuple(row) for row in found.text.tolist()}) >= 3
+            compared = assert_plain(target, strategy, call)
+        assert len({tuple(row) for row in compared.text.tolist()}) >= 3
         assert len(encoded) == 2, name  # one of them by plain `generate`
         assert len(by_draft) == 1 + (name == "shared"), name  # the shared encoder is one module with one forward
         if name == "near":
             fewest = 1 + math.ceil((NEW_TOKENS - 1) / (DRAFT_TOKENS + 1))
-            assert fewest < found.forwards < NEW_TOKENS
+            assert fewest < compared.forwards < NEW_TOKENS
 
 
 START = torch.tensor([[2, 11, 12, 13], [2, 21, 22, 23], [2, 31, 32, 33], [2, 41, 42, 43]])

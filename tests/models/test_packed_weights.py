@@ -31,9 +31,9 @@ class Layers(torch.nn.Module):
         self.later = torch.nn.Parameter(torch.randn(64)[16:].view(6, 8))  # does not lie at the start of its storage
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        kept = [self.down(self.up(x)), dense_linear(x, weight=self.router), dense_linear(x, self.router[:8])]
+        packed = [self.down(self.up(x)), dense_linear(x, weight=self.router), dense_linear(x, self.router[:8])]
         others = [self.odd(x[..., :5]), self.fine(x.double())]
-        return kept + others + [dense_linear(x, weight) for weight in (self.later, self.table, self.vector)]
+        return packed + others + [dense_linear(x, weight) for weight in (self.later, self.table, self.vector)]
 
 
 @pytest.fixture
@@ -62,19 +62,19 @@ def compiled(model: torch.nn.Module) -> Callable[..., list[torch.Tensor]]:
 def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, ...]):
     layer, x = torch.nn.Linear(96, 200, bias=bool(shape), dtype=dtype), torch.randn(*shape, 96).to(dtype)
     with torch.no_grad(), PackedWeights().in_use():
-        found, expected = linear(x, layer.weight, layer.bias), layer(x)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, expected)
+        output, expected = linear(x, layer.weight, layer.bias), layer(x)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("traced", [True, False])
 def test_only_the_models_own_weights_are_packed(traced: bool, packed: list):
     """Also by forwards that are not compiled, as of prompts; these not where weights are given by name."""
-    model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
+    model, x, weights = Layers(), torch.randn(2, 3, 8), PackedWeights()
     expected, forward = model(x), compiled(model) if traced else model
     for _ in range(2):
-        with own.in_use() if traced else PackedLinear(own):
+        with weights.in_use() if traced else PackedLinear(weights):
             torch.testing.assert_close(forward(x), expected)
     assert sorted(packed) == [(8, 24), *[(16, 8)] * traced, (24, 8)]
     torch.testing.assert_close(forward(x), expected, rtol=0, atol=0)  # none are in use
@@ -108,18 +108,18 @@ CHANGES: dict[str, Callable[[torch.nn.Linear], object]] = {
 def test_a_changed_weight_is_packed_anew(change: str, inference: bool, packed: list):
     """Though torch does not count what is written through `.data`."""
     with torch.inference_mode(inference), torch.no_grad():
-        model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
-        with own.in_use():
+        model, x, weights = Layers(), torch.randn(2, 3, 8), PackedWeights()
+        with weights.in_use():
             for _ in range(2):
                 linear(x, model.up.weight), linear(x, model.router)
             packed.clear()
             CHANGES[change](model.up)
             for _ in range(2):
-                own.refresh(model)
+                weights.refresh(model)
                 torch.testing.assert_close(linear(x, model.up.weight, model.up.bias), model.up(x))
                 linear(x, model.router)
     assert packed == [(24, 8)]
-    assert len(own.packs) == 2
+    assert len(weights.packs) == 2
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def test_a_copy_under_another_name():
     other = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(other)
     assert other.NAMESPACE != packed_weights.NAMESPACE
-    model, x, own = Layers(), torch.randn(2, 3, 8), PackedWeights()
-    with own.in_use():
+    model, x, weights = Layers(), torch.randn(2, 3, 8), PackedWeights()
+    with weights.in_use():
         torch.testing.assert_close(linear(x, model.router), other.linear(x, model.router))
-    assert len(own.packs) == 1
+    assert len(weights.packs) == 1

@@ -38,7 +38,7 @@ def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **chan
 
 
 @pytest.mark.parametrize(
-    ("model_type", "settings", "given"),
+    ("model_type", "settings", "gets_masks"),
     [
         ("llama", {}, False),
         ("llama", {"rows": 2}, False),
@@ -50,9 +50,9 @@ def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **chan
         ("gpt2", {}, True),  # it would ask for one wherever a token is a pad
     ],
 )
-def test_rows_that_stay_together_need_none(model_type: str, settings: dict, given: bool):
+def test_rows_that_stay_together_need_none(model_type: str, settings: dict, gets_masks: bool):
     """In steps of single tokens. The draft is the target, so that all rows keep all candidates."""
-    assert steps(model_type, **settings) == ({given}, {True})
+    assert steps(model_type, **settings) == ({gets_masks}, {True})
 
 
 def test_single_steps_of_rows_that_have_drifted_apart(monkeypatch: pytest.MonkeyPatch):

@@ -25,11 +25,11 @@ def test_equals_stock(model_type: str, mode: str, rows: int):
         settings |= {"eos_token_id": [5, 6, 7]}  # so that rows leave
     for noise in (0.0, 0.02, 0.3):
         strategy = coupled(target, noise)
-        found = assert_plain(target, strategy, inputs, **settings)
+        compared = assert_plain(target, strategy, inputs, **settings)
         rounds = strategy.report.rounds
         # the prompt, and at the end perhaps a single step; convolutions alone are cropped, else what was accepted of a
         # round is fed again
-        assert found.forwards <= 2 + (rounds if model_type == "lfm2" else 2 * rounds)
+        assert compared.forwards <= 2 + (rounds if model_type == "lfm2" else 2 * rounds)
     assert strategy.report.accepted < strategy.report.drafted
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models import layers
-from hf_specx.models.choose import DECODERS
+from hf_specx.models.choose import RUNNERS
 from hf_specx.models.layers import RingLayer, SlotLayer
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.slots import SlotCache, assemble
@@ -23,7 +23,7 @@ def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch: pyte
     monkeypatch.setattr(layers, "COPIED_BYTES", 0)
     cache, text, buffers = SlotCache(limit), torch.arange(400.0).view(1, 1, 400, 1), []
     for start in range(0, 400, 5):
-        cache.slots.aim(None, start, start + 5)
+        cache.slots.set_write_slots(None, start, start + 5)
         keys, values = cache.update(text[:, :, start : start + 5], -text[:, :, start : start + 5], 0)
         assert torch.equal(keys, text[:, :, : start + 5])
         assert torch.equal(values, -keys)
@@ -54,37 +54,37 @@ def test_uninitialised_memory_has_no_part_in_the_text(layout: str):
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
 def test_caches_are_free_as_soon_as_a_call_has_ended(layout: str, request, monkeypatch: pytest.MonkeyPatch):
     """As those of plain `generate`: they may be larger than the models, and nobody knows when garbage is collected."""
-    made, target, init = WeakSet(), tiny("llama"), SlotCache.__init__
+    caches, target, init = WeakSet(), tiny("llama"), SlotCache.__init__
     request.addfinalizer(gc.enable)
     gc.disable()
 
     def noting(cache, *args):
         init(cache, *args)
-        made.add(cache)
-        assert made
+        caches.add(cache)
+        assert caches
 
     monkeypatch.setattr(SlotCache, "__init__", noting)
     target.generate(**prompts(3), max_new_tokens=9, custom_generate=coupled(target, 0.05, layout=layout))
-    assert not made
+    assert not caches
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(("layout", "draft"), [*((layout, "near") for layout in DECODERS), ("ragged", "early exit")])
+@pytest.mark.parametrize(("layout", "draft"), [*((layout, "near") for layout in RUNNERS), ("ragged", "early exit")])
 def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     layout: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ):
     """What a plain forward over the row's text before its last token writes; float64. An early exit shares it."""
     target = tiny("llama").double()
-    inputs, found = prompts(3), []
-    feed = ModelRunner.decode_tokens
+    inputs, cached = prompts(3), []
+    decode_tokens = ModelRunner.decode_tokens
 
     def noted(self, batch, count, ahead, keep):
-        logits = feed(self, batch, count, ahead, keep)
+        logits = decode_tokens(self, batch, count, ahead, keep)
         if self.model is target:
-            for place, row in enumerate(batch.rows):
+            for index, row in enumerate(batch.rows):
                 text, pads = batch.row(row)[:-1], self.width - batch.table[row].prompt_length
-                held = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.columns(place, row)]
-                found.append((row, batch.counts[row], text, held))
+                layers = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_columns(index, row)]
+                cached.append((row, batch.counts[row], text, layers))
         return logits
 
     monkeypatch.setattr(ModelRunner, "decode_tokens", noted)
@@ -93,34 +93,34 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     torch.manual_seed(0)
     target.generate(**inputs, do_sample=True, max_new_tokens=21, custom_generate=strategy)
     assert 0 < strategy.report.accepted < strategy.report.drafted
-    assert len({count for _, count, _, _ in found}) > 5
-    assert {row for row, *_ in found} == {0, 1, 2}
-    for _, count, text, held in found:
+    assert len({count for _, count, _, _ in cached}) > 5
+    assert {row for row, *_ in cached} == {0, 1, 2}
+    for _, count, text, cached_layers in cached:
         assert len(text) >= count
         with torch.no_grad():
             plain = target(text[None], use_cache=True).past_key_values
-        for states, layer in zip(held, plain.layers, strict=True):
+        for states, layer in zip(cached_layers, plain.layers, strict=True):
             torch.testing.assert_close(states, torch.cat([layer.keys[0], layer.values[0]], -1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_cache_that_is_handed_over_is_what_would_be_copied(first: int):
     """Of the same slots of all rows, with zeros where a row has ended; each layer is let go of."""
-    ends, length, made = [3, 20, 20], 20, []
+    ends, length, caches = [3, 20, 20], 20, []
     states = torch.randn(2, 3, 2, first + length + 1, 4, generator=torch.Generator().manual_seed(0))  # of two layers
     for shared in (slice(first, first + length), None):
         source = SlotCache(first + length + 1)
         for number, layer in enumerate(states):
             source.update(layer.clone(), layer + 1, number)
-        rows = {row: source.row(row, torch.arange(first, first + length + 1)) for row in range(3)}
-        made.append(assemble(DynamicCache(), source, rows, ends, length, shared, []))
+        rows = {row: source.read_row(row, torch.arange(first, first + length + 1)) for row in range(3)}
+        caches.append(assemble(DynamicCache(), source, rows, ends, length, shared, []))
         assert [layer.keys for layer in source.layers] == [None, None]
-    for layer, copied in zip(*(cache.layers for cache in made), strict=True):
+    for layer, copied in zip(*(cache.layers for cache in caches), strict=True):
         assert torch.equal(layer.keys, copied.keys)
         assert torch.equal(layer.values, copied.values)
         assert layer.keys.untyped_storage().nbytes() > layer.keys.nbytes == copied.keys.untyped_storage().nbytes()
         assert layer.get_seq_length() == length
-    assert not made[0].layers[0].keys[0, :, 3:].any()
+    assert not caches[0].layers[0].keys[0, :, 3:].any()
 
 
 def test_layers_of_two_kinds_are_put_together():
@@ -129,8 +129,8 @@ def test_layers_of_two_kinds_are_put_together():
     source = SlotCache(20, ring=24, kinds=(SlotLayer, RingLayer, SlotLayer))
     for number, layer in enumerate(states):
         source.update(layer.clone(), layer + 1, number)
-    rows = {row: source.row(row, torch.arange(20)) for row in range(2)}
-    made = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
-    for layer, written in zip(made.layers, states, strict=True):
+    rows = {row: source.read_row(row, torch.arange(20)) for row in range(2)}
+    cache = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
+    for layer, written in zip(cache.layers, states, strict=True):
         assert torch.equal(layer.keys, written)
         assert torch.equal(layer.values, written + 1)

@@ -164,7 +164,7 @@ def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.Mon
     for form in (strategy, function, string):
         suppressed, _ = assert_same(partial(form, folder=folder), ["near"], **short())
         assert not (suppressed[:, 0] == free[:, 0]).any()
-    with pytest.raises(ValueError, match="pass the draft as draft_model="):
+    with pytest.raises(ValueError, match="draft_model="):
         string(drafts()["near"], folder, name="assistant_model", **short())
 
 

@@ -63,17 +63,17 @@ def meanwhile(name: str, job: Callable[[], Any], forward: int = 3) -> Iterator[l
     Gives a list, into which goes what the job returns. Forwards are counted from that of the prompts, 1, in this
     thread.
     """
-    here, numbers, found = threading.get_ident(), itertools.count(1), []
+    here, numbers, results = threading.get_ident(), itertools.count(1), []
 
     @reads_only
     def hook(module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == here and next(numbers) == forward:
             handle.remove()  # which a job that pickles the model would meet
             with ThreadPoolExecutor(1) as pool:
-                found.append(pool.submit(job).result())
+                results.append(pool.submit(job).result())
 
     handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
-    yield found
+    yield results
 
 
 def as_it_was(name: str) -> list:

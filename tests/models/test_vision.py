@@ -29,9 +29,9 @@ LAYOUTS = ("ragged", "padded", "lockstep")
 EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
 
 
-def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
+def generated(target: PreTrainedModel, call: dict, **settings) -> torch.Tensor:
     torch.manual_seed(4)
-    return target.generate(**given, **LENGTH, **settings)
+    return target.generate(**call, **LENGTH, **settings)
 
 
 @cache
@@ -58,9 +58,9 @@ def test_equals_stock(model_type: str, layout: str, request: pytest.FixtureReque
         request.getfixturevalue("any_layout")
     target, rounds = seeing(model_type), []
     for (images, name), draft in itertools.product(CALLS, (near(target, 0.02), tiny())):
-        given = inputs(target, images) | SETTINGS[name]
+        call = inputs(target, images) | SETTINGS[name]
         with Forwards(target) as forwards:
-            output = generated(target, given, custom_generate=strategy(draft, layout))
+            output = generated(target, call, custom_generate=strategy(draft, layout))
         assert torch.equal(output, plain(model_type, images, name)), (images, name, type(draft))
         assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
         rounds.append(len(forwards.lengths) - 1)
@@ -75,8 +75,8 @@ def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
     target = seeing(model_type)
     twin = near(target, 0.0)
     for images, name in ((1,), "greedy"), ((1, 0, 1), "two texts a row"):
-        found = assert_plain(target, strategy(twin, layout), inputs(target, images), **SETTINGS[name], **LENGTH)
-        assert found.forwards - 1 == FEWEST
+        compared = assert_plain(target, strategy(twin, layout), inputs(target, images), **SETTINGS[name], **LENGTH)
+        assert compared.forwards - 1 == FEWEST
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3", "qwen2_5_vl"])
@@ -85,9 +85,9 @@ def test_draft_that_cannot_read_the_features(model_type: str):
     """A smaller model of the same type embeds in another width, so images are words to it."""
     target = seeing(model_type)
     draft = seeing(model_type, hidden_size=16, num_attention_heads=2)
-    given = inputs(target, (1, 0, 1))
+    call = inputs(target, (1, 0, 1))
     with Forwards(draft) as forwards:
-        assert_plain(target, strategy(draft, "ragged"), given, do_sample=True, **LENGTH)
+        assert_plain(target, strategy(draft, "ragged"), call, do_sample=True, **LENGTH)
     assert sum(forwards.lengths) > NEW_TOKENS
 
 
@@ -96,15 +96,15 @@ def test_draft_that_cannot_read_the_features(model_type: str):
 def test_state_that_stock_leaves_on_the_model(layout: str):
     """Qwen notes on itself how far positions lag behind columns; a draft that is the target itself shares the note."""
     target = near(seeing("qwen2_5_vl"), 0.0)
-    given = inputs(target, (1, 1, 1))
-    expected = generated(target, given)
-    noted = target.model.rope_deltas.clone()
-    assert len(set(noted.flatten().tolist())) == 3
+    call = inputs(target, (1, 1, 1))
+    expected = generated(target, call)
+    rope_deltas = target.model.rope_deltas.clone()
+    assert len(set(rope_deltas.flatten().tolist())) == 3
     for draft in (target, near(target, 0.05)):
         generated(target, inputs(target, (1,)))
-        assert torch.equal(generated(target, given, custom_generate=strategy(draft, layout)), expected)
-        assert torch.equal(target.model.rope_deltas, noted)
-        assert torch.equal(generated(target, given), expected)
+        assert torch.equal(generated(target, call, custom_generate=strategy(draft, layout)), expected)
+        assert torch.equal(target.model.rope_deltas, rope_deltas)
+        assert torch.equal(generated(target, call), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -117,11 +117,11 @@ def test_embeddings_as_the_prompt(layout: str):
     twin, narrow = near(target, 0.0), tiny(hidden_size=16, head_dim=4)
     cases = [(embeds | mask, twin), (embeds, twin), (embeds | words, narrow), (embeds | words, near(target, 0.05))]
     for chosen in SETTINGS.values():
-        for given, draft in cases:
-            found = assert_plain(target, strategy(draft, layout), given, **chosen, **LENGTH)
-            assert found.text.shape[1] == NEW_TOKENS + ("input_ids" in given) * 11
-            assert draft is not twin or found.forwards - 1 == FEWEST
-    with pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
+        for call, draft in cases:
+            outcome = assert_plain(target, strategy(draft, layout), call, **chosen, **LENGTH)
+            assert outcome.text.shape[1] == NEW_TOKENS + ("input_ids" in call) * 11
+            assert draft is not twin or outcome.forwards - 1 == FEWEST
+    with pytest.raises(ValueError, match="input_ids="):
         generated(target, embeds, custom_generate=strategy(narrow, layout))
 
 

@@ -41,10 +41,10 @@ LONG = {"max_new_tokens": 5 * WINDOW, "eos_token_id": None}
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 
 
-def some(cases: Iterable[Any], kept: str = "") -> list[Any]:
+def some(cases: Iterable[Any], fast_type: str = "") -> list[Any]:
     """Cases, which begin with how they decode: compiled ones, of seconds each, are slow but for those of one type."""
     each = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] == "compiled" and x[-1] != kept)) for x in each]
+    return [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] == "compiled" and x[-1] != fast_type)) for x in each]
 
 
 @pytest.fixture(autouse=True)
@@ -96,19 +96,19 @@ def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches(p
     """Moshi: its last token of a prompt, fed once more, would see the window alone, as parts of a prompt do."""
     target, text = zoo.build("causal", "moshi").eval(), prompts(1, width=3 * WINDOW)["input_ids"][0]
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    given = {"do_sample": False, "max_new_tokens": 9, "prefill_chunk_size": parts}
-    first = assert_plain(target, strategy, {"input_ids": text[None]}, **given).text
+    settings = {"do_sample": False, "max_new_tokens": 9, "prefill_chunk_size": parts}
+    first = assert_plain(target, strategy, {"input_ids": text[None]}, **settings).text
     cache = lambda: {CACHE: target(first[:, :-1])[CACHE]}  # noqa: E731
-    assert_plain(target, strategy, {"input_ids": first}, cache, **given)
-    plain = target.generate(text[None], **given)[0, len(text) :].tolist()
-    assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **given)] == [plain] * 3
+    assert_plain(target, strategy, {"input_ids": first}, cache, **settings)
+    plain = target.generate(text[None], **settings)[0, len(text) :].tolist()
+    assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **settings)] == [plain] * 3
 
 
 @pytest.mark.parametrize("way", some(RAGGED))
 def test_what_a_window_has_lost_is_not_copied(way: str, monkeypatch: pytest.MonkeyPatch):
     """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     target = tiny("smollm3").double()
     ids = prompts(1, width=4 * WINDOW)["input_ids"][0].tolist()
     texts = [[*ids[: 3 * WINDOW + number], number + 1] for number in range(6)]
@@ -127,8 +127,8 @@ def kernel(module, query, key, value, attention_mask, scaling=None, sliding_wind
     seen = (keys <= queries) & (keys > queries - (sliding_window or total))
     if attention_mask is not None:
         seen = (seen & attention_mask[:, None, None].bool()) | (keys == queries)  # a pad sees itself, for numbers
-    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
-    return found.transpose(1, 2).contiguous(), None
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "smollm3"])
@@ -156,7 +156,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
     target, generator = tiny("mistral", num_hidden_layers=3).double(), torch.Generator().manual_seed(0)
     runner, batch = decoding(way, target, 3 * WINDOW, 200)
     runner.prefill()
-    runner.opening = False
+    runner.has_all_prompt_logits = False
     for gained in ([3, 12], [1, 1], [38, 39]):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 39), generator=generator), gained)
         expected = [target(batch.row(row)[None]).logits[:, -1:] for row in range(2)]
@@ -172,7 +172,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
 @torch.no_grad()
 def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.MonkeyPatch):
     """The first token of a forward sees its window in rings that end with the last one; not if one slot is lacking."""
-    monkeypatch.setattr(ragged.RaggedRunner, "_enlarge", lambda *_: False)
+    monkeypatch.setattr(ragged.RaggedRunner, "_enlarge_rings", lambda *_: False)
     target, generator = tiny("smollm3").double(), torch.Generator().manual_seed(0)
     runner, batch = decoding(way, target, 3 * WINDOW, 200)
     runner.cache = runner._slot_cache(300, WINDOW + 5 - 1 - short)
@@ -180,8 +180,8 @@ def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.M
     for _ in range(4):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 5), generator=generator), [5, 5])
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -5:] for row in range(2)])
-        found = runner.decode_tokens(batch, 5, 0, keep=5)
-        assert torch.allclose(found, expected, rtol=0, atol=1e-9) == (not short)
+        logits = runner.decode_tokens(batch, 5, 0, keep=5)
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-9) == (not short)
 
 
 @pytest.mark.parametrize("way", some(CUT))
@@ -194,28 +194,28 @@ def test_prompts_may_be_read_in_pieces(way: str):
 @pytest.mark.parametrize("way", some(CUT))
 def test_the_cache_is_that_of_plain_generate(way: str):
     target, inputs = tiny("smollm3").double(), prompts(2, width=3 * WINDOW)
-    given = LONG | {"do_sample": False, "return_dict_in_generate": True}
-    plain = target.generate(**inputs, **given)
+    settings = LONG | {"do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**inputs, **settings)
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, **CUT[way])
-    ours = target.generate(**inputs, **given, custom_generate=strategy)
+    ours = target.generate(**inputs, **settings, custom_generate=strategy)
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         assert type(layer) is type(expected)
         torch.testing.assert_close(layer.keys, expected.keys, rtol=0, atol=1e-12)
-    given |= {"max_new_tokens": 4, "return_dict_in_generate": False}
+    settings |= {"max_new_tokens": 4, "return_dict_in_generate": False}
     text = plain.sequences
     turns = [
         {"input_ids": text, "attention_mask": torch.ones_like(text), CACHE: x.past_key_values} for x in (plain, ours)
     ]
-    assert torch.equal(*(target.generate(**turn, **given) for turn in turns))
+    assert torch.equal(*(target.generate(**turn, **settings) for turn in turns))
 
 
 def test_a_cache_without_all_columns_cannot_be_cut_back():
     """The text fits in a ring, whose first slots were written twice; as in plain `generate` its layers say so."""
     target, inputs = tiny("mistral").double(), prompts(1, width=WINDOW + SPARE)
-    given = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
-    given["eos_token_id"] = target.generate(**inputs, **given).sequences[0, -8].item()
+    settings = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+    settings["eos_token_id"] = target.generate(**inputs, **settings).sequences[0, -8].item()
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    ours = target.generate(**inputs, **given, custom_generate=strategy)
+    ours = target.generate(**inputs, **settings, custom_generate=strategy)
     assert ours.sequences.shape[1] == WINDOW + SPARE + 2
     for layer in ours.past_key_values.layers:
         with pytest.raises(RuntimeError, match="crop"):
@@ -239,8 +239,8 @@ def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.M
     for _ in range(2):
         batch.emit(torch.ones(2, 5, dtype=torch.int64), [5, 5])
         runner.decode_tokens(batch, 5, 0, keep=5)
-    held = sum(x.untyped_storage().nbytes() for layer in columns_of(runner.cache) for x in layer)
-    assert held <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
+    num_bytes = sum(x.untyped_storage().nbytes() for layer in columns_of(runner.cache) for x in layer)
+    assert num_bytes <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 
 TYPES = [

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.models.choose import DECODERS, layouts_of, why_no_layout
+from hf_specx.models.choose import RUNNERS, layouts_of, why_no_layout
 
 
 NEW_TOKENS, NUM_DRAFT_TOKENS = 24, 3
@@ -178,10 +178,10 @@ def discover(kind: str, model_type: str) -> str | None:
         return None
     able, texts = [], _stock_texts(model, inputs, greedy)
     with ExitStack() as stack:
-        every = {model.config.model_type: tuple(DECODERS)}
+        every = {model.config.model_type: tuple(RUNNERS)}
         for table, known in ((LAYOUTS_OF, every), (INEXACT, {}), (REFUSED, {})):
             stack.enter_context(patch.dict(table, known, clear=True))
-        for layout in DECODERS:
+        for layout in RUNNERS:
             try:
                 _check_exact(model, inputs, layout, texts)
                 able.append(layout)

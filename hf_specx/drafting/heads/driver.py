@@ -16,7 +16,7 @@ from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
 from hf_specx.models.compiled import ROOM
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .body import Body, StepOutput
 from .layers import SlotMapping, to_device_of
@@ -39,7 +39,7 @@ class HeadDrafter(SampledCandidateGenerator):
         embedding: the head's own, or the target's.
         output: the same; without one the body gives logits.
         ids: [V_d], the target's ids of the head's tokens; None if they are the same.
-        places: where in the target it reads states.
+        hidden_state_taps: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
         mask: [H], what masks are embedded as, in place of the row of the mask token.
 
@@ -66,13 +66,13 @@ class HeadDrafter(SampledCandidateGenerator):
         embedding: Any,
         output: Any = None,
         ids: torch.Tensor | None = None,
-        places: Sequence[Place] = (),
+        hidden_state_taps: Sequence[HiddenStateTap] = (),
         owner: PreTrainedModel | None = None,
         mask: torch.Tensor | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
         self.body, self.embedding, self.output = body, embedding, output
-        self.ids, self.places, self.owner, self.mask = ids, places, owner, mask
+        self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.autoregressive else body.max_candidates
@@ -179,7 +179,7 @@ class HeadDrafter(SampledCandidateGenerator):
             waiting = [row for row in batch.rows if row in self.pending_prompts]
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
             self.pending_states = states.index_select(0, done.stay.to(states.device))
-            self.runner.select(done.stay)
+            self.runner.gather_rows(done.stay)
         if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
             self._append_pending_states(batch)
 

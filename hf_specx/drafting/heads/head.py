@@ -13,7 +13,7 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.early_exit import find_layers
-from hf_specx.models.prompts import Place
+from hf_specx.models.prompts import HiddenStateTap
 
 from .block import Block
 from .config import HeadConfig
@@ -125,7 +125,7 @@ class DraftHead(PreTrainedModel):
     def get_output_embeddings(self) -> None:
         """None that scores all tokens, as that of a model does."""
 
-    def hidden_state_taps(self, target: PreTrainedModel) -> list[Place]:
+    def hidden_state_taps(self, target: PreTrainedModel) -> list[HiddenStateTap]:
         """Where in the target the head reads states: the input of a layer, or the output of the last one."""
         if self.config.kind == "medusa":
             return []

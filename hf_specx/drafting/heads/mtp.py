@@ -192,7 +192,7 @@ class MtpCache(SlotCache):
     def __call__(self, method: str, mapping: SlotMapping, *inputs: Any) -> Any:
         """What this method of the body returns."""
         self.positions = mapping.positions
-        self.slots.aim(mapping.slots, 0, mapping.extent + 1, mapping.rows)
+        self.slots.set_write_slots(mapping.slots, 0, mapping.extent + 1, mapping.rows)
         return getattr(self.body, method)(self, *inputs)
 
     def padded_candidates(self, number: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.models.compiled_forwards import CompiledForwards, capacity_bucket, length_bucket, regions_of, row_bucket
-from hf_specx.models.slots import MARGIN, Columns, Pool, move
+from hf_specx.models.slots import MARGIN, Columns, Pool, copy_buffers
 
 from .body import Body
 from .layers import HeadCache, Rotary, SlotMapping
@@ -57,7 +57,7 @@ class HeadRunner:
         """Context entries of a forward where rows have up to `width`; compiled, as after a round, padded."""
         return width if self.forwards is None else length_bucket(max(width, self.most_candidates + 1))
 
-    def select(self, stay: torch.Tensor) -> None:
+    def gather_rows(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
         self.rows = len(stay) if self.forwards is None else self.rows
         if self.capacity:
@@ -68,8 +68,8 @@ class HeadRunner:
         before = self.buffers
         if before[0][0].shape[::2] != (self.rows, capacity):
             pool = Pool() if self.forwards is None else self.forwards.pool
-            self.buffers = pool.take(self, self.rows, [capacity] * len(before), before)
-        move(before, self.buffers, index)
+            self.buffers = pool.allocate(self, self.rows, [capacity] * len(before), before)
+        copy_buffers(before, self.buffers, index)
 
     def __call__(self, method: str, mapping: SlotMapping | None, *inputs: Any) -> Any:
         """What this method of the body returns, for entries in these slots if it takes any."""

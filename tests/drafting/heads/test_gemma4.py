@@ -164,8 +164,8 @@ def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
 @pytest.mark.parametrize(("kind", "shares_prefix"), [("12B", False), ("E2B", False), ("12B", True), ("E2B", True)])
 def test_queues(kind: str, shares_prefix: bool, monkeypatch: pytest.MonkeyPatch):
     """Rows come in the places of others, with keys that are read or copied; each has the text of a batch of one."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     changes = {"sliding_window": 64} if shares_prefix else {}  # a window that has lost keys gives none away
     target, assistant = pair(kind, 48, changes)
     strategy, prefix = SpeculativeDecoding(assistant, num_draft_tokens=3), [*range(1, 10)] if shares_prefix else []

@@ -50,8 +50,8 @@ def head_draft_target(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, D
 def test_queues(kind: str, shares_prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows come in the places of others and bring their states, also those of a shared prefix; each has
     the text of a batch of one."""
-    monkeypatch.setattr(ragged, "LEAST", 1)
-    monkeypatch.setattr(ragged, "PAYS", 1)
+    monkeypatch.setattr(ragged, "MIN_COPIED_COLUMNS", 1)
+    monkeypatch.setattr(ragged, "MIN_SAVED_TOKENS", 1)
     head, draft, target = head_draft_target(kind, tmp_path)
     strategy, cut = SpeculativeDecoding(draft, num_draft_tokens=3), 0.0 if shares_prefix else CUT.get(kind, 0.0)
     prefix = [*range(1, 10)] if shares_prefix else []
