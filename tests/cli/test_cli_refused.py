@@ -18,7 +18,6 @@ BEFORE_LOADING = {  # what is said, with the command that says it
     "--num-draft-tokens 'many' is not a number": "generate a --num-draft-tokens many",
     "--dtype int8 is unknown": "generate a --dtype int8",
     "--top-p 1.1 is not in (0, 1]": "generate a --top-p 1.1",
-    "make one with specx tune openai-community/gpt2-xl": "generate a --pair gpt2-xl-with-gpt2",
     "--out shows and times nothing": "generate a --out x --repeats 1",
     "is there already, and there is no notes.txt.arguments": "generate a --out NOTES",
     "a prompt is a list of messages; add --chat": "generate --pair no/pair --prompts MESSAGES --out x",
