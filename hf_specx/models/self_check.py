@@ -293,8 +293,12 @@ def host_cache(runner: ModelRunner) -> Cache:
 
 
 def _epsilon(model: nn.Module) -> float:
-    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits."""
+    """The precision of the coarsest numbers that a model computes with; torch may multiply float32 in fewer bits.
+
+    Floats of eight bits are how weights are stored, and nothing is computed in them alone.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtypes = {dtype for dtype in dtypes if dtype.itemsize > 1} or {torch.float32}
     devices = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
     products = MATMUL[torch.get_float32_matmul_precision()] if torch.float32 in dtypes else 0.0

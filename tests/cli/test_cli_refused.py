@@ -17,7 +17,6 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "generate a --verification nucleus": "nucleus",
     "generate a --dtype int8": "int8",
     "generate a --top-p 1.1": "--top-p",
-    "generate a --pair gpt2-xl-with-gpt2": "gpt2-xl",
     "generate a --out x --repeats 1": "--repeats",
     "generate a --out NOTES": "notes.txt.arguments",
     "generate --pair no/pair --prompts MESSAGES --out x": "--chat",
