@@ -54,7 +54,8 @@ def choose_drafting(
     `given_drafting` of the call all values count as given that `UNSET` does not have, in the config as it is `filled`.
     """
     if given is None:
-        given = {name: value for name in UNSET if (value := getattr(filled, name, None)) != UNSET[name]}
+        values = {name: getattr(filled, name, None) for name in UNSET}
+        given = {name: value for name, value in values.items() if value != UNSET[name]}
     of_draft = getattr(draft_model, "generation_config", None) if num_draft_tokens == "auto" else None
     defaults = dict(zip(UNSET, Drafting(), strict=True))
     number, schedule, threshold = (defaults | given_drafting(given, of_draft)).values()

@@ -127,10 +127,12 @@ class SeveralDrafts(Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
-        return next((cost for part in self.timed if (cost := part.cost(batch)) is not None), None)
+        costs = (part.cost(batch) for part in self.timed)
+        return next((cost for cost in costs if cost is not None), None)
 
     def size(self) -> ForwardSize | None:
-        return next((size for part in self.timed if (size := part.size()) is not None), None)
+        sizes = (part.size() for part in self.timed)
+        return next((size for size in sizes if size is not None), None)
 
     def _expected(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""
