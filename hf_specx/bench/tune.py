@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
-from hf_specx.common.drafts import EXIT, SEVERAL_EXITS, SUFFIX, check_head, read_draft
+from hf_specx.common.drafts import EXIT, FIXED_DRAFT_TOKENS, SEVERAL_EXITS, SUFFIX, check_head, read_draft
 from hf_specx.common.errors import require
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.heads.draft_names import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft

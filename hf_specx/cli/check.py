@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
 from hf_specx.metrics.page import OF_PAGE, PAGES, page
 from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, note_of, summary

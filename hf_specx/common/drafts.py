@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from hf_specx.common.errors import require, similar
 
 
+FIXED_DRAFT_TOKENS = 5  # candidates of a round where "auto" has no costs to go by, or must not use them
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
 SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Round
 
 from .forward_times import ForwardTimes, on_grid
@@ -33,7 +34,6 @@ from .schedule import Schedule
 
 MAX_DRAFT_TOKENS = 20  # the largest number that is considered
 COMPILED = (1, 2, 4, 7, 12, 20)  # of which torch compiles few forwards; the best of them loses 2 % at most
-FIXED_DRAFT_TOKENS = 5  # what is drafted if costs are not known or must not be used
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
 WEIGHT = 4.0  # candidates that this is worth, and at each depth the mean of all
 EARLIER = 10.0  # candidates that what earlier calls have seen is worth in a call, whose text may be another one

@@ -86,12 +86,12 @@ def _difference(call: Call, conditions: Conditions) -> tuple[Difference, ModelRu
 def _measure(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunner | None, bool]:
     """How far single steps are from a forward over several tokens; what has read the prompts; whether that will last.
 
-    A target that cannot be fed so is decoded plainly: what plain `generate` raises as well, that will raise.
+    A target of an unknown type that cannot be fed so is decoded plainly, and any that lacks the memory for it.
     """
     prompt, layout = call.prompt, call.layout
     kwargs = dict(prompt.kwargs)
     name = cache_name(kwargs)
-    if isinstance(kwargs.get(name), Cache) and layout.target == "lockstep":  # which fills the cache that it is given
+    if isinstance(kwargs.get(name), Cache):  # transformers' own sampler may need it as it is
         kwargs[name] = copy.deepcopy(kwargs[name])
     try:
         runner = make_runner(layout.target, replace(prompt, kwargs=kwargs))
@@ -99,7 +99,10 @@ def _measure(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunne
         output = runner.prefill()
         difference = compare(runner, batch, output, conditions.candidates, conditions.steps)
     except Exception as error:
+        lacks_memory = isinstance(error, torch.OutOfMemoryError)
+        if prompt.model.config.model_type in LAYOUTS_OF and not lacks_memory:
+            raise  # what its hooks raise, plain `generate` raises as well
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        is_lasting = not isinstance(error, torch.OutOfMemoryError)  # else fewer rows may fit
+        is_lasting = not lacks_memory  # fewer rows may fit
         return Difference(float("inf"), 0.0, message), None, is_lasting
     return difference, None if call.options.compile else runner, True

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from hf_specx.common.batch import Batch, Row
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
+from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
 from hf_specx.drafting.drafter import DraftContext
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule

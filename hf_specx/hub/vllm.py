@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import require
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 
 from .cards import SPEECH, auto_class_of

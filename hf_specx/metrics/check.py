@@ -16,9 +16,9 @@ from hf_specx.bench.inputs import settings_of
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import label_of
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.folders import without_folders
 from hf_specx.metrics import path as path_of

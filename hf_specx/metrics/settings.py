@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_specx.bench.checks import check_runs, check_sampling
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import is_int, require, require_option
-from hf_specx.drafting.auto import FIXED_DRAFT_TOKENS
 
 
 CHECKED = ("greedy", "coupled", "token", "block")
