@@ -22,7 +22,7 @@ class SharedNoise(RejectionVerifier):
         return token, probs
 
     def verify(self, batch, draft, scores):
-        right = self.verify
+        right = self.algorithm
 
         def wrong(candidates, q, p, uniforms, choice, proposed):
             accepted = right(candidates, q, p, uniforms, choice, proposed).accepted
@@ -31,11 +31,11 @@ class SharedNoise(RejectionVerifier):
                 choice = drawn[torch.arange(len(accepted)), accepted]
             return right(candidates, q, p, uniforms, choice, proposed)
 
-        self.verify = wrong
+        self.algorithm = wrong
         try:
             return super().verify(batch, draft, scores)
         finally:
-            self.verify = right
+            self.algorithm = right
 
 
 class GreedyDraft(RejectionVerifier):
