@@ -67,8 +67,8 @@ class Call:
 
     Attributes:
         options: a copy of the `SpeculativeDecoding`.
-        prompt: the target's, made of what `generate` has given.
-        processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
+        prompt: what `generate` has prepared, with what the models are to keep and hand over.
+        processors: those of the prompt, with masks of grammars in place of some; `stopping`: made of its criteria.
         drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
         plain: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
@@ -95,7 +95,7 @@ class Call:
 
 def make_call(
     options: Any,
-    given: Prompt,
+    prompt: Prompt,
     drafter: Drafter,
     queue: RequestQueue | None = None,
     drafting: dict[str, Any] | None = None,
@@ -105,43 +105,56 @@ def make_call(
     """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
-        given: what `generate` has prepared.
+        prompt: what `generate` has prepared.
         options, drafter, queue, shown: as in `Call`; a queue has begun a batch of requests.
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
-        synced_gpus: as it was given; transformers does not pass these two on to a strategy.
+        synced_gpus: of the call; transformers does not pass these two on to a strategy.
     """
-    models = [given.model] if drafter.model is None else [given.model, drafter.model]
+    config = prompt.generation_config
+    models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
     ranks = world_size() > 1
     synced = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
     shared = ranks and shares_rows(*models)
-    stopping = given.stopping if queue is None else queue.stopping
-    wants_past = given.generation_config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
-    prompt = replace(
-        given,
-        max_new_tokens=stopping.max_new_tokens,
-        keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
-        gives_hidden=drafter.needs_hidden,
-        hidden_of_all=drafter.hidden_of_all,
-        hidden_state_taps=drafter.hidden_state_taps,
-        longest=stopping.max_new_tokens,
-        in_step=synced,
-    )
+    stopping = prompt.stopping if queue is None else queue.stopping
     _check_asked(options, prompt, drafter, queue)
-    processors: Sequence[Processor] = given.processors
+    processors: Sequence[Processor] = prompt.processors
     plain = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
     if queue is None and not plain:  # else each request was asked by itself
         processors = _with_masks(prompt, stopping)
         plain = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
-    seeds = None if given.seeds is None else as_list(given.seeds)
+    seeds = None if prompt.seeds is None else as_list(prompt.seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
-    if queue is not None and layout.refills:  # later requests have limits of their own
-        prompt = replace(prompt, max_new_tokens=UNLIMITED)
-    numbers = choose_drafting(options.num_draft_tokens, drafting, given.generation_config, drafter.model)
-    tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
-    verification = options.verification or ("coupled" if tied or not drafter.has_probs else "block")
-    verification = verification if given.generation_config.do_sample else "greedy"
-    decided = numbers, verification, layout, plain, seeds, synced, shared, queue, shown
-    call = Call(options, prompt, processors, stopping, drafter, *decided)
+    lockstep_with_seeds = seeds is not None and layout.lockstep  # only coupled then has the text of a row alone
+    verification = options.verification or ("coupled" if lockstep_with_seeds or not drafter.has_probs else "block")
+    verification = verification if config.do_sample else "greedy"
+    wants_past = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
+    later_prompts = queue is not None and layout.refills  # which have limits of their own
+    read_by_models = replace(
+        prompt,
+        max_new_tokens=UNLIMITED if later_prompts else stopping.max_new_tokens,
+        longest=stopping.max_new_tokens,
+        keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
+        gives_hidden=drafter.needs_hidden,
+        hidden_of_all=drafter.hidden_of_all,
+        hidden_state_taps=drafter.hidden_state_taps,
+        in_step=synced,
+    )
+    call = Call(
+        options=options,
+        prompt=read_by_models,
+        processors=processors,
+        stopping=stopping,
+        drafter=drafter,
+        drafting=choose_drafting(options.num_draft_tokens, drafting, config, drafter.model),
+        verification=verification,
+        layout=layout,
+        plain=plain,
+        seeds=seeds,
+        synced=synced,
+        shared=shared,
+        queue=queue,
+        shown=shown,
+    )
     _check_together(call)
     return call
 
@@ -163,8 +176,8 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         return
     if call.plain and call.plain not in said:
         said.add(call.plain)
-        told = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
-        warnings.warn(f"{told}{call.plain}.", UserWarning, stacklevel=3)
+        message = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
+        warnings.warn(f"{message}{call.plain}.", UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
     if slow and asked == "auto" and LOCKSTEP_COST not in said:
         said.add(LOCKSTEP_COST)
@@ -178,7 +191,7 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
-        check_length(prompt, prompt.max_new_tokens)
+        check_length(prompt, prompt.stopping.max_new_tokens)
     drafter.check(vocabulary(model), options.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
@@ -199,7 +212,7 @@ def _reasons(
     options: Any, prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, drafter: Drafter, synced: bool
 ) -> list[str]:
     """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
-    config, reasons = prompt.generation_config, reasons_of(prompt, prompt.max_new_tokens)
+    config, reasons = prompt.generation_config, reasons_of(prompt, stopping.max_new_tokens)
     stateful = [type(p).__name__ for p in processors if not can_look_ahead(p) and type(p) not in RARE_PROCESSORS]
     if stateful or stopping.stateful:
         names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
@@ -220,26 +233,26 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
     model, past = prompt.model, prompt.past
     chosen, reason = choose_layout(model, options.layout)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        told = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
-        told += f"window drops some); use layout='auto' or leave {CACHE} out."
-        require(options.layout == "auto", told)
+        message = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
+        message += f"window drops some); use layout='auto' or leave {CACHE} out."
+        require(options.layout == "auto", message)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
-    kind, draft_model = model.config.model_type, drafter.model
-    if draft_model is None or (draft_model.config.model_type == kind and kind not in LAYOUTS_OF):
+    model_type, draft_model = model.config.model_type, drafter.model
+    if draft_model is None or (draft_model.config.model_type == model_type and model_type not in LAYOUTS_OF):
         of_draft = [chosen]  # of a type that is in no table the target is measured, and its draft is fed alike
     else:
         of_draft = layouts_of(draft_model, drafts=True)
     if drafter.own_text:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
-    held, notes = past is not None and num_cached_tokens(past), [reason]
+    notes, past_has_tokens = [reason], past is not None and num_cached_tokens(past) > 0
     whole = _why_whole([model] if drafter.model is None else [model, drafter.model], layout) if queued else ""
     if whole:
         notes.append(f"whole batches, since {whole}")
-    elif queued and (anew := why_no_prefix_reuse(model)):
-        notes.append(f"prompts that begin alike are read anew, since {anew}")
-    if drafter.needs_hidden and drafter.hidden_of_all and (held or not prompt.input_ids.shape[1]):
-        unknown = "hidden states of the given cache" if held else "tokens of the given embeddings"
+    elif queued and why_no_prefix_reuse(model):
+        notes.append(f"prompts that begin alike are read anew, since {why_no_prefix_reuse(model)}")
+    if drafter.needs_hidden and drafter.hidden_of_all and (past_has_tokens or not prompt.input_ids.shape[1]):
+        unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not whole)
 
@@ -257,15 +270,17 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
 
 
 def _check_together(call: Call) -> None:
-    """Check that what a call asks for goes with how it is decoded."""
+    """Raise ValueError if what a call asks for does not go with how it is decoded."""
     drafting, drafter, ids = call.drafting, call.drafter, call.prompt.input_ids
     number, schedule, threshold = drafting
-    told = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
+    message = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
     off = call.options.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
-    require(off or number is None or (is_int(number) and number >= 1), told)
+    require(off or number is None or (is_int(number) and number >= 1), message)
     one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
-    told = f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
-    require(isinstance(threshold, float | int) and 0 <= threshold <= 1, told)
+    message = (
+        f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
+    )
+    require(isinstance(threshold, float | int) and 0 <= threshold <= 1, message)
     if call.seeds is not None:
         check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
     if call.plain:

@@ -81,7 +81,7 @@ def why_no_noise(device: torch.device, verification: str) -> str:
 
 
 def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
-    """Check that a model knows all tokens; `encoded` asks its encoder."""
+    """Raise ValueError if a model does not know a token; `encoded` asks its encoder."""
     config, embedding = model.config, _embedding(model, encoded)
     if embedding is None or not input_ids.numel():
         return
@@ -90,8 +90,10 @@ def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool
     # a table may be spread over devices
     size = max(embedding.num_embeddings, 0 if encoded else getattr(config, "vocab_size", 0))
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
-    told = f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
-    require(lowest >= 0 and highest < size, f"{told}{size - 1}; use its own tokenizer, or resize_token_embeddings.")
+    message = (
+        f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
+    )
+    require(lowest >= 0 and highest < size, f"{message}{size - 1}; use its own tokenizer, or resize_token_embeddings.")
 
 
 def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:
@@ -112,32 +114,36 @@ def check_inputs(prompt: Prompt) -> None:
     require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
     is_integer = not (dtype.is_floating_point or dtype == torch.bool)
     require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
-    told = f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row."
-    require(bool(input_ids.numel()) or embeds is not None, told)
+    message = f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row."
+    require(bool(input_ids.numel()) or embeds is not None, message)
     if embeds is None:
         unknown_token(model, input_ids)
     elif (embedding := _embedding(model)) is not None:
-        told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
-        told += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
-        require(embeds.shape[-1] == embedding.embedding_dim, told)
+        message = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
+        message += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
+        require(embeds.shape[-1] == embedding.embedding_dim, message)
     _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
 
 
 def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
-    """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
+    """Raise ValueError if mask, positions or a cache are not those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes, mask = name != "attention_mask", kwargs.get(name)
     cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
     width = width if embeds is None else max(width, embeds.shape[1])
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
-    told = f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
-    require(fits, f"{told}that came with input_ids, 1 for a token and 0 for a pad.")
+    message = (
+        f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
+    )
+    require(fits, f"{message}that came with input_ids, 1 for a token and 0 for a pad.")
     positions = None if decodes else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
         new = width - cached
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
-        told = f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
-        require(fits, f"{told}{(rows, new)}; pass one a token, or leave it out.")
+        message = (
+            f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
+        )
+        require(fits, f"{message}{(rows, new)}; pass one a token, or leave it out.")
 
 
 def why_text_plain(prompt: Prompt) -> Iterator[str]:
@@ -190,9 +196,9 @@ def why_length_plain(prompt: Prompt, new_tokens: int) -> Iterator[str]:
         if longest > limit and not (kind == "longrope" and is_beyond(prompt, limit)):
             changes = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too"
             yield f"{changes} early; keep prompt and new tokens within {limit} (they may be {longest})"
-    kept = getattr(config, "keep_window_size", None)
-    if kept is not None and longest > kept:
-        leaves = f"{type(prompt.model).__name__} leaves tokens out of texts longer than keep_window_size={kept}"
+    window = getattr(config, "keep_window_size", None)
+    if window is not None and longest > window:
+        leaves = f"{type(prompt.model).__name__} leaves tokens out of texts longer than keep_window_size={window}"
         yield f"{leaves}, and of equal ones rounding decides; keep within it (there may be {longest} tokens)"
 
 
@@ -232,15 +238,19 @@ def check_length(prompt: Prompt, new_tokens: int) -> None:
         return
     room = table + 1 - width
     remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
-    told = f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
-    raise ValueError(f"{told}of {table} positions, beyond which plain generate fails; {remedy}.")
+    message = (
+        f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
+    )
+    raise ValueError(f"{message}of {table} positions, beyond which plain generate fails; {remedy}.")
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
-    """Check that the encoder of a model has a position for each token of a prompt."""
+    """Raise ValueError if the encoder of a model lacks a position for a token of a prompt."""
     table = position_table(model, encoder=True)
-    told = f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
-    require(table is None or prompt_tokens <= table, f"{told}positions; shorten the prompt.")
+    message = (
+        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
+    )
+    require(table is None or prompt_tokens <= table, f"{message}positions; shorten the prompt.")
 
 
 def as_list(seeds: Any) -> Any:
@@ -252,15 +262,17 @@ def as_list(seeds: Any) -> Any:
 
 
 def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_requests: bool = False) -> None:
-    """Check that `seeds`, of a call or of its requests, can make each of so many rows independent of the others."""
+    """Raise ValueError if `seeds`, of a call or of its requests, cannot make each row independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
     require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
-    told = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
-    require(len(seeds) == rows, told)
+    message = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
+    require(len(seeds) == rows, message)
     for seed in seeds:
-        told = f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."
-        require(0 <= seed < MAX_SEED, told)
-    told = "requests have seeds of their own, which cannot" if of_requests else "seeds= cannot"
-    told += f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
-    told += "as far as the slowest; use verification='coupled', or another layout if the model takes one."
-    require(rows == 1 or not lockstep or verification not in ("token", "block"), told)
+        message = f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."
+        require(0 <= seed < MAX_SEED, message)
+    message = "requests have seeds of their own, which cannot" if of_requests else "seeds= cannot"
+    message += (
+        f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
+    )
+    message += "as far as the slowest; use verification='coupled', or another layout if the model takes one."
+    require(rows == 1 or not lockstep or verification not in ("token", "block"), message)

@@ -75,8 +75,8 @@ def why_plain(prompt: Prompt) -> str:
 def adapts_rows(model: PreTrainedModel) -> bool:
     """Whether rows of a call of PEFT's `generate` have adapters of their own, or such as begin at some token."""
     for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
-        given: Any = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
-        if not BY_ROW.isdisjoint(given):
+        names: Any = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
+        if not BY_ROW.isdisjoint(names):
             return True
     return False
 
@@ -151,19 +151,19 @@ def _active_dropout(training: dict[str, nn.Module]) -> Iterator[str]:
 def check_pair(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> None:
-    """Check that the draft can run, and that its token ids mean what the target's mean."""
+    """Raise ValueError if the draft cannot run, or its token ids do not mean what the target's mean."""
     _check_draft(draft)
     _check_encoder(target, draft)
     if tokenizer is None or draft_tokenizer is None:
         check_sizes(target, draft, tokenizer, draft_tokenizer)
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
-        told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
-        raise ValueError(f"{told}target's tokenizer, or a model, whose tokens SpeculativeDecoding can match.")
-    known = COMPARED.setdefault(draft, WeakSet())
-    if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
+        message = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
+        raise ValueError(f"{message}target's tokenizer, or a model, whose tokens SpeculativeDecoding can match.")
+    compared = COMPARED.setdefault(draft, WeakSet())
+    if target not in compared and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
-        known.add(target)
+        compared.add(target)
 
 
 def warn_of_larger_draft(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -187,9 +187,9 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if two models score other numbers of tokens, and are not known to have one tokenizer."""
     size, draft_size = vocabulary(target), vocabulary(draft)
-    alike = size == draft_size or target in COMPARED.get(draft, ())
-    alike = alike or one_tokenizer(target, draft, tokenizer, draft_tokenizer)
-    require(alike, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
+    same_size = size == draft_size or target in COMPARED.get(draft, ())
+    same_size = same_size or one_tokenizer(target, draft, tokenizer, draft_tokenizer)
+    require(same_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
 
 
 def one_tokenizer(
@@ -208,57 +208,62 @@ def _same_contents(file: Path, other: Path) -> bool:
 
 
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that a draft can read what the target's encoder reads, or gives."""
+    """Raise ValueError if a draft cannot read what the target's encoder reads, or gives."""
     name, encodes = type(draft).__name__, target.config.is_encoder_decoder
     draft_encodes = draft.config.is_encoder_decoder
-    told = f"the draft {name} is an encoder-decoder, the target is decoder-only; choose a decoder-only draft."
-    require(encodes or not draft_encodes, told)
+    message = f"the draft {name} is an encoder-decoder, the target is decoder-only; choose a decoder-only draft."
+    require(encodes or not draft_encodes, message)
     if draft_encodes and draft.get_encoder() is not target.get_encoder():
         reads, draft_reads = target.main_input_name, draft.main_input_name
-        told = f"the target reads {reads} and the draft {name} {draft_reads}; choose a draft that reads the same."
-        require(reads != "input_ids" or draft_reads == "input_ids", told)
+        message = f"the target reads {reads} and the draft {name} {draft_reads}; choose a draft that reads the same."
+        require(reads != "input_ids" or draft_reads == "input_ids", message)
         bins, draft_bins = (getattr(model.config, "num_mel_bins", None) for model in (target, draft))
-        told = f"the target hears {bins} mel bins and the draft {draft_bins}; choose one with num_mel_bins={bins}."
-        require(None in (bins, draft_bins) or bins == draft_bins, told)
+        message = f"the target hears {bins} mel bins and the draft {draft_bins}; choose one with num_mel_bins={bins}."
+        require(None in (bins, draft_bins) or bins == draft_bins, message)
     elif encodes and not draft_encodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
         width, draft_width = (getattr(model.config, "d_model", None) for model in (target, draft))
-        told = f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
-        told += f"a draft with its own encoder, or with d_model={width}."
-        require(None in (width, draft_width) or width == draft_width, told)
+        message = (
+            f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
+        )
+        message += f"a draft with its own encoder, or with d_model={width}."
+        require(None in (width, draft_width) or width == draft_width, message)
 
 
 def check_own_text(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, other: TokenizerOrNone, width: int
 ) -> None:
-    """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
-    told, encodes = f"the draft {type(draft).__name__} has", draft.config.is_encoder_decoder
+    """Raise ValueError if a draft with another tokenizer cannot run.
+
+    `width` is how many columns of ids the target's prompts have.
+    """
+    message, encodes = f"the draft {type(draft).__name__} has", draft.config.is_encoder_decoder
     why = "an encoder and another tokenizer than the target, so it cannot read what that reads; choose a decoder-only "
-    require(not encodes, f"{told} {why}draft, or one with the target's tokenizer.")
-    told = f"{told} another tokenizer than the target"
+    require(not encodes, f"{message} {why}draft, or one with the target's tokenizer.")
+    message = f"{message} another tokenizer than the target"
     why = "so that its rows grow by unequal numbers of tokens, which it can only take one row at a time; choose a "
     able = not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS)
-    require(able, f"{told}, {why}draft with attention alone, or one with the target's tokenizer.")
-    require(width > 0, f"{told} and cannot read inputs_embeds; pass input_ids= as well.")
+    require(able, f"{message}, {why}draft with attention alone, or one with the target's tokenizer.")
+    require(width > 0, f"{message} and cannot read inputs_embeds; pass input_ids= as well.")
     _check_draft(draft)
-    for role, model, own in (("target", target, tokenizer), ("draft", draft, other)):
-        if own is not None:
-            _check_tokenizer(role, model, own)
+    for role, model, model_tokenizer in (("target", target, tokenizer), ("draft", draft, other)):
+        if model_tokenizer is not None:
+            _check_tokenizer(role, model, model_tokenizer)
 
 
 def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a tokenizer is that of a model, as far as one can tell."""
+    """Raise ValueError if a tokenizer is not that of a model, as far as one can tell."""
     added, size = tokenizer.added_tokens_decoder, vocabulary(model)
     ids = tokenizer.get_vocab() if vocabulary_of(tokenizer).largest >= size else {}
     beyond = {number: token for token, number in ids.items() if number >= size and number not in added}
-    told, number = f"the {role}'s tokenizer is not that of {type(model).__name__}:", min(beyond, default=0)
+    message, number = f"the {role}'s tokenizer is not that of {type(model).__name__}:", min(beyond, default=0)
     shown = f"{beyond.get(number)!r} has id {number}"
-    require(not beyond, f"{told} {shown}, and the model scores {size} tokens; pass its own.")
+    require(not beyond, f"{message} {shown}, and the model scores {size} tokens; pass its own.")
     ends = getattr(model.generation_config, "eos_token_id", None)
     for number in [] if ends is None else ends if isinstance(ends, list) else [ends]:
         special = number >= size or number in added or number in tokenizer.all_special_ids
         text = None if special else tokenizer.convert_ids_to_tokens(number)
         shown = f"the model's texts end at id {number}, which means {text!r} there"
-        require(text is None, f"{told} {shown}; pass its own.")
+        require(text is None, f"{message} {shown}; pass its own.")
 
 
 def compare_vocabularies(
@@ -268,7 +273,7 @@ def compare_vocabularies(
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
     Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
-    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of both.
+    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of common.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)
@@ -278,16 +283,20 @@ def compare_vocabularies(
     if not (tokens and draft_tokens):
         why = "" if shared else _differ((target, draft), (tokenizer, draft_tokenizer))
         if why:
-            told = "target and draft score equally many tokens, and whether these are the same tokens is not known, "
-            told += f"since {why}. If not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
-            warnings.warn(told, UserWarning, stacklevel=2)
+            message = (
+                "target and draft score equally many tokens, and whether these are the same tokens is not known, "
+            )
+            message += f"since {why}. If not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
+            warnings.warn(message, UserWarning, stacklevel=2)
         return
-    both = tokens.keys() & draft_tokens.keys()
-    differ = [number for number in both if tokens[number] != draft_tokens[number]]
+    common = tokens.keys() & draft_tokens.keys()
+    differ = [number for number in common if tokens[number] != draft_tokens[number]]
     number = max(differ, default=0)
-    told = f"target and draft have different tokenizers: {len(differ)} of {len(both)} ids stand for other tokens, for "
-    told += f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
-    require(2 * len(differ) <= len(both), f"{told}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
+    message = (
+        f"target and draft have different tokenizers: {len(differ)} of {len(common)} ids stand for other tokens, for "
+    )
+    message += f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
+    require(2 * len(differ) <= len(common), f"{message}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
 
 
 def _file_of(model: PreTrainedModel) -> Path | None:
@@ -325,8 +334,8 @@ def _differ(
 
 def _special(name: str, model: PreTrainedModel, tokenizer: TokenizerOrNone) -> set[int]:
     """The ids of a special token, by both configs of a model and by its tokenizer."""
-    found: set[int] = set()
-    for told in (model.config.get_text_config(decoder=True), model.generation_config, tokenizer):
-        ids: Any = getattr(told, name, None)
-        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return found
+    special: set[int] = set()
+    for config in (model.config.get_text_config(decoder=True), model.generation_config, tokenizer):
+        ids: Any = getattr(config, name, None)
+        special |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return special

@@ -37,16 +37,18 @@ def check_options(
     `unknown` are other keyword arguments, `misplaced` counts arguments after the draft without a name, as `generate`
     gives them to a class.
     """
-    told = "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
-    told += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
-    require(not misplaced, told)
+    message = (
+        "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+    )
+    message += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
+    require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
-    for name, known in choices.items():
-        one_of(name, options[name], known)
+    for name, allowed in choices.items():
+        one_of(name, options[name], allowed)
     compile = options["compile"]
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
     for name, (needed, remedy) in NEEDED.items():
         value = options[name]
-        told = f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out."
-        require(value is None or all(hasattr(value, each) for each in needed), told)
+        message = f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out."
+        require(value is None or all(hasattr(value, each) for each in needed), message)

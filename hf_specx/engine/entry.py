@@ -52,10 +52,19 @@ def prepared(
     """
     criteria = stopping_criteria
     if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
-        own = (OneStop(each) if type(each).__name__ == "MultiTokenEOSCriteria" else each for each in criteria)
-        criteria = StoppingCriteriaList(own)
-    given = {"processors": logits_processor, "criteria": criteria, "inputs_tensor": inputs_tensor, "seeds": seeds}
-    return Prompt(model, input_ids, generation_config, inputs, **given)
+        is_of_row = [type(criterion).__name__ == "MultiTokenEOSCriteria" for criterion in criteria]
+        pairs = zip(criteria, is_of_row, strict=True)
+        criteria = StoppingCriteriaList(OneStop(criterion) if flag else criterion for criterion, flag in pairs)
+    return Prompt(
+        model,
+        input_ids,
+        generation_config,
+        inputs,
+        processors=logits_processor,
+        criteria=criteria,
+        inputs_tensor=inputs_tensor,
+        seeds=seeds,
+    )
 
 
 class OneStop(StoppingCriteria):
@@ -68,22 +77,22 @@ class OneStop(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each of several texts [R, L] that the row may have ends: [R] bool."""
-        found = []
+        stops = []
         for text in input_ids:
             self.criterion.done_tracker = [False]
-            found.append(self.criterion(text[None], scores, **kwargs))
-        return torch.tensor(found, device=input_ids.device)
+            stops.append(self.criterion(text[None], scores, **kwargs))
+        return torch.tensor(stops, device=input_ids.device)
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:
-    """Whether a target can be called at all, and by the method that was given with it, if one was."""
-    given = f"model is {kind(model)}"
-    require(hasattr(model, "can_generate"), f"{given}; give the target itself, as from_pretrained loads it.")
-    require(model.can_generate(), f"{given}, {NO_HEAD}")
-    told = "custom_generate is a class; make a strategy of it first: SpeculativeDecoding(draft_model)."
-    require(not isinstance(custom_generate, type), told)
-    told = f"custom_generate={custom_generate!r} is a Path, which transformers ignores; pass it as a str."
-    require(not isinstance(custom_generate, Path), told)
+    """Raise ValueError if a target cannot be called, or not by the `custom_generate` of the call."""
+    description = f"model is {kind(model)}"
+    require(hasattr(model, "can_generate"), f"{description}; give the target itself, as from_pretrained loads it.")
+    require(model.can_generate(), f"{description}, {NO_HEAD}")
+    message = "custom_generate is a class; make a strategy of it first: SpeculativeDecoding(draft_model)."
+    require(not isinstance(custom_generate, type), message)
+    message = f"custom_generate={custom_generate!r} is a Path, which transformers ignores; pass it as a str."
+    require(not isinstance(custom_generate, Path), message)
 
 
 def known_arguments(model: Any) -> set[str]:
@@ -95,15 +104,15 @@ def known_arguments(model: Any) -> set[str]:
     return taken | vars(GenerationConfig()).keys()
 
 
-def check_values(given: dict[str, Any]) -> None:
-    """Check that the tensors among the arguments of a call have values."""
-    for name, value in given.items():
-        told = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
-        require(not isinstance(value, torch.Tensor) or value.device.type != "meta", told)
+def check_values(arguments: dict[str, Any]) -> None:
+    """Raise ValueError if a tensor among the arguments of a call has no values."""
+    for name, value in arguments.items():
+        message = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
+        require(not isinstance(value, torch.Tensor) or value.device.type != "meta", message)
 
 
 def check_draft(draft_model: Any) -> None:
-    """Whether something can draft, for any target; of a list, whether each of it can, and all of them together."""
+    """Raise ValueError for what cannot draft for any target; of a list, each alone and all of them together."""
     drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
     require(len(drafts) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
     for number, draft in enumerate(drafts):
@@ -115,39 +124,46 @@ def check_draft(draft_model: Any) -> None:
         require(is_new, f"draft_model has the same {type(draft).__name__} twice; give each draft once.")
     named = (PreTrainedModel, str, Path)
     models = [type(draft).__name__ for draft in drafts if isinstance(draft, named) or has_forwards(draft)]
-    told = f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
-    require(len(models) <= 1, told)
+    message = (
+        f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
+    )
+    require(len(models) <= 1, message)
 
 
 def _check_one(draft: Any) -> None:
-    """Whether something that is here can draft."""
-    told = f"draft_model is the class {getattr(draft, '__name__', '')}; give an object of it."
-    require(not isinstance(draft, type), told)
-    given = "draft_model is None" if draft is None else f"draft_model is {kind(draft)}"
+    """Raise ValueError for an object that cannot draft."""
+    message = f"draft_model is the class {getattr(draft, '__name__', '')}; give an object of it."
+    require(not isinstance(draft, type), message)
+    description = "draft_model is None" if draft is None else f"draft_model is {kind(draft)}"
     drafts = all(callable(getattr(draft, name, None)) for name in ("bind", "propose"))
     is_model = isinstance(draft, PreTrainedModel) and not drafts
-    told = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
-    known = is_model or isinstance(draft, CandidateGenerator) or drafts
-    require(known, f"{given}; {told}without a model, as SuffixDraft().")
-    require(not is_model or draft.can_generate(), f"{given}, {NO_HEAD}")
+    message = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
+    can_draft = is_model or isinstance(draft, CandidateGenerator) or drafts
+    require(can_draft, f"{description}; {message}without a model, as SuffixDraft().")
+    require(not is_model or draft.can_generate(), f"{description}, {NO_HEAD}")
     of_one_text = isinstance(draft, AssistedCandidateGenerator | SampledCandidateGenerator)
-    require(not of_one_text, f"{given}, made for one text; give its model instead.")
-    told = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
-    require(not getattr(draft, "requires_model_outputs", False), f"{given}, {told}")
+    require(not of_one_text, f"{description}, made for one text; give its model instead.")
+    message = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
+    require(not getattr(draft, "requires_model_outputs", False), f"{description}, {message}")
 
 
 def check_pair_call(kwargs: dict[str, Any]) -> None:
-    """Check that a call of a pair does not ask for what the pair brings itself, and can be read."""
+    """Raise ValueError if a call of a pair asks for what the pair brings itself, or has tensors without values."""
     for name in ("custom_generate", "draft_model", "assistant_model", "model"):
-        told = f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that."
-        require(kwargs.get(name) is None, told)
+        message = f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that."
+        require(kwargs.get(name) is None, message)
     check_values(kwargs)
 
 
 def check_lifted(model: PreTrainedModel) -> None:
-    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and so changes the distribution."""
-    told = f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=; pass the draft as "
-    require(model.config.model_type != "whisper", f"{told}draft_model=.")
+    """Raise ValueError where Whisper's own `generate` has seen the draft of a call by string.
+
+    It then changes the distribution.
+    """
+    message = (
+        f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=; pass the draft as "
+    )
+    require(model.config.model_type != "whisper", f"{message}draft_model=.")
 
 
 def check_many(
@@ -158,21 +174,21 @@ def check_many(
     single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
     several = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
     given = "a single prompt" if single else kind(requests)
-    told = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
-    require(several and not single and not hasattr(requests, "ndim"), f"requests is {given}; {told}")
+    message = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
+    require(several and not single and not hasattr(requests, "ndim"), f"requests is {given}; {message}")
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
-    told = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
-    require(most is None or (is_int(most) and most >= 1), told)
+    message = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
+    require(most is None or (is_int(most) and most >= 1), message)
     for name in OF_ONE_REQUEST:
-        told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
-        require(kwargs.get(name) is None, told)
+        message = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
+        require(kwargs.get(name) is None, message)
     number = setting("num_return_sequences", model, kwargs)
-    told = (
+    message = (
         f"num_return_sequences={number!r} of a generation config is for one call of generate; set it to 1 there, and "
     )
-    require(number in (None, 1), f"{told}give the prompt as several requests.")
-    told = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
-    check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, told)
+    require(number in (None, 1), f"{message}give the prompt as several requests.")
+    message = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
+    check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, message)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
 
 
@@ -210,35 +226,36 @@ def frame_of_generate(frame: FrameType | None) -> FrameType | None:
 
 def withheld(frame: FrameType) -> dict[str, Any]:
     """What `generate`, below the given frame, has kept for itself, and a decoding method needs."""
-    given = {} if (found := frame_of_generate(frame)) is None else found.f_locals
-    return {"streamer": given.get("streamer"), "synced_gpus": given.get("synced_gpus")}
+    generate_frame = frame_of_generate(frame)
+    arguments = {} if generate_frame is None else generate_frame.f_locals
+    return {"streamer": arguments.get("streamer"), "synced_gpus": arguments.get("synced_gpus")}
 
 
 def check_call(frame: FrameType, own_streamer: Any) -> None:
-    """Refuse what `generate` drops, or fails on in puzzling words; and have it pass its tokenizer on.
+    """Raise ValueError for what `generate` drops, or fails on in puzzling words; and have it pass its tokenizer on.
 
     It cannot prepare tensors without values. A streamer, or that of the strategy, is ended after an error, so that
     nobody waits for it.
     """
-    given, around = frame.f_locals, frame.f_back
-    kwargs: dict[str, Any] = given.get("kwargs", {})
-    outer = around.f_locals.get("kwargs") if around is not None else None  # generate pops it from its own
+    arguments, caller = frame.f_locals, frame.f_back
+    kwargs: dict[str, Any] = arguments.get("kwargs", {})
+    outer = caller.f_locals.get("kwargs") if caller is not None else None  # generate pops it from its own
     outer = outer if isinstance(outer, dict) else {}
-    streamers = [each for each in (given.get("streamer"), own_streamer) if each is not None]
+    streamers = [each for each in (arguments.get("streamer"), own_streamer) if each is not None]
     try:
-        check_values({"inputs": given.get("inputs")} | kwargs)
+        check_values({"inputs": arguments.get("inputs")} | kwargs)
         for name in OF_STRATEGIES:
             remedy = f"give it to SpeculativeDecoding({name}=...), or call hf_specx.generate without custom_generate=."
             require(name not in kwargs, f"{name}= is an option of the strategy, which was made already; {remedy}")
         for name, remedy in OF_DRAFTS.items():
-            value = outer.get(name) if "tokenizer" in name else given.get(name)
+            value = outer.get(name) if "tokenizer" in name else arguments.get(name)
             require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
-        told = "the strategy and the call have a streamer each; leave one of them out."
-        require(len(streamers) < 2, told)
-        named = kwargs | {"generation_config": given["generation_config"]}
-        strings = setting("stop_strings", given["self"], named)
-        told = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
-        require(strings is None or outer.get("tokenizer") is not None, told)
+        message = "the strategy and the call have a streamer each; leave one of them out."
+        require(len(streamers) < 2, message)
+        named = kwargs | {"generation_config": arguments["generation_config"]}
+        strings = setting("stop_strings", arguments["self"], named)
+        message = f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=."
+        require(strings is None or outer.get("tokenizer") is not None, message)
     except ValueError:
         for streamer in streamers:
             streamer.end()
@@ -250,12 +267,12 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
     """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
     value = getattr(kwargs.get("generation_config"), name, None)
-    own = getattr(getattr(model, "generation_config", None), name, None)
-    return kwargs.get(name, own if value is None else value)
+    of_model = getattr(getattr(model, "generation_config", None), name, None)
+    return kwargs.get(name, of_model if value is None else value)
 
 
 def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Take what `setting` has found out of a call: out of its config, which stays as it is, and out of the model's.
+    """Take what `setting` returns out of a call: out of its config, which stays as it is, and out of the model's.
 
     transformers warns of a keyword beside a config, so there is none where the model's has nothing that it must hide.
     """
@@ -277,8 +294,9 @@ def bind_stop_strings(
     strings = setting("stop_strings", model, kwargs)
     if strings is None:
         return
-    known = all(isinstance(each, str) for each in (strings if isinstance(strings, list | tuple) else [strings]))
-    require(known, f"stop_strings={strings!r} is no str and no list of str; pass one of these.")
+    as_list = strings if isinstance(strings, list | tuple) else [strings]
+    are_strings = all(isinstance(string, str) for string in as_list)
+    require(are_strings, f"stop_strings={strings!r} is no str and no list of str; pass one of these.")
     require(tokenizer is not None, f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=.")
     criteria = list(kwargs.get("stopping_criteria") or [])
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces it

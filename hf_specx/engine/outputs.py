@@ -46,8 +46,8 @@ class Outputs:
         The report is its attribute, not an item, since Whisper splits every item by row.
         """
         kind: Any = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
-        kept = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
-        output = kind(sequences=sequences, **{CACHE: past}, **kept)
+        fields = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
+        output = kind(sequences=sequences, **{CACHE: past}, **fields)
         output.speculation_report = report
         return output
 

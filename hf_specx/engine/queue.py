@@ -43,8 +43,8 @@ class RequestQueue:
         most: int | None = None,
         logprobs: bool = False,
     ):
-        told = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(*models), told + "load a copy on each process, or call generate for batches.")
+        message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
+        require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
         self.requests, self.preparing = enumerate(requests), Preparing(models[0], options)
         self.max_batch_tokens, self.logprobs = most, logprobs
         self.entries: list[Entry] = []
@@ -73,17 +73,17 @@ class RequestQueue:
 
     def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
-        given = self.preparing.batch([entry.given for entry in self.entries], self.stopping.max_new_tokens)
-        given.seeds = [entry.seed for entry in self.entries] if given.generation_config.do_sample else None
+        prompt = self.preparing.batch([entry.text for entry in self.entries], self.stopping.max_new_tokens)
+        prompt.seeds = [entry.seed for entry in self.entries] if prompt.generation_config.do_sample else None
         if self.entries[0].alone:
-            config, given.criteria = given.generation_config, self.entries[0].stopping.all
+            config, prompt.criteria = prompt.generation_config, self.entries[0].stopping.all
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
-            kept = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            given.processors = LogitsProcessorList([*kept, *self.entries[0].processors])
-        return given
+            copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
+            prompt.processors = LogitsProcessorList([*copying, *self.entries[0].processors])
+        return prompt
 
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""
@@ -159,16 +159,18 @@ class RequestQueue:
                 numbered, self.failed = None, error
             if numbered is None:
                 return None
-            index, given = numbered
-            request = given if isinstance(given, Request) else Request(given)
+            index, asked = numbered
+            request = asked if isinstance(asked, Request) else Request(asked)
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:
                 entry = self.preparing.entry(index, request)
-                told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there "
-                told += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
-                told += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
-                require(self._fits([entry]), told)
+                message = (
+                    f"the prompt has {len(entry.text)} tokens and may get {entry.limit} new ones, more than there "
+                )
+                message += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
+                message += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
+                require(self._fits([entry]), message)
                 self.next = replace(entry, alone=entry.alone or self.each_alone)
             except ValueError as error:
                 self.refuse(index, error)

@@ -23,16 +23,16 @@ def of_first_rank(number: int, device: torch.device) -> int:
     Each rank has its own clock and so finds a number of its own; with another than the others it would wait for ever
     in the midst of a forward.
     """
-    found = torch.tensor(number, device=device)
-    distributed.broadcast(found, 0)
-    return int(found)
+    shared = torch.tensor(number, device=device)
+    distributed.broadcast(shared, 0)
+    return int(shared)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether it is so on some rank; each of them must ask equally often."""
-    found = torch.tensor(float(flag), device=device)
-    distributed.all_reduce(found)
-    return found.item() > 0
+    """Whether the flag is True on some rank; each of them must ask equally often."""
+    count = torch.tensor(float(flag), device=device)
+    distributed.all_reduce(count)
+    return count.item() > 0
 
 
 def shares_rows(*models: PreTrainedModel) -> bool:
@@ -49,18 +49,20 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
 
 
 def check_synced(drafting: Drafting, drafter: Drafter) -> None:
-    """Check that ranks that hold parts of the models can keep step."""
+    """Raise ValueError if ranks that hold parts of the models cannot keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
-    told = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
-    require(drafting.schedule == "constant", f"{told}accept, and {where_fixed}; use 'constant'.")
-    told = f"assistant_confidence_threshold={drafting.threshold} changes the number of candidates by what all rows "
-    require(not drafting.threshold, f"{told}draft, and {where_fixed}; set it to 0.")
+    message = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
+    require(drafting.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
+    message = f"assistant_confidence_threshold={drafting.threshold} changes the number of candidates by what all rows "
+    require(not drafting.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
     same = "synced_gpus=True needs the same forwards on every rank, and "
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     why = "" if drafter.model is None else why_out_of_step(drafter.model)
     require(not why, f"{why}.")
-    told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
-    require(not drafter.own_text, told)
+    message = (
+        "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
+    )
+    require(not drafter.own_text, message)
 
 
 def why_out_of_step(model: PreTrainedModel) -> str:

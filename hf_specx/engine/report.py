@@ -90,10 +90,11 @@ class SpeculationReport:
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        kept, tried = self.survival
+        accepted_mass, drafted_mass = self.survival
         for chances in done.chances:
-            kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
-        self.survival = kept, tried
+            accepted_mass += sum(chances)
+            drafted_mass += sum([1.0, *chances][: len(chances)])
+        self.survival = accepted_mass, drafted_mass
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
@@ -138,25 +139,25 @@ class SpeculationReport:
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
-        both = copy.copy(other if self.layout == PLAINLY else self)
-        both.keeps = other.keeps if self.keeps is None else self.keeps
+        total = copy.copy(other if self.layout == PLAINLY else self)
+        total.keeps = other.keeps if self.keeps is None else self.keeps
         for name in (each.name for each in fields(self)):
-            one, more = getattr(self, name), getattr(other, name)
+            first, second = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
-                setattr(both, name, more if one in more else one if more in one else f"{one}; {more}")
+                setattr(total, name, _joined_reasons(first, second))
             elif name in LARGEST:
-                setattr(both, name, max(one, more))
+                setattr(total, name, max(first, second))
             elif name.endswith(("_per_row", "_per_position")):
-                setattr(both, name, [a + b for a, b in zip_longest(one, more, fillvalue=0)])
-            elif isinstance(one, int | float | Counter) and name != "keeps":
-                setattr(both, name, one + more)
-        both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
-        both.seconds = _added(self.seconds, other.seconds)
+                setattr(total, name, [a + b for a, b in zip_longest(first, second, fillvalue=0)])
+            elif isinstance(first, int | float | Counter) and name != "keeps":
+                setattr(total, name, first + second)
+        total.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        total.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
-        both.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
+        total.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        both.history = [(a + b)[None if both.keeps is None else -2 * both.keeps :] for a, b in pairs]
-        return both
+        total.history = [(a + b)[None if total.keeps is None else -2 * total.keeps :] for a, b in pairs]
+        return total
 
     @property
     def drafted(self) -> int:
@@ -260,25 +261,25 @@ class SpeculationReport:
 
     def __repr__(self) -> str:
         rows, rounds = (f"{n} {name}{'s' * (n != 1)}" for n, name in ((self.rows, "row"), (self.rounds, "round")))
-        kept = f"acceptance rate {self.acceptance_rate:.3f}, {self.verification} verification, {self.layout} layout"
-        return f"SpeculationReport({self.emitted} new tokens in {rows}, {rounds}, {kept})"
+        how = f"acceptance rate {self.acceptance_rate:.3f}, {self.verification} verification, {self.layout} layout"
+        return f"SpeculationReport({self.emitted} new tokens in {rows}, {rounds}, {how})"
 
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates were the only token allowed" if self.forced else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
-        alpha, kept = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
+        alpha, rate = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
             f"over up to {self.num_draft_tokens} candidates a row, {self.plain_steps} over none; "
             f"{self.verification} verification, {self.layout} layout{copied}",
-            f"alpha {alpha}, acceptance rate {kept}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
+            f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason) if reason]
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
-            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
-            lines.append(f"accepted of proposed, by source: {', '.join(told)}")
+            message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted of proposed, by source: {', '.join(message)}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}; speed-up by the times of forwards "
@@ -288,6 +289,13 @@ class SpeculationReport:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
             lines.append(f"{self.seconds['total']:.2f} s" + (f" ({phases})" if phases else ""))
         return "\n".join(lines)
+
+
+def _joined_reasons(first: str, second: str) -> str:
+    """Two reasons as one; what one of them says already is not said twice."""
+    if first in second:
+        return second
+    return first if second in first else f"{first}; {second}"
 
 
 def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,19 +80,18 @@ class Entry:
     """A request as `generate` prepared it for a batch of one.
 
     Attributes:
-        given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
+        text: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
-        alike: whether it has the processors of the call and no others, `has_processors` whether it was given some.
+        processors: of the call and its own; `has_processors`, whether there are some of its own.
         alone: whether it needs a batch of its own.
     """
 
     index: int
-    given: torch.Tensor
+    text: torch.Tensor
     input_ids: torch.Tensor
     seed: int
     seeded: bool
     processors: Sequence[Processor]
-    alike: bool
     has_processors: bool
     stopping: Stopping
     alone: bool
@@ -105,7 +104,7 @@ class Entry:
     @property
     def width(self) -> int:
         """Tokens of its prompt, also one that an encoder reads."""
-        return max(len(self.given), len(self.input_ids))
+        return max(len(self.text), len(self.input_ids))
 
 
 class Preparing:
@@ -115,17 +114,20 @@ class Preparing:
         self.model, self.options = model, dict(options)
         self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
-        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
-        if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-            own |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}  # each request may have its own limit
-        self._alone(one, own)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # they are tried at once; stop strings are bound for each request, those of a config too
+        tried = self.options | {"stop_strings": None}
+        if not tried.keys() & {"max_new_tokens", "max_length", "generation_config"}:
+            # each request may have its own limit
+            tried |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
+        self._alone(token, tried)
 
     def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
         """Several requests, [l] tokens each, with pads."""
         side = "right" if self.model.config.is_encoder_decoder else "left"
-        padded, own = padded_rows(texts, side), {"max_new_tokens": max_new_tokens, "stop_strings": None}
-        return _prepared(self.model, padded["input_ids"], padded["attention_mask"], self.options | own)
+        padded = padded_rows(texts, side)
+        options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
+        return _prepared(self.model, padded["input_ids"], padded["attention_mask"], options)
 
     def entry(self, index: int, request: Request) -> Entry:
         """A request by itself; raises a ValueError if it cannot be served."""
@@ -133,22 +135,33 @@ class Preparing:
         _check(request, ids)
         unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         ids = ids.to(self.device, torch.int64)
-        warps = {"temperature": request.temperature, "top_p": request.top_p}
-        own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings} | warps
-        options = self.options | {name: value for name, value in own.items() if value is not None}
+        overrides = {
+            "max_new_tokens": request.max_new_tokens,
+            "stop_strings": request.stop_strings,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+        }
+        options = self.options | {name: value for name, value in overrides.items() if value is not None}
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        given = self._alone(ids[None], options)
-        start, seed = given.input_ids[0], request.seed
-        processors, alone = self._with_masks(given)
+        prompt = self._alone(ids[None], options)
+        processors, alone = self._with_masks(prompt)
+        seed = request.seed
         if seed is None:
-            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if given.generation_config.do_sample else 0
-        own_processors = request.logits_processor is not None
-        alike = not own_processors and all(value is None for value in warps.values())
-        known = index, ids, start, seed, request.seed is not None
-        entry = Entry(*known, processors, alike, own_processors, given.stopping, alone)
-        check_length(given, entry.limit)
+            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if prompt.generation_config.do_sample else 0
+        entry = Entry(
+            index=index,
+            text=ids,
+            input_ids=prompt.input_ids[0],
+            seed=seed,
+            seeded=request.seed is not None,
+            processors=processors,
+            has_processors=request.logits_processor is not None,
+            stopping=prompt.stopping,
+            alone=alone,
+        )
+        check_length(prompt, entry.limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))
         return entry
@@ -160,17 +173,17 @@ class Preparing:
             options = options | {"encoder_outputs": BaseModelOutput(states)}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, given: Prompt) -> tuple[Sequence[Processor], bool]:
-        """Processors with the masks of grammars; or all as given, and that the request needs a batch of its own."""
-        ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
+    def _with_masks(self, prompt: Prompt) -> tuple[Sequence[Processor], bool]:
+        """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
+        ours = masked(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
-        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
+        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        longest = text_width(given) + given.stopping.max_new_tokens
+        longest = text_width(prompt) + prompt.stopping.max_new_tokens
         changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch
-        if stateful or changes or reasons_of(given, given.stopping.max_new_tokens):
-            return given.processors, True
+        if stateful or changes or reasons_of(prompt, prompt.stopping.max_new_tokens):
+            return prompt.processors, True
         for mask in masks:
             mask.begin(1)
         return ours, False
@@ -180,52 +193,53 @@ class Preparing:
         remedies = {"logits_processor": "give each its own, to generate_many as Request(..., logits_processor=[...])"}
         remedies["stopping_criteria"] = "call generate for each"
         for name, remedy in remedies.items():
-            for kind in (type(given).__name__ for given in self.options.get(name) or []):
-                told = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
-                require(kind not in stateful, f"{told}stateless = True if it keeps none.")
+            for kind in (type(each).__name__ for each in self.options.get(name) or []):
+                message = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
+                require(kind not in stateful, f"{message}stateless = True if it keeps none.")
 
 
-def as_ids(given: Any) -> torch.Tensor:
+def as_ids(prompt: Any) -> torch.Tensor:
     """A prompt as a tensor [L] of integers; a ValueError if it is of another type."""
     try:
-        dtype = None if len(given) else torch.int64
-        ids = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, dtype=dtype, device="cpu")
+        dtype = None if len(prompt) else torch.int64
+        ids = prompt if isinstance(prompt, torch.Tensor) else torch.as_tensor(prompt, dtype=dtype, device="cpu")
         ok = ids.ndim == 1 and not (ids.is_floating_point() or ids.dtype == torch.bool or ids.is_meta)
     except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
         ok = False
-    require(ok, NO_PROMPT.format(brief(given)))
+    require(ok, NO_PROMPT.format(brief(prompt)))
     return ids
 
 
 def _check(request: Request, ids: torch.Tensor) -> None:
     """Raise a ValueError for what `generate` has errors of other kinds for."""
-    limit, own, seed = request.max_new_tokens, request.logits_processor, request.seed
+    limit, processors, seed = request.max_new_tokens, request.logits_processor, request.seed
     require(len(ids) > 0, NO_PROMPT.format(brief(request.input_ids)))
-    told = f"max_new_tokens={brief(limit)} is no number of tokens; give an int of 1 or more, or None."
-    require(limit is None or is_int(limit), told)
-    told = f"logits_processor={brief(own)} is no list of processors; put a single one into a list."
-    require(own is None or (isinstance(own, Sequence) and all(map(callable, own))), told)
-    told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
-    require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), told)
+    message = f"max_new_tokens={brief(limit)} is no number of tokens; give an int of 1 or more, or None."
+    require(limit is None or is_int(limit), message)
+    message = f"logits_processor={brief(processors)} is no list of processors; put a single one into a list."
+    is_list = isinstance(processors, Sequence) and all(map(callable, processors))
+    require(processors is None or is_list, message)
+    message = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
+    require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), message)
 
 
 def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prompt:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
 
     @wraps(prepared)
-    def hold(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
-        why = why_learned_prompt(given.model)
+    def keep_prompt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        prompt = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        why = why_learned_prompt(prompt.model)
         require(not why, f"{why}.")
-        message = f"num_beams={given.generation_config.num_beams} and num_return_sequences="
-        message += f"{given.generation_config.num_return_sequences} make several rows of a request, which has one; "
-        require(len(given.input_ids) == len(ids), f"{message}leave them out, or call generate for each request.")
-        told = "PEFT's own generate alone knows where adapters begin (aLoRA); call it for each request."
-        require(not adapts_rows(given.model), told)
-        given.generation_config.return_dict_in_generate = False
-        found.append(given)
-        return given.input_ids
+        message = f"num_beams={prompt.generation_config.num_beams} and num_return_sequences="
+        message += f"{prompt.generation_config.num_return_sequences} make several rows of a request, which has one; "
+        require(len(prompt.input_ids) == len(ids), f"{message}leave them out, or call generate for each request.")
+        message = "PEFT's own generate alone knows where adapters begin (aLoRA); call it for each request."
+        require(not adapts_rows(prompt.model), message)
+        prompt.generation_config.return_dict_in_generate = False
+        prompts.append(prompt)
+        return prompt.input_ids
 
-    model.generate(ids, attention_mask=mask, **options, custom_generate=hold)  # type: ignore[operator]
-    return found[0]
+    model.generate(ids, attention_mask=mask, **options, custom_generate=keep_prompt)  # type: ignore[operator]
+    return prompts[0]

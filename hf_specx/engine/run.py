@@ -136,13 +136,13 @@ class Run:
             if step is not None:
                 self._measure(step)
                 round_timer = RoundTimer(self.costs, self.round_timer.online) if call.shared else self.round_timer
-        given: dict[str, Any] = {"synced": call.synced, "processors": self.processors}
+        options: dict[str, Any] = {"synced": call.synced, "processors": self.processors}
         if round_timer is not None and (call.synced or call.shared):
-            given["agree"] = partial(of_first_rank, device=batch.ids.device)
+            options["agree"] = partial(of_first_rank, device=batch.ids.device)
         number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
         if number is not None or round_timer is None:
-            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, round_timer, **given)
-        return Auto(round_timer, call.verification, batch, call.options.compile, **given)
+            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, round_timer, **options)
+        return Auto(round_timer, call.verification, batch, call.options.compile, **options)
 
     def _measure(self, step: Callable[[int], object]) -> None:
         """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
@@ -256,8 +256,8 @@ def would_rest(call: Call, costs: Costs) -> bool:
     """
     options, drafter = call.options, call.drafter
     fixed = call.drafting.number is not None or drafter.max_candidates is not None
-    apart = call.seeds is not None or call.synced or call.shared
-    if fixed or apart or drafter.parts or not drafter.has_probs or options.compile or options.listeners:
+    needs_rounds = call.seeds is not None or call.synced or call.shared
+    if fixed or needs_rounds or drafter.parts or not drafter.has_probs or options.compile or options.listeners:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):
         return False

@@ -120,10 +120,10 @@ class SpeculativeDecoding(NoModel):
         self._served: ModelReference | None = None
 
     def __repr__(self) -> str:
-        told = label_of(self.draft_model)
+        description = label_of(self.draft_model)
         for name in ("num_draft_tokens", "verification", "layout", "compile"):
-            told += f", {name}={getattr(self, name)!r}"
-        return f"SpeculativeDecoding({told})"
+            description += f", {name}={getattr(self, name)!r}"
+        return f"SpeculativeDecoding({description})"
 
     __signature__ = AskedSignature()
 
@@ -137,7 +137,7 @@ class SpeculativeDecoding(NoModel):
     @torch.no_grad()
     def decode(
         self,
-        given: Prompt,
+        prompt: Prompt,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
@@ -148,7 +148,7 @@ class SpeculativeDecoding(NoModel):
         """
         withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
         try:
-            return self.complete(self.call(given, **withheld), earlier)
+            return self.complete(self.call(prompt, **withheld), earlier)
         finally:
             if withheld["streamer"] is not None:
                 withheld["streamer"].end()
@@ -202,17 +202,17 @@ class SpeculativeDecoding(NoModel):
         """
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
-            given = queue.prepared()
+            prompt = queue.prepared()
             if queue.entries[0].alone:
                 try:
-                    queue.take_up(self.complete(self.call(given), earlier))
+                    queue.take_up(self.complete(self.call(prompt), earlier))
                 except (ValueError, RuntimeError) as error:
                     if not queue.has_brought(error):
                         raise
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
-                call, target = proven(self.call(given, queue))
+                call, target = proven(self.call(prompt, queue))
                 if call.plain:  # which transformers' own sampler has no queue for
                     queue.decode_each_alone()
                     continue
@@ -235,15 +235,15 @@ class SpeculativeDecoding(NoModel):
             ...     trainer.train()
         """
         check_entry(model := unwrapped(model))
-        own = vars(model)
-        before = {"generate": own["generate"]} if "generate" in own else {}
+        attributes = vars(model)
+        before = {"generate": attributes["generate"]} if "generate" in attributes else {}
         plain = partial(type(model).generate, model)  # type: ignore[attr-defined]
-        own["generate"] = update_wrapper(partial(self._generate, model), plain)  # some ask for its arguments
+        attributes["generate"] = update_wrapper(partial(self._generate, model), plain)  # some ask for its arguments
         try:
             yield model
         finally:
-            del own["generate"]
-            own.update(before)
+            del attributes["generate"]
+            attributes.update(before)
 
     def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """What `model.generate` gives inside of `attached`; without us where a repository of the Hub decodes."""
@@ -257,7 +257,7 @@ class SpeculativeDecoding(NoModel):
         return type(model).generate(model, *args, **kwargs)
 
     def load(self, target: PreTrainedModel) -> None:
-        """Load what was given by its name, for this target."""
+        """Load drafts that are named, for this target."""
         parts = self.draft_model if isinstance(self.draft_model, list) else [self.draft_model]
         if any(isinstance(part, str | Path) for part in parts):
             self.draft_model = with_loaded_drafts(self.draft_model, target)
@@ -270,12 +270,12 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, given: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
+    def call(self, prompt: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
         """What a call asks for, or a batch of a queue, checked."""
-        drafter, options = self._drafter(given.model), copy.copy(self)  # which may change later
+        drafter, options = self._drafter(prompt.model), copy.copy(self)  # which may change later
         options.streamer = streamer
-        call = make_call(options, given, drafter, queue, **withheld)
-        self.meet(given.model)
+        call = make_call(options, prompt, drafter, queue, **withheld)
+        self.meet(prompt.model)
         return call
 
     def meet(self, model: PreTrainedModel) -> None:
@@ -315,5 +315,5 @@ class SpeculativeDecoding(NoModel):
         """Time forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`."""
         model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        given = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
-        Run(self.call(given), self.costs).calibrate()
+        prompt = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
+        Run(self.call(prompt), self.costs).calibrate()

@@ -51,7 +51,7 @@ def state_of(model: PreTrainedModel) -> tuple:
     return model.training, names, config.to_dict(), [parameter._version for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("message", "misuse"), CASES, ids=[told for told, _ in CASES])
+@pytest.mark.parametrize(("message", "misuse"), CASES, ids=[message for message, _ in CASES])
 def test_misuse(message: str, misuse: Callable[[], object], before: dict, forwards: list):
     with pytest.raises((ValueError, TypeError), match=message):
         misuse()
@@ -96,9 +96,10 @@ def test_keys_that_are_left_out_by_rounding():
 
 
 @pytest.mark.parametrize(
-    ("rope_type", "given"), [("dynamic", whole), ("longrope", whole), ("dynamic", embedded), ("dynamic", continued)]
+    ("rope_type", "inputs_of"),
+    [("dynamic", whole), ("longrope", whole), ("dynamic", embedded), ("dynamic", continued)],
 )
-def test_rope_that_depends_on_the_length(rope_type: str, given: Callable):
+def test_rope_that_depends_on_the_length(rope_type: str, inputs_of: Callable):
     """Within the original length it is the plain one and speculated; beyond it, `generate` switches at another step.
 
     All of the text counts in its length, not only what is passed as ids.
@@ -110,11 +111,11 @@ def test_rope_that_depends_on_the_length(rope_type: str, given: Callable):
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
     ours = call | {"custom_generate": strategy}
     expected = target.generate(input_ids=inputs["input_ids"], **call, max_new_tokens=13)[:, 11:]
-    assert torch.equal(target.generate(**given(target, inputs) | ours, max_new_tokens=13)[:, -13:], expected)
+    assert torch.equal(target.generate(**inputs_of(target, inputs) | ours, max_new_tokens=13)[:, -13:], expected)
     assert strategy.report.accepted > 0
-    longer = target.generate(**given(target, inputs) | call, max_new_tokens=14)
+    longer = target.generate(**inputs_of(target, inputs) | call, max_new_tokens=14)
     with pytest.warns(UserWarning, match=f"rope_type='{rope_type}' changes its frequencies after position 24"):
-        assert torch.equal(target.generate(**given(target, inputs) | ours, max_new_tokens=14), longer)
+        assert torch.equal(target.generate(**inputs_of(target, inputs) | ours, max_new_tokens=14), longer)
     assert strategy.report.layout == "plain"
 
 

@@ -42,10 +42,12 @@ def test_requests_get_the_text_of_generate(model_type: str, batch_size: int, opt
     target, asked = tiny(model_type), requests(20)
     strategy = coupled(target, 0.2)
     with Forwards(target) as forwards:
-        found = assert_alone(strategy, target, asked, batch_size=batch_size, **OPTIONS[options])
-    own = len(forwards.ids) - strategy.report.emitted - len(asked)  # plain ones came first, one for each token
-    assert options not in MODES or own < strategy.report.emitted / min(batch_size, 3)
-    for done in found.values():
+        completions = assert_alone(strategy, target, asked, batch_size=batch_size, **OPTIONS[options])
+    num_forwards = (
+        len(forwards.ids) - strategy.report.emitted - len(asked)
+    )  # plain ones came first, one for each token
+    assert options not in MODES or num_forwards < strategy.report.emitted / min(batch_size, 3)
+    for done in completions.values():
         assert done.finish_reason == ("stop" if done.tokens[-1] in (5, 6) else "length")
 
 
@@ -104,20 +106,20 @@ def test_a_short_prompt_beside_a_draft_that_rested(monkeypatch: pytest.MonkeyPat
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("own", [list, lambda: [Counting()]], ids=["none", "in order"])
-def test_log_probabilities_are_those_of_plain_decoding(own: Callable):
+@pytest.mark.parametrize("processors", [list, lambda: [Counting()]], ids=["none", "in order"])
+def test_log_probabilities_are_those_of_plain_decoding(processors: Callable):
     """Also where a request has a processor that keeps state, so that transformers' own sampler decodes."""
-    target, kept = tiny(), {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    asked = [Request(one.input_ids, one.max_new_tokens, one.seed, None, own()) for one in requests(6)]
+    target, outputs = tiny(), {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    asked = [Request(one.input_ids, one.max_new_tokens, one.seed, None, processors()) for one in requests(6)]
     strategy = coupled(target, 0.2, num_draft_tokens=3)
     for index, done in completed(strategy, target, asked, batch_size=2, logprobs=True, **SAMPLED).items():
         torch.manual_seed(asked[index].seed)
         ids = asked[index].input_ids[None]
-        options = SAMPLED | kept | {"max_new_tokens": asked[index].max_new_tokens, "logits_processor": own()}
+        options = SAMPLED | outputs | {"max_new_tokens": asked[index].max_new_tokens, "logits_processor": processors()}
         plain = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        for found, steps in ((done.logprobs, plain.scores), (done.raw_logprobs, plain.logits)):
+        for logprobs, steps in ((done.logprobs, plain.scores), (done.raw_logprobs, plain.logits)):
             expected = [step[0].log_softmax(-1)[token] for step, token in zip(steps, done.tokens, strict=True)]
-            torch.testing.assert_close(torch.tensor(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(torch.tensor(logprobs), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 class Odd(LogitsProcessor):
@@ -142,13 +144,13 @@ class Looks(Drafter):
     """Proposes nothing, and notes the text of each row that has ended."""
 
     def __init__(self):
-        self.told = []
+        self.texts = []
 
     def propose(self, batch, lengths):
         return no_candidates(batch)
 
     def observe(self, done):
-        self.told += [done.batch.row(row).tolist() for row in done.ended]
+        self.texts += [done.batch.row(row).tolist() for row in done.ended]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -158,7 +160,7 @@ def test_drafts_are_told_of_a_text_before_the_next_has_its_place(batch_size: int
     expected = [text + alone(target, Request(text), **options) for text in texts]
     looks = Looks()
     completed(SpeculativeDecoding(looks), target, texts, batch_size=batch_size, **options)
-    assert sorted(looks.told) == sorted(expected)
+    assert sorted(looks.texts) == sorted(expected)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -170,8 +172,8 @@ def test_auto_beside_requests_with_seeds(draft_pays: None, verification: str):
     strategy = SpeculativeDecoding(draft, verification=verification)
     by = SpeculativeDecoding(draft, verification=verification)
     strategy.listeners = (seen,)
-    found = completed(strategy, target, asked, batch_size=2, **SAMPLED)  # two without a seed come first
-    assert all(found[n].tokens == alone(target, asked[n], by, **SAMPLED) for n in range(2, 12, 3))
+    completions = completed(strategy, target, asked, batch_size=2, **SAMPLED)  # two without a seed come first
+    assert all(completions[n].tokens == alone(target, asked[n], by, **SAMPLED) for n in range(2, 12, 3))
     assert max(seen) > 5
 
 
@@ -179,7 +181,7 @@ STOPS = [None, ["a b"], "cd", ["e", "xyz"]]
 CALL = {"repetition_penalty": 1.15, "min_new_tokens": 2, "no_repeat_ngram_size": 4}
 
 
-def made(number: int, seed: int = 0) -> list[Request]:
+def random_requests(number: int, seed: int = 0) -> list[Request]:
     """Prompts of 1 to 40 tokens, limits of 1 to 40, stop strings and processors of some, seeds of all."""
     generator = torch.Generator().manual_seed(seed)
     lengths, limits, kinds = (torch.randint(1, 41, (3, number), generator=generator)).tolist()
@@ -201,33 +203,35 @@ def made(number: int, seed: int = 0) -> list[Request]:
 )
 def test_orders_and_batch_sizes(number: int, batch_sizes: Sequence[int], options: dict):
     """The target runs fewer forwards than plain decoding."""
-    target, asked, options = tiny(vocab_size=280), made(number), options | CALL
+    target, asked, options = tiny(vocab_size=280), random_requests(number), options | CALL
     expected = [alone(target, request, tokenizer=tiny_tokenizer(), **options) for request in asked]
     draft = near(target, 0.2)
     for turn, batch_size in enumerate(batch_sizes):
         order = torch.randperm(number, generator=torch.Generator().manual_seed(turn)).tolist()
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", tokenizer=tiny_tokenizer())
         with Forwards(target) as forwards:
-            found = completed(strategy, target, [asked[n] for n in order], batch_size=batch_size, **options)
-        assert [found[place].tokens for place in range(number)] == [expected[n] for n in order]
+            completions = completed(strategy, target, [asked[n] for n in order], batch_size=batch_size, **options)
+        assert [completions[place].tokens for place in range(number)] == [expected[n] for n in order]
         assert len(forwards.ids) < sum(map(len, expected)) / min(2, batch_size) + number
 
 
 def test_stop_strings_of_a_config():
     """As if they had been given to the call: its options are tried at once, when no tokenizer is bound to them yet."""
-    target, asked = tiny(vocab_size=280), [Request(one.input_ids, one.max_new_tokens) for one in made(3)]
+    target, asked = tiny(vocab_size=280), [Request(one.input_ids, one.max_new_tokens) for one in random_requests(3)]
     config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=24, stop_strings=list("aeiou"))
     options = {"generation_config": config, "tokenizer": tiny_tokenizer()}
-    found = assert_alone(coupled(target, 0.2), target, asked, **options)
-    assert any(len(found[index].tokens) < request.max_new_tokens for index, request in enumerate(asked))
+    completions = assert_alone(coupled(target, 0.2), target, asked, **options)
+    assert any(len(completions[index].tokens) < request.max_new_tokens for index, request in enumerate(asked))
 
 
 def test_a_request_in_the_place_of_another_has_stop_strings_of_its_own():
     target, stops = tiny(vocab_size=280), [None, list("aeiou")]
-    asked = [Request(one.input_ids, 24, stop_strings=stops[number % 2]) for number, one in enumerate(made(6))]
+    asked = [
+        Request(one.input_ids, 24, stop_strings=stops[number % 2]) for number, one in enumerate(random_requests(6))
+    ]
     options = GREEDY | {"tokenizer": tiny_tokenizer()}
-    found = assert_alone(coupled(target, 0.2), target, asked, batch_size=1, **options)
-    assert len(found[0].tokens) == 24 > min(len(found[index].tokens) for index in (1, 3, 5))
+    completions = assert_alone(coupled(target, 0.2), target, asked, batch_size=1, **options)
+    assert len(completions[0].tokens) == 24 > min(len(completions[index].tokens) for index in (1, 3, 5))
 
 
 @pytest.mark.slow

@@ -39,14 +39,14 @@ def test_a_bounded_cache():
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
     strategy.listeners = (taken,)
     asked = [Request([1] * length, 10) for length in (4, 4, 20, 4, 60, 4)]
-    found = completed(strategy, target, asked, batch_size=4, max_batch_tokens=60, **GREEDY)
-    assert found[4].finish_reason == "refused"
+    completions = completed(strategy, target, asked, batch_size=4, max_batch_tokens=60, **GREEDY)
+    assert completions[4].finish_reason == "refused"
     assert (
         "request 4: the prompt has 60 tokens and may get 10 new ones, more than there is room for: max_batch_tokens=60"
-        in found[4].error
+        in completions[4].error
     )
     expected = [alone(target, request, **GREEDY) for request in asked]
-    assert all(found[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
+    assert all(completions[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
     assert max(taken) <= 60
 
 
@@ -68,17 +68,17 @@ def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatc
 
 
 NOT_SERVED = [
-    ([], r"input_ids=\[\] is no prompt; give a list of token ids"),
+    ([], "no prompt"),
     (Request([1], seed=-1), "seed=-1"),
     (Request([1], max_new_tokens=200), "position"),
-    ([1.5], r"input_ids=\[1.5\] is no prompt; give"),
-    ("a text", "is no prompt"),
-    ([[1, 2]], "is no prompt"),
-    (torch.ones(3, dtype=torch.int64, device="meta"), "device='meta'.* is no prompt; give"),
+    ([1.5], "no prompt"),
+    ("a text", "no prompt"),
+    ([[1, 2]], "no prompt"),
+    (torch.ones(3, dtype=torch.int64, device="meta"), "no prompt"),
     ([1, VOCAB_SIZE], f"the token id {VOCAB_SIZE}"),
     ([-1], "the token id -1"),
-    (Request([1], max_new_tokens="3"), "max_new_tokens='3' is no number"),
-    (Request([1], logits_processor=max), "put a single one into a list"),
+    (Request([1], max_new_tokens="3"), "max_new_tokens='3'"),
+    (Request([1], logits_processor=max), "no list"),
 ]
 
 
@@ -88,12 +88,12 @@ def test_requests_that_cannot_be_served(batch_size: int):
     target = tiny("gpt2")
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
     asked = [[1, 2], *(wrong for wrong, _ in NOT_SERVED), [3]]
-    found = completed(strategy, target, asked, batch_size=batch_size, **GREEDY)
-    for number, (_, told) in enumerate(NOT_SERVED, 1):
-        assert (found[number].finish_reason, found[number].tokens) == ("refused", None)
-        assert re.search(f"request {number}: .*{told}", found[number].error)
+    completions = completed(strategy, target, asked, batch_size=batch_size, **GREEDY)
+    for number, (_, word) in enumerate(NOT_SERVED, 1):
+        assert (completions[number].finish_reason, completions[number].tokens) == ("refused", None)
+        assert re.search(f"request {number}: .*{word}", completions[number].error)
     for number in (0, len(asked) - 1):
-        assert found[number].tokens == alone(target, Request(asked[number]), **GREEDY)
+        assert completions[number].tokens == alone(target, Request(asked[number]), **GREEDY)
 
 
 class Ending(LogitsProcessor):
@@ -114,8 +114,8 @@ def test_a_request_whose_own_processors_exclude_every_token(batch_size: int, sta
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
     for index in (1, 6):
         asked[index] = Request([1, 2, 3], 20, seed=9, logits_processor=[Ending(6, stateless)])
-    found = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED | {"eos_token_id": None})
-    for index, done in found.items():
+    completions = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED | {"eos_token_id": None})
+    for index, done in completions.items():
         if index in (1, 6):
             assert (done.finish_reason, done.tokens) == ("refused", None)
             assert re.search("no next token after 3 new ones|probability tensor", done.error)
@@ -133,45 +133,45 @@ def failing(*_):
 def test_an_error_that_no_request_has_brought_is_that_of_all(stateless: bool):
     """Of the target, also if the request has processors of its own; and of what was given for all requests."""
     target = tiny()
-    strategy, own = SpeculativeDecoding(near(target, 0.1)), [Ending(99, stateless)]
+    strategy, processors = SpeculativeDecoding(near(target, 0.1)), [Ending(99, stateless)]
     asked = [Request([1, 2, 3], temperature=0.9)]
     with pytest.raises(RuntimeError, match="no next token after 3 new ones"):
         completed(strategy, target, asked, logits_processor=[Ending(6, True)], **SAMPLED)
     target.register_forward_pre_hook(failing)
     with pytest.raises(RuntimeError, match="no device is left"):
-        completed(strategy, target, [Request([1, 2, 3], logits_processor=own)], **SAMPLED)
+        completed(strategy, target, [Request([1, 2, 3], logits_processor=processors)], **SAMPLED)
 
 
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
 def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
     """So it is an error at once."""
     target = tiny()
-    with pytest.raises(ValueError, match="is no prompt; give a list of token ids"):
+    with pytest.raises(ValueError, match="no prompt"):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [wrong, wrong], **GREEDY))
 
 
-SEVERAL = "num_return_sequences=2 of a generation config is for one call of generate; set it to 1 there, and give"
+SEVERAL = "num_return_sequences=2"
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "word"),
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
-        ({"seeds": [1]}, "seeds= belongs to one call"),
+        ({"seeds": [1]}, "seeds="),
         ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, SEVERAL),
-        ({"foo": 2}, "no argument 'foo'; pass arguments of generate here, .* SpeculativeDecoding"),
+        ({"foo": 2}, "no argument 'foo'"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
-        ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),
-        ({"requests": [1, 2]}, "requests is a single prompt; give a list of prompts"),
-        ({"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])}, "requests is a Tensor; give .* without pads"),
+        ({"requests": {"input_ids": [[1, 2]]}}, "a dict"),
+        ({"requests": [1, 2]}, "a single prompt"),
+        ({"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])}, "a Tensor"),
     ],
 )
-def test_arguments_that_are_refused(options: dict, told: str):
+def test_arguments_that_are_refused(options: dict, word: str):
     """Before anything is iterated over."""
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.2))
-    with Forwards(target) as forwards, pytest.raises((ValueError, TypeError), match=told):
+    with Forwards(target) as forwards, pytest.raises((ValueError, TypeError), match=word):
         strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
     assert not forwards.ids
 
@@ -186,22 +186,22 @@ def test_requests_with_a_temperature_and_a_top_p_of_their_own(verification: str)
     by = strategy if verification == "block" else None
     expected = [alone(target, Request([3, 4, 5], 12, seed=7), by, **SAMPLED | warp) for warp in warps]
     assert len({*map(tuple, expected)}) > 2
-    found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
-    assert [found[index].tokens for index in range(8)] == expected
+    completions = completed(strategy, target, asked, batch_size=3, **SAMPLED)
+    assert [completions[index].tokens for index in range(8)] == expected
     (refused,) = strategy.generate_many(target, [Request([1], 4, temperature=-1.0)], **SAMPLED)
     assert "temperature" in refused.error
 
 
 def test_an_error_of_the_input_loses_nothing_that_was_taken():
     """Nor is anything read after it, though the iterable could go on."""
-    target, asked, found = tiny(), requests(9), {}
+    target, asked, completions = tiny(), requests(9), {}
     broken = map({number: asked[number] for number in range(9) if number != 6}.__getitem__, range(9))
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
     with pytest.raises(KeyError, match="6"):
-        found.update(
+        completions.update(
             (done.index, done.tokens) for done in strategy.generate_many(target, broken, batch_size=4, **GREEDY)
         )
-    assert found == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked[:6])}
+    assert completions == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked[:6])}
 
 
 @pytest.mark.parametrize("spread", [0, 1])
@@ -209,7 +209,6 @@ def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypa
     """The target or the draft."""
     models = [tiny(), near(tiny(), 0.2)]
     monkeypatch.setattr("hf_specx.engine.queue.synced_by_default", lambda *asked: models[spread] in asked)
-    told = r"spread over processes \(FSDP or ZeRO-3\)"
-    with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
+    with Forwards(models[0]) as forwards, pytest.raises(ValueError, match="spread over processes"):
         SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)
     assert not forwards.ids

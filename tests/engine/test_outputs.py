@@ -57,9 +57,9 @@ def calls(target: PreTrainedModel, mode: str, ends: bool, **more) -> tuple[dict,
     counts: list[int] = []
     for tokens in itertools.combinations(text.unique().tolist(), 2):
         hits = torch.isin(text, torch.tensor(tokens)).tolist()
-        found = [row.index(True) + 1 if True in row else NEW_TOKENS for row in hits]
-        if len(set(found)) > len(set(counts)) and min(found) > 1:
-            counts, call["eos_token_id"] = found, list(tokens)
+        first_hits = [row.index(True) + 1 if True in row else NEW_TOKENS for row in hits]
+        if len(set(first_hits)) > len(set(counts)) and min(first_hits) > 1:
+            counts, call["eos_token_id"] = first_hits, list(tokens)
     assert len(set(counts)) > 1
     return call, counts
 

@@ -176,15 +176,15 @@ RIGHT = {name: partial(compare_auto if "auto" in name else compare, name, synced
 RIGHT["FSDP2"] = compare_sharded
 
 
-def play(rank: int, found: dict[str, str]) -> None:
+def play(rank: int, results: dict[str, str]) -> None:
     for name, run in WRONG.items():
         try:
             run(rank=rank)
         except Exception:
-            found[name] = traceback.format_exc()
+            results[name] = traceback.format_exc()
     for name, run in RIGHT.items():
         run(rank=rank)
-        found[name] = "passed"
+        results[name] = "passed"
 
 
 @pytest.fixture(scope="module")

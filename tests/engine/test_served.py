@@ -49,8 +49,8 @@ def mask(change: Callable[[torch.Tensor], object], target: Callable[[], PreTrain
     def make() -> tuple[PreTrainedModel, dict]:
         ones = torch.ones(2, 6, dtype=torch.int64)
         changed = change(ones)
-        given = changed if isinstance(changed, torch.Tensor) else ones
-        return target(), prompts(2, width=6) | {"attention_mask": given}
+        mask = changed if isinstance(changed, torch.Tensor) else ones
+        return target(), prompts(2, width=6) | {"attention_mask": mask}
 
     return make
 
@@ -106,9 +106,9 @@ def embedded(chunk: int) -> Callable:
     """Plain `generate` reads the ids in pieces, and not these embeddings."""
 
     def case() -> tuple[PreTrainedModel, dict]:
-        target, given = tiny(), prompts(2, width=6)
-        embeds = target.get_input_embeddings()(given["input_ids"]).detach()
-        return target, given | {"inputs_embeds": embeds, "prefill_chunk_size": chunk}
+        target, inputs = tiny(), prompts(2, width=6)
+        embeds = target.get_input_embeddings()(inputs["input_ids"]).detach()
+        return target, inputs | {"inputs_embeds": embeds, "prefill_chunk_size": chunk}
 
     return case
 
@@ -170,9 +170,9 @@ CASES: dict[str, Callable[[], tuple[PreTrainedModel, dict]]] = {
 }
 
 
-def run(target: PreTrainedModel, given: dict, **options) -> torch.Tensor:
+def run(target: PreTrainedModel, inputs: dict, **options) -> torch.Tensor:
     torch.manual_seed(0)
-    return target.generate(**given, pad_token_id=0, max_new_tokens=NEW, **options)
+    return target.generate(**inputs, pad_token_id=0, max_new_tokens=NEW, **options)
 
 
 def ours(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -182,12 +182,12 @@ def ours(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reason", CASES)
 def test_plain_text_with_the_reason(reason: str, way: str):
-    target, given = CASES[reason]()
+    target, inputs = CASES[reason]()
     expected = run(*CASES[reason](), **WAYS[way])
     strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert torch.equal(run(target, given, **WAYS[way], custom_generate=strategy), expected)
+        assert torch.equal(run(target, inputs, **WAYS[way], custom_generate=strategy), expected)
         run(*CASES[reason](), **WAYS[way], custom_generate=strategy)
     (message,) = ours(caught)  # not again with the second call
     assert re.search(reason, message)

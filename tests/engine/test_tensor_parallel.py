@@ -26,10 +26,10 @@ class Clock:
     """Time that goes by differently on each rank."""
 
     def __init__(self, rank: int):
-        self.made, self.now = torch.Generator().manual_seed(rank), 0.0
+        self.generator, self.now = torch.Generator().manual_seed(rank), 0.0
 
     def __call__(self) -> float:
-        self.now += float(torch.rand((), generator=self.made)) ** 4
+        self.now += float(torch.rand((), generator=self.generator)) ** 4
         return self.now
 
 
@@ -48,23 +48,23 @@ def plain(target, name: str) -> list[list[int]]:
     return target.generate(**prompts(3), **CASES[name][0]).tolist()
 
 
-def play(rank: int, found: dict, folder: str, agreed: bool) -> None:
+def play(rank: int, results: dict, folder: str, agreed: bool) -> None:
     if not agreed:
         run.of_first_rank = lambda number, device: number
     target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
     assert target.tp_size == 2
     for name in CASES:
-        found[name] = text(target, name, rank)
+        results[name] = text(target, name, rank)
     head = DraftHead.from_pretrained(f"{folder}/head", target=target)
     strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
     torch.manual_seed(0)
     with_head = target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
-    found["head"] = with_head.tolist(), strategy.report.drafted, strategy.report.accepted
+    results["head"] = with_head.tolist(), strategy.report.drafted, strategy.report.accepted
     compiled = SpeculativeDecoding(near(tiny(), 0.1), compile=True)
     with pytest.raises(ValueError, match="compile=True takes models that lie whole on one"):
         target.generate(**prompts(3), **GREEDY, custom_generate=compiled)
     queued = SpeculativeDecoding(near(tiny(), 0.1), costs=Costs(clock=Clock(rank)), verification="coupled")
-    found["queue"] = [done.tokens for done in queued.generate_many(target, QUEUE, batch_size=2, **SAMPLED)]
+    results["queue"] = [done.tokens for done in queued.generate_many(target, QUEUE, batch_size=2, **SAMPLED)]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[dict]:
-    found = run_on_ranks(play, folder / "True", str(folder), True, seconds=20)
-    assert not any("error" in seen for seen in found), found
-    return found
+    results = run_on_ranks(play, folder / "True", str(folder), True, seconds=20)
+    assert not any("error" in seen for seen in results), results
+    return results
 
 
 def test_a_queue_on_both_ranks(outcomes: list[dict]):
@@ -114,8 +114,8 @@ def test_numbers_of_each_rank_fail(folder: Path):
     """Forwards of other sizes meet, and gloo aborts a process or raises; ranks that agree get through."""
     signal, errors = None, []
     try:
-        found = run_on_ranks(play, folder / "False", str(folder), False, seconds=20)
-        errors = [seen.get("error", "") for seen in found]
+        results = run_on_ranks(play, folder / "False", str(folder), False, seconds=20)
+        errors = [seen.get("error", "") for seen in results]
     except multiprocessing.ProcessExitedException as error:
         signal = error.signal_name
     assert signal == "SIGABRT" or any("gloo" in error for error in errors), errors

@@ -36,7 +36,7 @@ def text(target: PreTrainedModel, draft: PreTrainedModel, name: str, rank: int) 
     return target.generate(**prompts(3, seed=rank), **options).tolist(), seen
 
 
-def play(rank: int, found: dict) -> None:
+def play(rank: int, results: dict) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # it looks at the environment
 
@@ -44,9 +44,9 @@ def play(rank: int, found: dict) -> None:
     target = tiny()
     models = [deepspeed.initialize(model=model, config=CONFIG)[0].module for model in (target, near(target, 0.1))]
     noticed = HfDeepSpeedConfig(CONFIG)  # as long as it lives, transformers knows of ZeRO-3
-    found["held"] = sum(parameter.numel() for parameter in target.parameters())
-    found["noticed"] = synced_by_default(target) and noticed.is_zero3()
-    found |= {name: text(*models, name, rank) for name in CASES}
+    results["held"] = sum(parameter.numel() for parameter in target.parameters())
+    results["noticed"] = synced_by_default(target) and noticed.is_zero3()
+    results |= {name: text(*models, name, rank) for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str):
     for rank, seen in enumerate(outcomes):
         assert seen["noticed"]
         assert seen["held"] == 0  # between forwards no rank holds a whole weight
-        found, numbers = seen[name]
+        results, numbers = seen[name]
         assert max(numbers) > 1
         assert len(numbers) < LENGTHS[rank]
         target, options = tiny(), CASES[name][0] | {"max_new_tokens": LENGTHS[rank]}
         torch.manual_seed(rank)
-        assert found == target.generate(**prompts(3, seed=rank), **options).tolist()
+        assert results == target.generate(**prompts(3, seed=rank), **options).tolist()
