@@ -71,4 +71,4 @@ def traced(monkeypatch: pytest.MonkeyPatch):
         compiled_forwards, "IDLE_FORWARDS", 4
     )  # so that both idle rows and fewer ones are seen in a call
     monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
-    monkeypatch.setattr(compiled_forwards, "REGIONS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(compiled_forwards, "COMPILED_FORWARDS", weakref.WeakKeyDictionary())

@@ -12,7 +12,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
 from .attention import grouped_queries
-from .compiled_forwards import capacity_bucket, forward, length_bucket, regions_of, row_bucket
+from .compiled_forwards import capacity_bucket, compiled_forwards_of, forward, length_bucket, row_bucket
 from .layers import RingLayer
 from .packed_weights import PackedLinear
 from .prompts import Prompt
@@ -92,8 +92,8 @@ class CompiledRunner(RaggedRunner):
 
     def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
-        self.regions = regions_of(self.model, self.device)
-        self.compiled_before = self.regions.compilations
+        self.forwards = compiled_forwards_of(self.model, self.device)
+        self.compiled_before = self.forwards.compilations
         self.usual = 1  # query length of the last round that the end of the text did not cut short
         self.row_tensors: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
@@ -105,10 +105,10 @@ class CompiledRunner(RaggedRunner):
     @property
     def compilations(self) -> int:  # type: ignore[override]
         """Forwards of this model that were compiled since this runner was made."""
-        return self.regions.compilations - self.compiled_before
+        return self.forwards.compilations - self.compiled_before
 
     def prefill(self) -> Any:
-        with PackedLinear(self.regions.packed_weights):
+        with PackedLinear(self.forwards.packed_weights):
             output = super().prefill()
         slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
         self._resize(row_bucket(self.num_rows), capacity_bucket(slots))
@@ -119,7 +119,7 @@ class CompiledRunner(RaggedRunner):
         before, layers = columns_of(self.cache), self.cache.layers
         ring = min(capacity, self.cache.slots.ring)
         slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
-        buffers = self.regions.pool.allocate(self, rows, slots, before)
+        buffers = self.forwards.pool.allocate(self, rows, slots, before)
         copy_buffers(before, buffers)
         for layer, (keys, values) in zip(layers, buffers, strict=True):
             layer.keys, layer.values = keys, values
@@ -160,7 +160,7 @@ class CompiledRunner(RaggedRunner):
         if 0 < self.cache.slots.ring < min(window + spare, self.capacity):
             self._enlarge_rings(window + -(-spare // MARGIN) * MARGIN, starts[:, None] - 1)
             self._resize(buffer_rows, self.capacity)
-        rows = self.regions.rows(len(tokens), buffer_rows, self.capacity)
+        rows = self.forwards.rows(len(tokens), buffer_rows, self.capacity)
         if rows < buffer_rows:
             self._resize(rows, self.capacity)
         if not self.row_tensors:
@@ -177,9 +177,9 @@ class CompiledRunner(RaggedRunner):
         taps = [] if self.hidden is None else [(id(module), reads) for module, reads in self.hidden.taps]
         sizes = {"capacity": self.capacity, "ring": self.cache.slots.ring, "keep": num_logits}
         size = (len(self.buffers[0][0]), *sizes.values(), length, *inputs, *taps)
-        arguments = self.model, self.hidden, self.regions.masks, self.buffers, self._to_buffer_rows(tokens)
+        arguments = self.model, self.hidden, self.forwards.masks, self.buffers, self._to_buffer_rows(tokens)
         with grouped_queries(traced=True):
-            logits, states = self.regions.run(forward, size, *arguments, **sizes, **inputs)
+            logits, states = self.forwards.run(forward, size, *arguments, **sizes, **inputs)
         assert logits is not None
         first = 0 if length == count else count - keep
         self.states = None if states is None else states[: len(tokens), first : first + keep]
@@ -207,7 +207,7 @@ class CompiledRunner(RaggedRunner):
             buffer.copy_(buffer.roll(count, 2))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        with PackedLinear(self.regions.packed_weights):
+        with PackedLinear(self.forwards.packed_weights):
             super().admit(batch, rows)
         self.row_tensors = {}
 

@@ -31,7 +31,7 @@ from hf_specx.common.recording import conditions, kind_of, record, without_defau
 from .attention import TILED, Masks
 from .foreign_code import identity_of
 from .layers import RingLayer, SlotLayer, Slots
-from .packed_weights import PackedWeights, switches_modes, use_prepacked
+from .packed_weights import PackedWeights, switches_modes, use_packed_weights
 from .runner import HiddenStates
 from .slots import CACHE, Columns, Pool
 
@@ -152,7 +152,7 @@ class CompiledForwards:
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Callable[..., Any]:
         self.compilations += 1
-        use_prepacked(graph, inputs)
+        use_packed_weights(graph, inputs)
         on_cpu = all(x.device.type == "cpu" for x in inputs)
         # the first is what mode="reduce-overhead" stands for; parts give each other what they were compiled for
         patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
@@ -204,15 +204,15 @@ def layer_of(node: torch.fx.Node) -> str:
     return next((path for path, kind in modules if issubclass(kind, GradientCheckpointingLayer)), "")
 
 
-REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards] = weakref.WeakKeyDictionary()
+COMPILED_FORWARDS: weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards] = weakref.WeakKeyDictionary()
 
 
-def regions_of(model: PreTrainedModel, device: torch.device) -> CompiledForwards:
+def compiled_forwards_of(model: PreTrainedModel, device: torch.device) -> CompiledForwards:
     """The compiled forwards of a model; if it has changed since they were compiled, an empty `CompiledForwards`."""
-    forwards, traits_now = REGIONS.get(model), traits(model)
+    forwards, traits_now = COMPILED_FORWARDS.get(model), traits(model)
     if forwards is None or forwards.traits != traits_now:
         warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
-        forwards = REGIONS[model] = CompiledForwards(model, device.type == "cuda", traits_now)
+        forwards = COMPILED_FORWARDS[model] = CompiledForwards(model, device.type == "cuda", traits_now)
     forwards.packed_weights.refresh(model)
     return forwards
 

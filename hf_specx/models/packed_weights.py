@@ -100,7 +100,7 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else it was register
     )
 
 
-def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+def use_packed_weights(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let a traced forward use `linear` for the parameters of the model, where that is known to be faster."""
     calls = functools.partial(graph.graph.find_nodes, op="call_function")
     if not has_kernels() or torch.is_autocast_enabled("cpu") or switches_modes(graph):

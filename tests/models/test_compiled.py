@@ -1,6 +1,6 @@
 """Compiled forwards: the text of stock over two buckets of rows, how often torch compiles, and what is left behind.
 
-Where a test is about anything but the compiler, torch traces the same regions and runs them as they are.
+Where a test is about anything but the compiler, torch traces the same forwards and runs them as they are.
 """
 
 import contextlib
@@ -283,7 +283,9 @@ def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch:
     """In another one, torch would not find what it has captured."""
     target, draft = pair(num_hidden_layers=1, seed=5)
     monkeypatch.setattr(
-        compiled, "regions_of", lambda model, _: compiled_forwards.regions_of(model, torch.device("cuda"))
+        compiled,
+        "compiled_forwards_of",
+        lambda model, _: compiled_forwards.compiled_forwards_of(model, torch.device("cuda")),
     )
     same(target, draft, **SHORT)
     assert all(captured)
@@ -296,12 +298,12 @@ def test_a_graph_serves_the_thread_that_captured_it(captured: list, monkeypatch:
 def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
     same(target, draft, **SHORT)
-    assert len(compiled_forwards.REGIONS) == 2
-    gone = [weakref.ref(thing) for thing in (target, draft, *compiled_forwards.REGIONS.values())]
+    assert len(compiled_forwards.COMPILED_FORWARDS) == 2
+    gone = [weakref.ref(thing) for thing in (target, draft, *compiled_forwards.COMPILED_FORWARDS.values())]
     del target, draft
     gc.collect()
     assert [thing() for thing in gone] == 4 * [None]
-    assert not len(compiled_forwards.REGIONS)
+    assert not len(compiled_forwards.COMPILED_FORWARDS)
 
 
 def test_a_model_that_was_changed_is_compiled_anew(traced: None):

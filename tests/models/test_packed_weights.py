@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear as dense_linear
 
 from hf_specx.models import packed_weights
-from hf_specx.models.packed_weights import PackedLinear, PackedWeights, has_kernels, linear, use_prepacked
+from hf_specx.models.packed_weights import PackedLinear, PackedWeights, has_kernels, linear, use_packed_weights
 
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
@@ -50,7 +50,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def compiled(model: torch.nn.Module) -> Callable[..., list[torch.Tensor]]:
     def backend(graph, inputs):
-        use_prepacked(graph, inputs)
+        use_packed_weights(graph, inputs)
         return graph
 
     torch._dynamo.reset()

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.models.compiled_forwards import CompiledForwards, capacity_bucket, length_bucket, regions_of, row_bucket
+from hf_specx.models.compiled_forwards import (
+    CompiledForwards,
+    capacity_bucket,
+    compiled_forwards_of,
+    length_bucket,
+    row_bucket,
+)
 from hf_specx.models.slots import MARGIN, Columns, Pool, copy_buffers
 
 from .body import Body
@@ -31,7 +37,7 @@ class HeadRunner:
         self.expected_slots = expected_slots + MARGIN
         self.most_candidates = 0
         self.rotary = Rotary(config, weight.device)
-        self.forwards: CompiledForwards | None = None if model is None else regions_of(model, weight.device)
+        self.forwards: CompiledForwards | None = None if model is None else compiled_forwards_of(model, weight.device)
         self.compiled_before = 0 if self.forwards is None else self.forwards.compilations
         self.rows = rows if self.forwards is None else row_bucket(rows)
         num_layers = config.num_hidden_layers if body.has_attention else 0

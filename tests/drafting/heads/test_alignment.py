@@ -179,10 +179,10 @@ def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, 
         head = head_of(name, layer_ids=(1, 2, 3))
         draft = loaded(head, tmp_path / name, target)
         assert_aligned(head, draft, target, prompts(2), SAMPLED, least=40, compile=True)
-        assert 0 < compiled_forwards.REGIONS[draft].compilations <= 2 * number  # of two batch sizes
+        assert 0 < compiled_forwards.COMPILED_FORWARDS[draft].compilations <= 2 * number  # of two batch sizes
         for _ in range(2):
             assert_equals_stock(draft, target, prompts(2), compile=True)
-        assert compiled_forwards.REGIONS[draft].compilations <= 2 * number
+        assert compiled_forwards.COMPILED_FORWARDS[draft].compilations <= 2 * number
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
