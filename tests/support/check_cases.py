@@ -15,6 +15,7 @@ from hf_specx.engine.run import Run
 from hf_specx.models.attention import Masks
 from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling import verifiers, verify
+from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import CoupledVerifier, GreedyVerifier, RejectionVerifier, distribution
 from hf_specx.sampling.verify import pick, race, verify_match, verify_token
 
@@ -120,15 +121,23 @@ def positions_behind(decoder, batch, emitted):
 
 
 def last_skipped(run):
-    """The processors of the target without the last."""
-    both = RIGHT_PROCESSORS(run)
-    run.call = replace(call := run.call, processors=call.processors[:-1])
-    skipped = RIGHT_PROCESSORS(run)[0]
+    """Processors of a call, of which the target's scores get all but the last."""
+    call, right = run.call, RIGHT_PROCESSORS(run)
+    run.call = replace(call, processors=call.processors[:-1])
+    fewer = RIGHT_PROCESSORS(run)
     run.call = call
-    return skipped, both[1]
+
+    class Skipping(Processors):
+        def __init__(self):
+            vars(self).update(vars(right))
+
+        def __call__(self, batch, draft, scores, ahead=0):
+            return (right if draft is None else fewer)(batch, draft, scores, ahead)
+
+    return Skipping()
 
 
-RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, ModelRunner._positions, Run._processors
+RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, ModelRunner._positions, Run._make_processors
 LAWFUL, EXACT, SAMPLED = {"token", "block"}, {"greedy", "coupled"}, {"coupled", "token", "block"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
@@ -140,7 +149,7 @@ FAULTS = {
     "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (ModelRunner, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
-    "processor skipped on the target": (Run, "_processors", last_skipped, SAMPLED, SAMPLED),
+    "processor skipped on the target": (Run, "_make_processors", last_skipped, SAMPLED, SAMPLED),
     "coupled with fresh noise": (CoupledVerifier, "verify", with_fresh_noise, {"coupled"}, {"coupled"}),
 }
 
