@@ -26,6 +26,7 @@ from .slots import columns_of, gather_cache_rows, self_attention, with_cross_att
 
 
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
+STEPS_IN_HALF = 3  # the same in half precision, where one step more tells what rounding is
 LIMIT = 1e-3  # total variation, in float32 and wider
 HALF = 2.0**-11  # epsilon from which on precision is half
 ROUNDING, WORST_ROUNDING = 4.0, 0.1  # in half precision: times the rounding that was measured, and at most
@@ -108,6 +109,11 @@ def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, cand
         candidates=candidates,
         steps=steps,
     )
+
+
+def num_steps(model: PreTrainedModel, max_new_tokens: int) -> int:
+    """How many tokens are fed one by one, of a text of so many new ones, the last of which is never fed."""
+    return min(STEPS_IN_HALF if _epsilon(model) >= HALF else STEPS, max_new_tokens - 1)
 
 
 def remember(model: PreTrainedModel, conditions: Conditions, difference: Difference) -> None:

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from accelerator import emulated, launched, on_device
 from tiny import prompts, tiny
 from unheard import unheard_of
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.models.self_check import STEPS
+from hf_specx.models.self_check import STEPS_IN_HALF
 
 
 NEW_TOKENS = 11
@@ -34,11 +35,12 @@ def test_little_is_launched_beside_the_forwards():
         assert 0 < beside < MOST * step, kind
 
 
-def test_the_self_check_takes_six_plain_steps_once():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_self_check_takes_six_plain_steps_once(dtype: torch.dtype):
     """For a type that no table knows: what the first call launches more than one that is trusted, and later ones."""
     settings, totals, steps = {"do_sample": False, "pad_token_id": 0}, [], []
     with emulated():
-        target, draft = on_device(tiny(num_hidden_layers=12)), on_device(tiny(seed=1))
+        target, draft = on_device(tiny(num_hidden_layers=12).to(dtype)), on_device(tiny(seed=1).to(dtype))
         there = {name: x.to("cuda:0") for name, x in prompts(3).items()}
     for tokens in (2, NEW_TOKENS):
         with emulated() as device:
@@ -53,6 +55,7 @@ def test_the_self_check_takes_six_plain_steps_once():
                 model.generate(**there, **settings, custom_generate=SpeculativeDecoding(draft, num_draft_tokens=4))
             totals.append(device.launches.total())
     _, trusted, first, later = totals
-    print(f"| self-check | {(first - trusted) / step:.1f} plain steps once, then {(later - trusted) / step:.1f} |")
-    assert STEPS * step < first - trusted <= 6 * step
-    assert abs(later - trusted) < 0.01 * step
+    once, again = (first - trusted) / step, (later - trusted) / step
+    print(f"| self-check, {dtype} | {once:.1f} plain steps once, then {again:.1f} |")
+    assert STEPS_IN_HALF < once <= 6
+    assert abs(again) < 0.01

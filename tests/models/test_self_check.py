@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from counting import counting, reads_only
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
@@ -65,6 +66,31 @@ def test_a_right_target_is_speculated_in_the_layout_that_it_can_have(model_type:
             assert_plain(target, strategy, inputs, **SAMPLED)
         assert (strategy.report.layout, strategy.report.accepted > 0) == (layout, True)
         assert "in no table" in strategy.report.layout_reason
+
+
+def test_hooks_of_accelerate_are_trusted():
+    """On a type that no table knows they are no reason of their own."""
+    target = unheard_of(tiny())
+    for module in target.modules():
+        if not list(module.children()):
+            add_hook_to_module(module, AlignDevicesHook())
+    (trait,) = unproven(target)
+    assert "in no table" in trait.words
+    strategy = coupled(tiny(), 0.05)
+    assert_plain(target, strategy, prompts(3), **SAMPLED)
+    assert (strategy.report.layout, strategy.report.accepted > 0) == ("ragged", True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_an_adapter_of_peft_on_an_unknown_type():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    target = peft.get_peft_model(unheard_of(tiny()), config)
+    (trait,) = unproven(target.base_model.model)
+    assert "in no table" in trait.words
+    strategy = coupled(tiny(), 0.05)
+    assert_plain(target, strategy, prompts(3), **SAMPLED)
+    assert (strategy.report.layout, strategy.report.accepted > 0) == ("ragged", True)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])

@@ -74,6 +74,8 @@ class Bindings(TorchFunctionMode):
     """What torch does before it gets to an operation; some of it needs a build with CUDA, and is done here."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:  # as a copy of one is made, by its type and number
+            return func(*args, **(kwargs or {}))
         args, kwargs = each(args, numbered), {name: numbered(value) for name, value in (kwargs or {}).items()}
         on_device = any(isinstance(one, OnDevice) for one in args)
         if on_device and func in BINDINGS:

@@ -210,6 +210,7 @@ RIGHT = {
     "llama": ("ragged", {}),
     "gpt2": ("ragged", {}),
     "mistral": ("ragged", {}),
+    "qwen2": ("ragged", {}),
     "gemma2": ("ragged", {}),
     "phi3": ("ragged", {}),
     "stablelm": ("ragged", {}),
