@@ -10,7 +10,7 @@ ruff check .
 ruff format --check .
 mypy &
 types=$!
-python -m pytest --numprocesses 2 --durations 40 -rs "$@"
+python -m pytest --numprocesses 2 --dist worksteal --durations 40 -rs "$@"
 wait "$types"
 [ $# -gt 0 ] || bash scripts/floor.sh
 echo "$((SECONDS / 60)) minutes in all"
