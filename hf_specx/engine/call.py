@@ -75,6 +75,7 @@ class Call:
         synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
         shown: whether the streamer has the prompt already.
+        measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
     """
 
     options: Any
@@ -91,6 +92,7 @@ class Call:
     shared: bool = False
     queue: RequestQueue | None = None
     shown: bool = False
+    measured_candidates: int | None = None
 
 
 def make_call(

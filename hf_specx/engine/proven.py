@@ -55,7 +55,11 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
         difference, runner = _difference(tried, conditions)
         if difference.is_rounding:
             reason = f"{tried.layout.reason}; {describe(traits)}, so it was measured: {difference}"
-            return replace(tried, layout=replace(tried.layout, reason=reason)), runner
+            layout_shown = replace(tried.layout, reason=reason)
+            if call.queue is not None and not conditions.hold_for_later_prompts:
+                reason = f"{reason}; whole batches, since later prompts are other conditions"
+                layout_shown = replace(layout_shown, reason=reason, refills=False)
+            return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
         reasons.append(f"{layout}: {difference}")
     plain = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
     plain = f"{plain}({'; '.join(reasons)}); {SILENCE}"

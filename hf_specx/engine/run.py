@@ -95,6 +95,8 @@ class Run:
         call = self.call
         fits = tokens_of_a_round(call.prompt.model)
         limit = NO_LIMIT if fits is None else (fits - 1, f"the target's experts take {fits} tokens of a row at once")
+        if call.measured_candidates is not None and call.measured_candidates < limit[0]:
+            limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
             return RequestProcessors(self.batch.table, self.stopping.ends, limit)
         return Processors(call.processors, self.stopping.ends, limit)

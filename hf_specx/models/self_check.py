@@ -88,6 +88,11 @@ class Conditions(NamedTuple):
     candidates: int
     steps: int
 
+    @property
+    def hold_for_later_prompts(self) -> bool:
+        """Whether they are also those of prompts of any length and number that come in the places of others."""
+        return self.several_rows and self.hidden_slots and not self.doublings
+
 
 RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Conditions, Difference]] = WeakKeyDictionary()
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from unheard import WRONG, Quantised, int8, quantised, replaced_attention, unheard_of
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.models import foreign_code
 from hf_specx.models.foreign_code import unproven
 from hf_specx.models.self_check import MOST_RESULTS, RESULTS
@@ -296,6 +296,42 @@ def test_rows_with_pads_are_measured_anew():
     mask = nn.functional.pad(torch.ones_like(ids), (6, 0))
     assert_plain(target, strategy, {"input_ids": padded, "attention_mask": mask}, **NEW)
     assert strategy.report.layout == "plain"
+
+
+def test_later_requests_of_a_queue_are_no_other_conditions():
+    """The first prompts are equally long, without pads; a hook changes several tokens behind a cache with pads."""
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        states, mask = args[0], kwargs["attention_mask"]
+        if mask is None or not 1 < states.shape[1] < mask.shape[-1] or bool(mask[..., 0].all()):
+            return args, kwargs
+        return (states.flip(-1), *args[1:]), kwargs
+
+    target = tiny()
+    target.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    asked = [Request(list(range(1, 1 + length)), max_new_tokens=12 + length) for length in (9, 9, 3, 5, 4, 7)]
+    strategy = SpeculativeDecoding(near(tiny(), 0.05), num_draft_tokens=4)
+    results = list(strategy.generate_many(target, asked, batch_size=2, do_sample=False, ordered=True))
+    for request, done in zip(asked, results, strict=True):
+        ids = torch.tensor([request.input_ids])
+        expected = target.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False)
+        assert done.tokens == expected[0, ids.shape[1] :].tolist()
+    assert {difference.is_rounding for difference in RESULTS[target].values()} == {True, False}
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_no_round_is_longer_than_what_was_measured(is_trusted: bool):
+    """A list of drafts lets a suffix propose more than "auto" considers; this target repeats one token for ever."""
+    target = tiny(max_position_embeddings=256)
+    target.lm_head.weight.data.zero_()
+    if not is_trusted:
+        target.register_forward_hook(lambda *_: None)
+    strategy = SpeculativeDecoding([SuffixDraft(64), near(tiny(), 0.05)], verification="coupled")
+    ids = torch.tensor([[1, 2, 3, 4, 5] + [0] * 40])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    target.generate(**inputs, max_new_tokens=200, do_sample=False, eos_token_id=None, custom_generate=strategy)
+    most = max(record.drafted for record in strategy.report.history[0])
+    assert most == 64 if is_trusted else most == next(iter(RESULTS[target])).candidates == 20
 
 
 def test_another_precision_is_measured_anew():
