@@ -156,7 +156,8 @@ class Batch:
             # a plain clone of one row keeps the stride of the whole text, for which torch would compile again
             return self.ids[:, end - count : end].clone(memory_format=torch.contiguous_format)
         columns = self.columns(ahead - count, count)
-        if 1 < count - ahead > self.shortest():  # a row has one token or more
+        num_emitted = count - ahead
+        if num_emitted > 1 and num_emitted > self.shortest():  # a row has one token or more
             columns = columns.maximum(self.starts[self.index, None])
         return self.ids[self.index[:, None], columns]
 

@@ -147,8 +147,9 @@ class RaggedRunner(ModelRunner):
         emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         longest, even = max(counts), len(set(counts)) == 1
         missing = self.missing(batch)
-        if 1 < count - ahead > min(missing):  # a window may have lost what earlier tokens saw
-            first = sent([count - ahead - number for number in missing], emitted.device)[:, None]
+        num_emitted = count - ahead  # of the tokens that are fed; the others are candidates
+        if num_emitted > 1 and num_emitted > min(missing):  # a window may have lost what earlier tokens saw
+            first = sent([num_emitted - number for number in missing], emitted.device)[:, None]
             again = torch.arange(count, device=emitted.device).maximum(first)  # the first that is missing
             emitted, tokens, even = emitted.gather(1, again), tokens.gather(1, again), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead

@@ -99,21 +99,23 @@ def verify_block(
         draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
     p = _probs_of(candidates, target_probs[:, :-1])  # [R, K]
     q = _probs_of(candidates, draft_probs)
-    sums = torch.nn.functional.pad(running_sums(p.double().log() - q.double().log()), (1, 0))  # [R, K + 1], from 0
-    reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
-    excess = reach[..., None].to(target_probs.dtype) * target_probs  # [R, K + 1, V]
-    excess[:, :-1] -= draft_probs
-    mass = excess.clamp_(min=0).sum(-1).double()  # Z
-    # h is 0 / 0 only where p = q; then a later index always passes, so a NaN here changes nothing
-    keep = mass / (mass + 1 - reach)
-    passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
-    if proposed is not None:  # q is 0 there, which makes `keep` NaN; that must not be what it depends on
+    log_ratios = p.double().log() - q.double().log()
+    sums = torch.nn.functional.pad(running_sums(log_ratios), (1, 0))  # [R, K + 1], from 0
+    # log p_i = min(0, log p_{i-1} + log ratio) is the running sum, reflected at its maximum
+    p_i = (sums - sums.cummax(-1).values).exp()
+    residuals = p_i[..., None].to(target_probs.dtype) * target_probs  # [R, K + 1, V]
+    residuals[:, :-1] -= draft_probs
+    z = residuals.clamp_(min=0).sum(-1).double()
+    # 0 / 0 only where p = q; then a later index always passes, so a NaN, which nothing is less than, changes nothing
+    h = z / (z + 1 - p_i)
+    passed = torch.nn.functional.pad(uniforms, (1, 0)) < h
+    if proposed is not None:  # q is 0 there, which makes h NaN; that must not be what it depends on
         passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    residual = _at_position(accepted, excess)
+    residual = _at_position(accepted, residuals)
     target = _at_position(accepted, target_probs)
-    return Verdict(accepted, _draw(residual, target, choice), reach[:, 1:])
+    return Verdict(accepted, _draw(residual, target, choice), p_i[:, 1:])
 
 
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
