@@ -64,7 +64,7 @@ class RequestQueue:
             rows = 1 if entry.alone else rows
         if self.entries:
             longest = max(entry.limit for entry in self.entries)
-            self.stopping = RequestStopping(self.entries[0].stopping.ends, longest)
+            self.stopping = RequestStopping(self.entries[0].stopping.eos_token_ids, longest)
         return bool(self.entries)
 
     def decode_each_alone(self) -> None:

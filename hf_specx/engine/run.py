@@ -98,8 +98,8 @@ class Run:
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.table, self.stopping.ends, limit)
-        return Processors(call.processors, self.stopping.ends, limit)
+            return RequestProcessors(self.batch.table, self.stopping.eos_token_ids, limit)
+        return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
@@ -290,7 +290,7 @@ def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
         seed=entry.seed,
         drafts_alone=entry.seeded and call.verification in REJECTION,
         is_refill=is_refill,
-        processors=RowProcessors(entry.processors, call.stopping.ends),
+        processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
         stopping=entry.stopping,
         request=entry,
     )

@@ -94,18 +94,18 @@ class XGrammarMatchers(Matchers):
 class LLGuidanceMatchers(Matchers):
     """Matchers of llguidance, for the processor of outlines.
 
-    After a token that it refuses a matcher allows the `ends` alone. It could not be taken back from there, so it is
-    not shown that token.
+    After a token that it refuses a matcher allows the `eos_token_ids` alone. It could not be taken back from there, so
+    it is not shown that token.
     """
 
-    ends: Sequence[int] = ()
+    eos_token_ids: Sequence[int] = ()
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = super().mask(rows)
         for number, row in enumerate(rows):
             if self.num_after_end[row]:
                 masks[number] = False
-                masks[number, self.ends] = True
+                masks[number, self.eos_token_ids] = True
         return masks
 
     def show(self, matcher: Any, token: int) -> bool | None:
@@ -239,7 +239,7 @@ def _outlines_llguidance(processor: Any, rows: int, vocab_size: int) -> Matchers
     of_rows = [matcher_type(tokenizer, processor.grammar) for _ in range(rows)]
     require(not of_rows[0].is_error(), f"llguidance cannot read the grammar: {of_rows[0].get_error()}")
     matchers = LLGuidanceMatchers(of_rows, vocab_size, tokenizer.vocab_size)
-    matchers.ends = tokenizer.eos_tokens
+    matchers.eos_token_ids = tokenizer.eos_tokens
     return matchers
 
 

@@ -53,8 +53,8 @@ class RowProcessors(Processors):
         num_of_text: how many of them come before the warpers at the end.
     """
 
-    def __init__(self, processors: Sequence[Processor], ends: Set[int] = frozenset()):
-        super().__init__(processors, ends)
+    def __init__(self, processors: Sequence[Processor], eos_token_ids: Set[int] = frozenset()):
+        super().__init__(processors, eos_token_ids)
         self.settings = [settings_of(processor) for processor in self.applied]
         of_text = [not _is_warper(processor) for processor in self.applied]
         self.num_of_text = max((number for number, flag in enumerate(of_text, 1) if flag), default=0)
@@ -151,9 +151,9 @@ class RequestProcessors(Processors):
     settings are called together, once for all of their rows. Warpers at the end are steps of their own.
     """
 
-    def __init__(self, table: Sequence[Row], ends: Set[int], limit: tuple[int, str] = NO_LIMIT):
+    def __init__(self, table: Sequence[Row], eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
         """`table` has the rows of the batch, with their `RowProcessors`; `limit` as in `Processors`."""
-        self.table, self.ends, self.limit = table, ends, limit
+        self.table, self.eos_token_ids, self.limit = table, eos_token_ids, limit
         self.applied: list[Any] = []
         self.barred = ChainMap[tuple[int, int], Exception]()
         self.plan: Plan | None = None
@@ -337,8 +337,8 @@ class RequestStopping(Stopping):
 
     pads_finished_rows = True
 
-    def __init__(self, ends: set[int], max_new_tokens: int):
-        self.ends, self.max_new_tokens = ends, max_new_tokens
+    def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
+        self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
     def remind(self, row: Row, emitted: int) -> None:
         row.stopping.remind(row, emitted)

@@ -88,13 +88,13 @@ class Processors:
     """
 
     def __init__(
-        self, processors: Sequence[Processor], ends: Set[int] = frozenset(), limit: tuple[int, str] = NO_LIMIT
+        self, processors: Sequence[Processor], eos_token_ids: Set[int] = frozenset(), limit: tuple[int, str] = NO_LIMIT
     ):
-        """Positions after a candidate that is one of the `ends` are skipped.
+        """Positions after a candidate that is one of the `eos_token_ids` are skipped.
 
         `limit` is the most candidates that the target takes, and why.
         """
-        self.ends = ends
+        self.eos_token_ids = eos_token_ids
         self.cache: dict[Hashable, Any] = {}  # what is computed once for a call
         self.applied = in_runs(processors)
         self.max_rollback, self.limited_by = limit
@@ -150,7 +150,7 @@ class Positions:
             for position in range(last + 1):
                 before = self.ahead + position
                 emitted = batch.counts[row] + before
-                goes_on = self.processors.ends.isdisjoint(candidates[:before])
+                goes_on = self.processors.eos_token_ids.isdisjoint(candidates[:before])
                 if goes_on and emitted < batch.table[row].limit:
                     cells.setdefault(emitted, []).append((index, position))
         return cells

@@ -75,19 +75,23 @@ class TokenMasks(RoundProcessor):
     Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
 
     Attributes:
-        ends: the end tokens.
+        eos_token_ids: the end tokens.
         of_call: whether the processor was made for this call, so that nobody sees where it ends.
         readmits: as in `PrefixFunction`.
         shown: by row, what the processor was shown.
     """
 
     def __init__(
-        self, processor: RewindableProcessor, vocab_size: int, ends: set[int] | None = None, of_call: bool = False
+        self,
+        processor: RewindableProcessor,
+        vocab_size: int,
+        eos_token_ids: set[int] | None = None,
+        of_call: bool = False,
     ):
         self.processor = processor
         self.name = type(processor).__name__
         self.vocab_size = vocab_size
-        self.ends = ends or set()
+        self.eos_token_ids = eos_token_ids or set()
         self.of_call = of_call
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
@@ -162,7 +166,7 @@ class TokenMasks(RoundProcessor):
     def _show_candidates(self, row: int, count: int, candidates: Sequence[int]) -> bool:
         """Show candidates after `count` emitted tokens; False before one that ends the row or is not shown."""
         for number, token in enumerate(candidates, count):
-            if token in self.ends or (self.strict and self.shown[row].excludes(number, token)):
+            if token in self.eos_token_ids or (self.strict and self.shown[row].excludes(number, token)):
                 return False
             self._show(row, number, token)
         return True
@@ -229,13 +233,13 @@ def masked(
         make_matchers = MAKE_MATCHERS.get(f"{type(processor).__module__}.{type(processor).__qualname__}")
         if make_matchers is not None:
             matchers = make_matchers(processor, len(input_ids), vocab_size)
-            replaced.append(TokenMasks(matchers, vocab_size, stopping.ends, of_call=True))
+            replaced.append(TokenMasks(matchers, vocab_size, stopping.eos_token_ids, of_call=True))
         elif type(processor) is PrefixConstrainedLogitsProcessor and len(input_ids) % processor._num_beams == 0:
             rows_of_prompt = processor._num_beams  # from 5.24 on also those of num_return_sequences
             function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size, rows_of_prompt)
-            replaced.append(TokenMasks(function, vocab_size, stopping.ends, of_call=True))
+            replaced.append(TokenMasks(function, vocab_size, stopping.eos_token_ids, of_call=True))
         elif isinstance(processor, RewindableProcessor):
-            replaced.append(TokenMasks(processor, vocab_size, stopping.ends))
+            replaced.append(TokenMasks(processor, vocab_size, stopping.eos_token_ids))
         else:
             replaced.append(processor)
     return replaced

@@ -29,7 +29,7 @@ class Stopping:
     Attributes:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         pads_finished_rows: whether there is an end-of-sequence criterion.
-        ends: the tokens of all end-of-sequence criteria.
+        eos_token_ids: the tokens of all end-of-sequence criteria.
         max_new_tokens: the most tokens that a row emits.
     """
 
@@ -42,13 +42,13 @@ class Stopping:
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
         self.pads_finished_rows = False
-        self.ends = set[int]()
+        self.eos_token_ids = set[int]()
         self._reminders: list[tuple[int, int, MaxLengthCriteria]] = []  # see `remind`
         lengths = []
         for criterion in criteria:
             self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
-                self.ends.update(criterion.eos_token_id.flatten().tolist())
+                self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
                 lengths.append(criterion.max_length)
                 if criterion.max_position_embeddings is not None:
@@ -101,7 +101,7 @@ class Stopping:
             number = min(number, room)
             last = room if number == room else 0
             for position in range(number):
-                if ids[position] in self.ends or (stopped and stopped[position]):
+                if ids[position] in self.eos_token_ids or (stopped and stopped[position]):
                     last = position + 1
                     break
             if last and batch.table[row].stopped_at is None:
@@ -135,7 +135,7 @@ class Stopping:
 
     def by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
         """Whether the one row of text [1, L] that has emitted these tokens ended at its limit alone."""
-        if len(tokens) < self.max_new_tokens or tokens[-1] in self.ends:
+        if len(tokens) < self.max_new_tokens or tokens[-1] in self.eos_token_ids:
             return False
         return not (self.criteria and self.criteria(text, None).item())
 
