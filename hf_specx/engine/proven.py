@@ -11,7 +11,7 @@ from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.models.choose import layouts_of, make_runner
 from hf_specx.models.foreign_code import describe, unproven
 from hf_specx.models.runner import ModelRunner
-from hf_specx.models.self_check import RESULTS, Conditions, Difference, compare, conditions_of, num_steps, remember
+from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
 
 from .call import Call, in_layout
@@ -36,7 +36,7 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
     traits = frozenset() if call.plain else unproven(model)
     if not traits:
         return call, None
-    steps = num_steps(model, call.prompt.longest)
+    steps = min(STEPS, call.prompt.longest - 1)  # the last token is not fed
     if not steps:
         return call, None
     layouts = [call.layout.target]

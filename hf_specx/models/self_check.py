@@ -26,7 +26,6 @@ from .slots import columns_of, gather_cache_rows, self_attention, with_cross_att
 
 
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
-STEPS_IN_HALF = 3  # the same in half precision, where one step more tells what rounding is
 LIMIT = 1e-3  # total variation, in float32 and wider
 HALF = 2.0**-11  # epsilon from which on precision is half
 ROUNDING, WORST_ROUNDING = 4.0, 0.1  # in half precision: times the rounding that was measured, and at most
@@ -116,11 +115,6 @@ def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, cand
     )
 
 
-def num_steps(model: PreTrainedModel, max_new_tokens: int) -> int:
-    """How many tokens are fed one by one, of a text of so many new ones, the last of which is never fed."""
-    return min(STEPS_IN_HALF if _epsilon(model) >= HALF else STEPS, max_new_tokens - 1)
-
-
 def remember(model: PreTrainedModel, conditions: Conditions, difference: Difference) -> None:
     """Keep a result as long as the model exists, or until many others have come."""
     results = RESULTS.setdefault(model, {})
@@ -162,7 +156,7 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
     """
     rows, home = len(batch.rows), batch.ids.device
     epsilon = _epsilon(runner.model)
-    is_half, rounding = epsilon >= HALF, 0.0
+    is_half = epsilon >= HALF
     plain = PlainSteps(runner, output)
     vocab_size = getattr(runner.model.get_input_embeddings(), "num_embeddings", None)  # may be less than scores
     logits, tokens = [runner.prompt_logits[:, 0]], []
@@ -172,15 +166,12 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
         tokens.append(_likely(logits[-1][:, :vocab_size], number))
         if number < steps - 1:
             logits.append(plain(tokens[-1]))
-        elif is_half:
-            others = copy.deepcopy(plain)
-            logits.append(plain(tokens[-1]))
-            index = others.with_other_rows()
-            rounding = _total_variation(others(tokens[-1][index]), logits[-1][index])
-        else:  # rows that end leave the batch: the others must not depend on them
-            if rows > 1:
-                last_rows = plain.with_other_rows()
-            logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
+            continue
+        before_last = copy.deepcopy(plain) if is_half else None
+        if rows > 1:  # rows that end leave the batch: the others must not depend on them
+            last_rows = plain.with_other_rows()
+        logits.append(logits[-1].index_copy(0, last_rows, plain(tokens[-1][last_rows])))
+    last_tokens = tokens[-1]
     tokens.append(_likely(logits[-2][:, :vocab_size], steps))
     del plain
     forward_logits, before = _preview(runner, batch, torch.stack(tokens, 1), most)
@@ -192,10 +183,17 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
             if 0 <= emitted < steps or (emitted == steps and row < len(last_rows)):
                 compared.append((row, position, emitted))
     index, positions, counts = sent(compared, home).unbind(1)
-    distance = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
-    # what one step differs from itself among other rows counts as well: rows that end leave the batch
-    figure = max(rounding, distance)
-    limit = min(max(EPSILONS * epsilon, ROUNDING * rounding), WORST_ROUNDING) if is_half else LIMIT
+    figure = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
+    if before_last is None:
+        return Difference(figure, LIMIT)
+    limit = EPSILONS * epsilon
+    if limit < figure <= WORST_ROUNDING:  # only here does it matter what rounding is
+        if rows == 1:
+            last_rows = before_last.with_other_rows()
+        last_logits = before_last(last_tokens if rows > 1 else last_tokens[last_rows])
+        others = last_logits[last_rows] if rows > 1 else last_logits
+        rounding = _total_variation(others, logits[-1][last_rows])
+        limit = min(max(limit, ROUNDING * rounding), WORST_ROUNDING)
     return Difference(figure, limit)
 
 

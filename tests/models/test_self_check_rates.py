@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
+from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
 from hf_specx.models.foreign_code import unproven
 from hf_specx.models.self_check import RESULTS, STEPS, Difference
 
@@ -70,8 +71,8 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
             target = unheard_of(tiny(model_type, seed=seed, **settings)).to(dtype)
             figures.setdefault("tiny", []).append(measured(target, random_prompts(seed)))
     for kind, model_type in zoo.model_types()[::4]:
-        if kind != "causal":
-            continue
+        if kind != "causal" or not LAYOUTS_OF.get(model_type) or model_type in READS_WHOLE:
+            continue  # these are not right, or read prompts in another way than they may be fed anew
         try:
             target = unheard_of(zoo.build(kind, model_type)).to(dtype)
             inputs = {name: zoo.inputs(target)[name] for name in OTHER_KEYS}
