@@ -70,7 +70,7 @@ class Call:
         prompt: what `generate` has prepared, with what the models are to keep and hand over.
         processors: those of the prompt, with masks of grammars in place of some; `stopping`: made of its criteria.
         drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
-        plain: why transformers' own sampler decodes this call; empty if it is speculated.
+        fallback_reason: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
         synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
@@ -86,7 +86,7 @@ class Call:
     drafting: Drafting
     verification: str
     layout: Layout
-    plain: str = ""
+    fallback_reason: str = ""
     seeds: list[int] | None = None
     synced: bool = False
     shared: bool = False
@@ -120,12 +120,15 @@ def make_call(
     stopping = prompt.stopping if queue is None else queue.stopping
     _check_asked(options, prompt, drafter, queue)
     processors: Sequence[Processor] = prompt.processors
-    plain = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
-    if queue is None and not plain:  # else each request was asked by itself
+    fallback_reason = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
+    if queue is None and not fallback_reason:  # else each request was asked by itself
         processors = _with_masks(prompt, stopping)
-        plain = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
+        fallback_reason = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
-    layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter, queue is not None)
+    if fallback_reason:
+        layout = Layout(PLAINLY, PLAINLY, fallback_reason)
+    else:
+        layout = _layout(options, prompt, drafter, queue is not None)
     lockstep_with_seeds = seeds is not None and layout.lockstep  # only coupled then has the text of a row alone
     verification = options.verification or ("coupled" if lockstep_with_seeds or not drafter.has_probs else "block")
     verification = verification if config.do_sample else "greedy"
@@ -150,7 +153,7 @@ def make_call(
         drafting=choose_drafting(options.num_draft_tokens, drafting, config, drafter.model),
         verification=verification,
         layout=layout,
-        plain=plain,
+        fallback_reason=fallback_reason,
         seeds=seeds,
         synced=synced,
         shared=shared,
@@ -174,12 +177,12 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
 
     Where a draft does not pay, the report alone says so.
     """
-    if call.plain == DOES_NOT_PAY:
+    if call.fallback_reason == DOES_NOT_PAY:
         return
-    if call.plain and call.plain not in said:
-        said.add(call.plain)
+    if call.fallback_reason and call.fallback_reason not in said:
+        said.add(call.fallback_reason)
         message = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
-        warnings.warn(f"{message}{call.plain}.", UserWarning, stacklevel=3)
+        warnings.warn(f"{message}{call.fallback_reason}.", UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
     if slow and asked == "auto" and LOCKSTEP_COST not in said:
         said.add(LOCKSTEP_COST)
@@ -285,7 +288,7 @@ def _check_together(call: Call) -> None:
     require(isinstance(threshold, float | int) and 0 <= threshold <= 1, message)
     if call.seeds is not None:
         check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
-    if call.plain:
+    if call.fallback_reason:
         return
     why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep
     require(not why, f"{why}.")

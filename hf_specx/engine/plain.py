@@ -22,7 +22,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     ids, config, method = prompt.input_ids, prompt.generation_config, method_of(prompt)
     message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     alone = call.seeds is None or len(ids) == 1 or not config.do_sample
-    require(alone, f"{message}{call.plain}; call generate for each row, or leave the seeds out.")
+    require(alone, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
     stream = None if call.options.streamer is None else Stream(call)
     steps = method == "_sample"  # which asks the criteria after each token of each row
     watch = _Watch(call.stopping, stream if steps else None, ids)
@@ -40,7 +40,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     rows, columns = text.shape
     if stream is not None and not steps:
         stream.hand_on(text.tolist(), [])
-    report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", rows)
+    report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.fallback_reason}", rows)
     report.plain_steps = columns
     report.emitted_per_row = watch.emitted(columns).tolist() if steps else [columns] * rows
     report.seconds["total"] = time.perf_counter() - begun

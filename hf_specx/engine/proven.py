@@ -33,7 +33,7 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
         The call; and what has read its prompts, if the target was measured just now.
     """
     model = call.prompt.model
-    traits = frozenset() if call.plain else unproven(model)
+    traits = frozenset() if call.fallback_reason else unproven(model)
     if not traits:
         return call, None
     steps = min(STEPS, call.prompt.longest - 1)  # the last token is not fed
@@ -61,9 +61,10 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
             return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
         reasons.append(f"{layout}: {difference}")
-    plain = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
-    plain = f"{plain}({'; '.join(reasons)}); {SILENCE}"
-    return replace(call, plain=plain, layout=replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=plain)), None
+    reason = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
+    reason = f"{reason}({'; '.join(reasons)}); {SILENCE}"
+    layout_plain = replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=reason)
+    return replace(call, fallback_reason=reason, layout=layout_plain), None
 
 
 def _difference(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunner | None]:

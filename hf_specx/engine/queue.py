@@ -85,20 +85,20 @@ class RequestQueue:
             prompt.processors = LogitsProcessorList([*copying, *self.entries[0].processors])
         return prompt
 
-    def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
+    def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Take the next requests for the places of rows that have ended; returns these by row."""
-        followers: dict[int, Entry] = {}
+        entries: dict[int, Entry] = {}
         for row in ended:
             entry = self._peek()
             if entry is None or entry.alone:
                 break
-            others = [followers.get(number, batch.table[number].request) for number in batch.rows if number != row]
+            others = [entries.get(number, batch.table[number].request) for number in batch.rows if number != row]
             widest = max(len(each.input_ids) for each in [entry, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(LEFT_OVER, widest)
             if not too_wide and self._fits([entry, *others], len(batch.table), batch.width):
-                followers[row] = self._take()
-        return followers
+                entries[row] = self._take()
+        return entries
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
@@ -123,7 +123,7 @@ class RequestQueue:
         reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
         self.completed.append(Completion(entry.index, tokens, reason, processed, raw))
 
-    def has_brought(self, error: Exception) -> bool:
+    def is_request_error(self, error: Exception) -> bool:
         """Whether the own processors of one request alone made an error, as where they exclude every token."""
         by_processors = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of multinomial
         return by_processors and self.entries[0].has_processors
@@ -143,7 +143,7 @@ class RequestQueue:
             logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
         self.close(entry, new[0].tolist(), output.sequences, logprobs)
 
-    def handed_on(self) -> list[Completion]:
+    def pop_completed(self) -> list[Completion]:
         """What is done or was refused since the last time."""
         done, self.completed = self.completed, []
         return done

@@ -199,7 +199,7 @@ class Run:
         call, batch = self.call, self.batch
         entries: dict[int, Entry] = {}  # what comes in the place of each of these rows
         if call.queue is not None and call.layout.refills:
-            entries = call.queue.followers(batch, done.ended)
+            entries = call.queue.next_requests(batch, done.ended)
         leaving = [row for row in done.ended if row not in entries]
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else batch.drop_rows(leaving)

@@ -116,8 +116,8 @@ class SpeculativeDecoding(NoModel):
         self.costs = costs if costs is not None else Costs()
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
-        self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
-        self._served: ModelReference | None = None
+        self._warned: set[str] = set()  # shared with the copies that a pair makes of its strategy
+        self._last_target: ModelReference | None = None
 
     def __repr__(self) -> str:
         description = label_of(self.draft_model)
@@ -207,22 +207,22 @@ class SpeculativeDecoding(NoModel):
                 try:
                     queue.take_up(self.complete(self.call(prompt), earlier))
                 except (ValueError, RuntimeError) as error:
-                    if not queue.has_brought(error):
+                    if not queue.is_request_error(error):
                         raise
                     queue.refuse(queue.entries[0].index, error)
                     self.report = earlier
             else:
                 call, target = proven(self.call(prompt, queue))
-                if call.plain:  # which transformers' own sampler has no queue for
+                if call.fallback_reason:  # which transformers' own sampler has no queue for
                     queue.decode_each_alone()
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._rounds(run, earlier):
-                    yield from queue.handed_on()
+                    yield from queue.pop_completed()
                     run.lap("handing on")
             earlier = self.report
-            yield from queue.handed_on()
-        yield from queue.handed_on()
+            yield from queue.pop_completed()
+        yield from queue.pop_completed()
         if queue.failed is not None:
             raise queue.failed
 
@@ -251,8 +251,8 @@ class SpeculativeDecoding(NoModel):
         if not repository:
             return type(model).generate(model, *args, **{"custom_generate": self} | kwargs)
         message = f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
-        if repository not in self._said:
-            self._said.add(repository)
+        if repository not in self._warned:
+            self._warned.add(repository)
             warnings.warn(f"{message}leave penalty_alpha, dola_layers and the like out.", UserWarning, stacklevel=2)
         return type(model).generate(model, *args, **kwargs)
 
@@ -275,29 +275,29 @@ class SpeculativeDecoding(NoModel):
         drafter, options = self._drafter(prompt.model), copy.copy(self)  # which may change later
         options.streamer = streamer
         call = make_call(options, prompt, drafter, queue, **withheld)
-        self.meet(prompt.model)
+        self.reset_costs_for(prompt.model)
         return call
 
-    def meet(self, model: PreTrainedModel) -> None:
+    def reset_costs_for(self, model: PreTrainedModel) -> None:
         """Forget costs if the last call had another target."""
         model = unwrapped(model, adapters=True)
-        if self._served is not None and self._served() is not model:
+        if self._last_target is not None and self._last_target() is not model:
             self.costs = Costs()
-        self._served = ModelReference(model)
+        self._last_target = ModelReference(model)
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
-        if not call.plain and would_rest(call, self.costs):
-            call = replace(call, plain=DOES_NOT_PAY)
+        if not call.fallback_reason and would_rest(call, self.costs):
+            call = replace(call, fallback_reason=DOES_NOT_PAY)
         call, target = proven(call)
-        if not call.plain:
+        if not call.fallback_reason:
             run = Run(call, self.costs, target)
             for _ in self._rounds(run, earlier):
                 pass
             return run.output()
-        warn_once(call, self.layout, self._said)
+        warn_once(call, self.layout, self._warned)
         output, report = decode_plainly(call)
-        self.costs.saved += PROBE_SHARE * report.plain_steps if call.plain == DOES_NOT_PAY else 0.0
+        self.costs.saved += PROBE_SHARE * report.plain_steps if call.fallback_reason == DOES_NOT_PAY else 0.0
         self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = report
@@ -305,7 +305,7 @@ class SpeculativeDecoding(NoModel):
 
     def _rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:
         """The same, round by round."""
-        warn_once(run.call, self.layout, self._said)
+        warn_once(run.call, self.layout, self._warned)
         self.report = run.report
         yield from decode(run)
         self.report = run.report = run.report if earlier is None else earlier + run.report

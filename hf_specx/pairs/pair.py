@@ -184,12 +184,12 @@ class DraftTargetPair(NoModel):
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
         options = pop_options(kwargs)
         of_pair = self.strategy
-        of_pair.meet(self.target)
+        of_pair.reset_costs_for(self.target)
         if options:
             options_of_pair = {name: getattr(of_pair, name) for name in STRATEGY_OPTIONS}
             strategy = SpeculativeDecoding(of_pair.draft_model, **options_of_pair | options)
         else:
             strategy = copy.copy(of_pair)
-        strategy.listeners, strategy._said = of_pair.listeners, of_pair._said
+        strategy.listeners, strategy._warned = of_pair.listeners, of_pair._warned
         strategy.report = None  # of this call alone, whatever the pair's strategy has decoded
         return strategy
