@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .devices import sent
+from .devices import to_device_async
 from .round import Draft, Round, Verdict
 
 
@@ -61,7 +61,7 @@ class Batch:
         table: [B], the `Row` of each row.
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then what nobody reads: pads in rows that left.
         starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
-        counts: [B], how many of its emitted tokens each row has in this text; fewer than all of them in `until`.
+        counts: [B], how many of its emitted tokens each row has in this text; fewer than all of them in `view_at`.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -89,14 +89,14 @@ class Batch:
         for row, start in zip(self.table, self.starts.tolist(), strict=True):
             row.prompt_length = self.width - start
         self.counts = [0] * rows
-        self.parent: tuple[Batch, int] | None = None  # of a row that is `alone`: where it is from, and its row index
+        self.parent: tuple[Batch, int] | None = None  # of a `row_view`: where it is from, and its row index
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
         self.read_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
-        self.index = sent(rows, self.ids.device, torch.int64)
-        self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
+        self.index = to_device_async(rows, self.ids.device, torch.int64)
+        self.ends = to_device_async([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns after the end of the longest row."""
@@ -188,7 +188,7 @@ class Batch:
         tokens = next_token[:, None]
         if draft.tokens.shape[1]:
             tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
-        stops = stopping.ahead(self, tokens, accepted)
+        stops = stopping.stop_flags(self, tokens, accepted)
         new_ids, accepted_columns, acceptance, overlap, undefined, stops_of_rows = _as_lists(
             tokens, accepted[:, None], *figures, stops
         )
@@ -196,8 +196,8 @@ class Batch:
         gained = [number + 1 for number in num_accepted]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.cut(self, new_ids, gained, stops_of_rows), new_ids)
-        ended = stopping.leaving(self)
+        self.emit(tokens, stopping.num_to_emit(self, new_ids, gained, stops_of_rows), new_ids)
+        ended = stopping.remove_ended(self)
         emitted = [self.table[row].emitted[count:] for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
@@ -220,7 +220,7 @@ class Batch:
     def emit(self, tokens: torch.Tensor, numbers: list[int], ids: list[list[int]] | None = None) -> None:
         """Emit the first `numbers` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
         self.write(tokens)
-        self.ends = self.ends + (numbers[0] if len(set(numbers)) == 1 else sent(numbers, tokens.device))
+        self.ends = self.ends + (numbers[0] if len(set(numbers)) == 1 else to_device_async(numbers, tokens.device))
         ids = tokens.tolist() if ids is None else ids
         for row, number, row_ids in zip(self.rows, numbers, ids, strict=True):
             self.counts[row] += number
@@ -233,14 +233,14 @@ class Batch:
             del row.emitted[count:]
         self._select(self.rows)
 
-    def until(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
+    def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
         """The same text, to be read only, of `counts` [B] tokens a row; `rows` decode there, by default the same."""
         earlier = copy.copy(self)
         earlier.counts = counts
         earlier._select(self.rows if rows is None else rows)
         return earlier
 
-    def room(self, row: int) -> int:
+    def remaining_tokens(self, row: int) -> int:
         """How many tokens a row may still emit."""
         return self.table[row].limit - self.counts[row]
 
@@ -248,7 +248,7 @@ class Batch:
         """The tokens of one row, without pads: [length]."""
         return self.ids[row, self.width - self.table[row].prompt_length : self.width + self.counts[row]]
 
-    def alone(self, row: int) -> "Batch":
+    def row_view(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
         view, width = copy.copy(self), self.table[row].prompt_length
         view.parent = self, self.rows.index(row)
@@ -294,7 +294,7 @@ class Batch:
             return None
         staying = [index for index, row in enumerate(self.rows) if row not in leaving]
         self._select([self.rows[index] for index in staying])
-        return sent(staying, self.ids.device, torch.int64)
+        return to_device_async(staying, self.ids.device, torch.int64)
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""

@@ -39,21 +39,21 @@ def hardware(device: torch.device) -> str:
     return device.type if get_name is None else get_name(device)
 
 
-def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device_async(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers as a tensor on a device; this does not wait until the device has done what it has to do."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-def moved(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values on another device; only on a CPU it is waited for them, since there they are read at once."""
     return values.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-def joined(states: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def cat_on(states: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Tensors [..., N] as one on a device; those that lie together on another one go there at once."""
     by_device = [list(group) for _, group in itertools.groupby(states, key=lambda state: state.device)]
     parts = [group[0] if len(group) == 1 else torch.cat(group, -1) for group in by_device]
-    return parts[0] if len(parts) == 1 else torch.cat([moved(x, device) for x in parts], -1)
+    return parts[0] if len(parts) == 1 else torch.cat([to_device(x, device) for x in parts], -1)
 
 
 def synchronize(device: torch.device) -> None:

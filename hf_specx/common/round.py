@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .devices import sent
+from .devices import to_device_async
 
 
 class Draft(NamedTuple):
@@ -64,7 +64,7 @@ class Draft(NamedTuple):
         if sum(self.lengths) == rows * most:
             return None
         device = self.tokens.device
-        return torch.arange(most, device=device) < sent(self.lengths, device)[:, None]
+        return torch.arange(most, device=device) < to_device_async(self.lengths, device)[:, None]
 
 
 class Verdict(NamedTuple):

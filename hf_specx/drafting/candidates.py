@@ -103,7 +103,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if self.waiting:
             new_rows = [row for row in batch.rows if row in self.waiting]
             if new_rows:
-                runner.admit(batch.until([0] * len(batch.counts)), new_rows)
+                runner.admit(batch.view_at([0] * len(batch.counts)), new_rows)
                 runner.has_all_prompt_logits = False  # these rows may have emitted tokens by now
             self.waiting.clear()
         return runner
@@ -183,7 +183,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             self.runner.drop_rows(done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return lambda count: self._ready(batch).rehearse(batch, count)
+        return lambda count: self._ready(batch).dummy_run(batch, count)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any

@@ -7,7 +7,7 @@ it is kept wherever those before it are.
 import torch
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
 
@@ -38,7 +38,7 @@ class ForcedRun:
         self.lengths = [0] * len(batch.rows)
         self.flags = [list[bool]() for _ in batch.rows]
         self.tokens: list[int | None] = []
-        self.room = [min(batch.room(row) - 1, processors.max_rollback) for row in batch.rows]
+        self.room = [min(batch.remaining_tokens(row) - 1, processors.max_rollback) for row in batch.rows]
 
     def next(self, ahead: int, wanted: list[bool], proposed: list[int] | None = None) -> list[bool]:
         """For which rows the draft has to find what comes after `ahead` candidates, [R]; one more each time.
@@ -89,7 +89,7 @@ class ForcedRun:
         if not self.forces:
             return scores
         ids = [-1 if token is None else token for token in self.tokens]
-        forced = sent(ids, scores.device)[:, None]  # [R, 1]
+        forced = to_device_async(ids, scores.device)[:, None]  # [R, 1]
         is_forced = torch.arange(scores.shape[1], device=scores.device) == forced  # [R, V]
         return torch.where(forced < 0, scores, torch.where(is_forced, 0.0, -torch.inf))
 
@@ -126,7 +126,7 @@ def within_masks(
             if not draw and token != forced_token:  # the candidates behind do not follow what stands here
                 limits[index] = min(limits[index], ahead)
         columns.append(column)
-        batch.write(sent(columns[-1], batch.ids.device)[:, None], ahead, columns[-1:])
+        batch.write(to_device_async(columns[-1], batch.ids.device)[:, None], ahead, columns[-1:])
     num_drafted = [min(pair) for pair in zip(limits, forced_run.lengths, strict=True)]
     lengths = forced_run.lengths if joins else num_drafted
     estimate = None
@@ -134,7 +134,7 @@ def within_masks(
         rows = zip(draft.estimate, num_drafted, lengths, strict=True)
         estimate = [_before_forced(chances, drafted, length) for chances, drafted, length in rows]
     return draft._replace(
-        tokens=sent(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
+        tokens=to_device_async(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
         lengths=lengths,
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
         forced=forced_run.forced if joins else None,

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch, Row
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
@@ -106,7 +106,7 @@ class OwnText:
         longest = max(numbers)
         if longest:
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
-            self.own.emit(sent(padded, self.own.ids.device), numbers, new)
+            self.own.emit(to_device_async(padded, self.own.ids.device), numbers, new)
         return self.vocabularies.logits(self.inner.decode_step(self.own, 0))
 
     def crop(self, row: int, count: int) -> None:
@@ -125,8 +125,8 @@ class OwnText:
             self.translations[row] = Translation(self.vocabularies)
         self.inner.admit(self.own, rows)
 
-    def rehearse(self, batch: Batch, count: int) -> None:
-        self.inner.rehearse(self.own, count)
+    def dummy_run(self, batch: Batch, count: int) -> None:
+        self.inner.dummy_run(self.own, count)
 
 
 class OtherTokenizerDrafter(SampledCandidateGenerator):

@@ -106,7 +106,7 @@ class Schedule:
         number = min(self.number(batch, row), self.processors.max_rollback)
         if self.synced:
             return number
-        return min(number, max(0, batch.room(row) - 1))
+        return min(number, max(0, batch.remaining_tokens(row) - 1))
 
     def number(self, batch: Batch, row: int) -> int:
         """Candidates of a row, if its text has room for them."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Round
 
 from .auto import PRIOR_ALPHA, AcceptanceEstimate, RoundTimer
@@ -99,7 +99,7 @@ class SeveralDrafts(Drafter):
         if self.model_part is not None and self.number is None and any(batch.counts):
             limits = []
             for row in batch.rows:
-                room = max(0, batch.room(row) - 1) if batch.counts[row] else 0
+                room = max(0, batch.remaining_tokens(row) - 1) if batch.counts[row] else 0
                 limits.append(min(room, self.processors.max_rollback))
         drafts = [part.propose(batch, limits) for part in self.others]
         round_timer = None if self.independent_rows else self.round_timer
@@ -191,13 +191,13 @@ def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> 
     if model_ran and not any(free):
         return drafts[model]._replace(source=sources)
     of_parts = [torch.nn.functional.pad(draft.tokens.to(batch.ids), (0, longest))[:, :longest] for draft in drafts]
-    parts = sent(taken, batch.index.device)
+    parts = to_device_async(taken, batch.index.device)
     tokens = torch.stack(of_parts, 1)[torch.arange(len(taken), device=parts.device), parts]
     probs = drafts[model].probs if model_ran else None
     if probs is not None:
         probs = torch.nn.functional.pad(probs, (0, 0, 0, longest - probs.shape[1]))  # cut, if that is negative
         certain = torch.zeros_like(probs).scatter_(-1, tokens[..., None], 1)
-        probs = torch.where(sent(free, probs.device)[:, None, None], certain, probs)
+        probs = torch.where(to_device_async(free, probs.device)[:, None, None], certain, probs)
     forced = None
     if any(drafts[part].forced for part in taken):
         forced = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
@@ -165,7 +165,7 @@ class SuffixDraft(Drafter):
             return no_candidates(batch)
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
         estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
-        tokens = sent(columns, batch.ids.device).T
+        tokens = to_device_async(columns, batch.ids.device).T
         return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, known=columns)
 
     def _best(self, chances: list[list[float]]) -> int:

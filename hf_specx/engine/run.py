@@ -149,7 +149,7 @@ class Run:
     def _measure(self, step: Callable[[int], object]) -> None:
         """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
         call, costs, rows = self.call, self.costs, len(self.batch.rows)
-        forward, device = partial(self.target.rehearse, self.batch), self.batch.ids.device
+        forward, device = partial(self.target.dummy_run, self.batch), self.batch.ids.device
         if call.synced:
             if any_rank(rows not in costs.table, device):
                 costs.measure(rows, forward, step)
@@ -165,26 +165,26 @@ class Run:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
         self.begin()
         step = self.drafter.cost(self.batch) or (lambda _: None)
-        self.costs.measure(len(self.batch.rows), partial(self.target.rehearse, self.batch), step)
+        self.costs.measure(len(self.batch.rows), partial(self.target.dummy_run, self.batch), step)
 
     def active(self) -> bool:
         """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
         while self.call.synced and any_rank(not self.finished, self.batch.ids.device):
             if not self.finished:
                 return True
-            self.idle()
+            self.dummy_round()
         return not self.finished
 
-    def idle(self) -> None:
+    def dummy_round(self) -> None:
         """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
-        batch = self.batch.until(self.batch.counts)  # whose ends follow cuts of the rows
+        batch = self.batch.view_at(self.batch.counts)  # whose ends follow cuts of the rows
         batch.ids = batch.ids.clone()
         draft = batch.write_draft(self.drafter.propose(batch, self.schedule(batch)))
         self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
-        for row, error in self.stopping.dead(done, self.processors.barred).items():
+        for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
             state = done.batch.table[row]
             if state.request is None or not state.request.has_processors:
                 raise error
@@ -251,7 +251,7 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
-def would_rest(call: Call, costs: Costs) -> bool:
+def would_not_draft(call: Call, costs: Costs) -> bool:
     """Whether "auto" will hardly draft in all of a call: candidates take forwards, and do not pay.
 
     Not if anything else in it needs rounds, or gets candidates for nothing.

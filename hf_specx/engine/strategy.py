@@ -37,7 +37,7 @@ from .proven import proven
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
 from .requests import Completion, Request
-from .run import Run, would_rest
+from .run import Run, would_not_draft
 
 
 class SpeculativeDecoding(NoModel):
@@ -287,7 +287,7 @@ class SpeculativeDecoding(NoModel):
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
-        if not call.fallback_reason and would_rest(call, self.costs):
+        if not call.fallback_reason and would_not_draft(call, self.costs):
             call = replace(call, fallback_reason=DOES_NOT_PAY)
         call, target = proven(call)
         if not call.fallback_reason:

@@ -192,7 +192,7 @@ class CompiledRunner(RaggedRunner):
         """The query length for `count` tokens; a round that the end of the text cuts short has the usual one."""
         if ahead != count - 1:
             return length_bucket(count)
-        if ahead < max([batch.room(row) for row in batch.rows]) - 1:
+        if ahead < max([batch.remaining_tokens(row) for row in batch.rows]) - 1:
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 

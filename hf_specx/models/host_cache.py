@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_specx.common.altered import ColumnTable, altered, column_tables, without_limits
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.wrappers import keeping_cache
 
 from .attention import Masks, grouped_queries
@@ -215,7 +215,7 @@ class PaddedRunner(HostCacheRunner):
             return
         # row r ends at slot length - rejected[r]; it moves to the end of the longest row
         length = max([self.width - self.pad_counts[row] + n for row, n in zip(batch.rows, counts, strict=True)])
-        shift = sent([self.length - number - length for number in rejected], self.device)[:, None]
+        shift = to_device_async([self.length - number - length for number in rejected], self.device)[:, None]
         self.text_cache.shift((torch.arange(length, device=self.device) + shift).clamp(min=0))
         self.length = length
 

@@ -86,7 +86,7 @@ class LockstepRunner(HostCacheRunner):
             return super().past_key_values(batch, emitted)
         if self.left_columns or self.num_rows < rows or len(set(batch.counts)) > 1:
             return None
-        self._rewind(batch.until(batch.counts, list(range(rows))), [emitted - 1] * rows)
+        self._rewind(batch.view_at(batch.counts, list(range(rows))), [emitted - 1] * rows)
         return self.cache
 
 

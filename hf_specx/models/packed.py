@@ -12,7 +12,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import keeping_cache
 
@@ -128,7 +128,7 @@ class PackedRunner(ModelRunner):
         longest = max([batch.counts[row] for row in batch.rows])
         extent = sum(self.lengths) + max(0, longest - 1) * rows
         index = torch.arange(rows, device=self.device)
-        numbers = sent(self.lengths, self.device) + emitted[:, 0].to(self.device)  # [R], of the queries
+        numbers = to_device_async(self.lengths, self.device) + emitted[:, 0].to(self.device)  # [R], of the queries
         is_of_row = self.row_of_slot[:extent] == index[:, None]
         masks: Any = self.masks.between(numbers[None, None, :, None], self.number_in_row[:extent], is_of_row)
         keys = {}

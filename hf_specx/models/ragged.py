@@ -11,7 +11,7 @@ from transformers.generation import utils
 
 from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 
 from .attention import SLIDING, Mask, Masks, grouped_queries
 from .layers import RingLayer, SlotLayer
@@ -121,7 +121,7 @@ class RaggedRunner(ModelRunner):
         if self.cached_prompts is None or other.cached_prompts is None or other.cache.slots.has_lost:
             return
         width, lengths = self.cached_prompts.shape[1], (self.cached_prompts >= 0).sum(-1)
-        donors = other.cached_prompts[sent(rows, self.cached_prompts.device)]
+        donors = other.cached_prompts[to_device_async(rows, self.cached_prompts.device)]
         longest = shared_prefix_lengths(self.cached_prompts, donors).max(-1)
         shared = longest.values.minimum(lengths - 1)
         length, reusable, source = torch.stack([lengths, shared, longest.indices]).tolist()
@@ -130,10 +130,13 @@ class RaggedRunner(ModelRunner):
         if columns < MIN_COPIED_COLUMNS:
             return
         donor_rows = [rows[index] for index in source]
-        tokens = torch.arange(columns, device=self.device) - sent([width - n for n in length], self.device)[:, None]
+        tokens = (
+            torch.arange(columns, device=self.device)
+            - to_device_async([width - n for n in length], self.device)[:, None]
+        )
         tokens = tokens.clamp(min=0)  # [B, n], of their prompts; before these there are pads
-        first = sent([other.pad_counts[row] for row in donor_rows], self.device)[:, None]
-        self.cache.write_from(other.cache, sent(source, self.device), tokens + first)
+        first = to_device_async([other.pad_counts[row] for row in donor_rows], self.device)[:, None]
+        self.cache.write_from(other.cache, to_device_async(source, self.device), tokens + first)
         self.reused_tokens = sum(max(0, columns - width + n) for n in length)
         if self.hidden is not None and self.prompt.hidden_of_all:
             states = []
@@ -146,10 +149,10 @@ class RaggedRunner(ModelRunner):
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
         emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         longest, even = max(counts), len(set(counts)) == 1
-        missing = self.missing(batch)
+        missing = self.num_missing_tokens(batch)
         num_emitted = count - ahead  # of the tokens that are fed; the others are candidates
         if num_emitted > 1 and num_emitted > min(missing):  # a window may have lost what earlier tokens saw
-            first = sent([num_emitted - number for number in missing], emitted.device)[:, None]
+            first = to_device_async([num_emitted - number for number in missing], emitted.device)[:, None]
             again = torch.arange(count, device=emitted.device).maximum(first)  # the first that is missing
             emitted, tokens, even = emitted.gather(1, again), tokens.gather(1, again), False
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
@@ -204,7 +207,7 @@ class RaggedRunner(ModelRunner):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
             self.widen(batch.width - self.width)
-        index = sent(rows, batch.ids.device)
+        index = to_device_async(rows, batch.ids.device)
         width = max(batch.table[row].prompt_length for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]

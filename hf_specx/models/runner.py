@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_specx.common.architectures import BLIND_STEPS
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import execution_device, joined, last_device, synchronize
+from hf_specx.common.devices import cat_on, execution_device, last_device, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import keeping_cache, text_decoder
@@ -99,7 +99,7 @@ class HiddenStates:
             "the target's layers pass on several states of a token, which no draft head reads; give a draft model.",
         )
         states = [torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0] for outputs in self.outputs]
-        return joined([x[:, -keep:] for x in states], self.device)
+        return cat_on([x[:, -keep:] for x in states], self.device)
 
 
 def _without_logits_to_keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -240,14 +240,14 @@ class ModelRunner:
             return self.decode_tokens(batch, 1 + skipped, ahead, keep=1)
         if self.has_all_prompt_logits and not any(batch.counts):
             return self.prompt_logits
-        missing = max(self.missing(batch))
+        missing = max(self.num_missing_tokens(batch))
         while missing > 1:
             part = self._most_at_once(batch)
             if missing <= part:
                 break
             counts = [min(count, self.num_computed_tokens[row] + part) for row, count in enumerate(batch.counts)]
-            self.decode_tokens(batch.until(counts), part, 0, keep=1)
-            missing = max(self.missing(batch))
+            self.decode_tokens(batch.view_at(counts), part, 0, keep=1)
+            missing = max(self.num_missing_tokens(batch))
         return self.decode_tokens(batch, missing + ahead, ahead, keep=1)
 
     def _most_at_once(self, batch: Batch) -> int:
@@ -256,7 +256,7 @@ class ModelRunner:
             return sys.maxsize
         return max(1, min([batch.counts[row] for row in batch.rows]))
 
-    def missing(self, batch: Batch) -> list[int]:
+    def num_missing_tokens(self, batch: Batch) -> list[int]:
         """How many of its last tokens each decoding row has to be fed; the last one was never fed."""
         return [batch.counts[row] - min(self.num_computed_tokens[row], batch.counts[row] - 1) for row in batch.rows]
 
@@ -268,7 +268,7 @@ class ModelRunner:
         self.num_computed_tokens = [0] * len(self.num_computed_tokens)
         return logits.to(tokens.device)
 
-    def rehearse(self, batch: Batch, count: int) -> None:
+    def dummy_run(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
         with self.hidden or contextlib.nullcontext():
             self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
@@ -332,7 +332,7 @@ class ModelRunner:
         if not set(unfed).isdisjoint(leaving):
             if self.lockstep:  # rows that are shorter have ended before the last candidate: of them, no more is kept
                 counts = [max(counts)] * len(counts)
-            self._feed_last_tokens(done.batch.until(counts, done.rows))
+            self._feed_last_tokens(done.batch.view_at(counts, done.rows))
         if done.finished:
             self.last_rows = leaving
         else:

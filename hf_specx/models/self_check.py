@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 
 from .packed import PackedRunner
 from .prompts import Prompt, gather_input_rows, has_rows
@@ -182,7 +182,7 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
             emitted = before[row] + position + 1
             if 0 <= emitted < steps or (emitted == steps and row < len(last_rows)):
                 compared.append((row, position, emitted))
-    index, positions, counts = sent(compared, home).unbind(1)
+    index, positions, counts = to_device_async(compared, home).unbind(1)
     figure = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
     if before_last is None:
         return Difference(figure, LIMIT)
@@ -219,7 +219,7 @@ def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int)
     if lead and not num_refed:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
     count = min(most + 1, num_refed + number - lead)
-    return runner.preview(batch.until(before), count), before
+    return runner.preview(batch.view_at(before), count), before
 
 
 def _can_feed_anew(runner: ModelRunner, count: int) -> bool:

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from hf_specx.common.architectures import CACHE
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 
 from .layers import SlotLayer, Slots
@@ -77,7 +77,7 @@ class SlotCache(Cache):
     def write_rows(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Write the first slots of another cache, which has a row for each of `rows`, to slots `start` to `end`."""
         for layer, source in zip(self._written_layers(), other._written_layers(), strict=True):
-            layer.write_rows(source, sent(rows, layer.keys.device), start, end)
+            layer.write_rows(source, to_device_async(rows, layer.keys.device), start, end)
 
     def write_from(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write to the next slots what another cache has in its rows [R] at slots [R, n]."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 
 
@@ -142,7 +142,7 @@ class PrefixFunction:
     Attributes:
         function: is given the number of a prompt, which may have several rows, and a text.
         emitted: [B], the tokens of each row after its prompt.
-        barred: errors of the function, by row and by tokens emitted before: it allowed no token, or raised.
+        prefix_errors: errors of the function, by row and by tokens emitted before: it allowed no token, or raised.
         readmits: whether what it allows has scores of 0 where other processors have excluded all of that, which
             depends on the version of transformers.
     """
@@ -159,7 +159,7 @@ class PrefixFunction:
         self.vocab_size = vocab_size
         self.rows_of_prompt = rows_of_prompt
         self.emitted: list[list[int]] = [[] for _ in input_ids]
-        self.barred: dict[tuple[int, int], Exception] = {}
+        self.prefix_errors: dict[tuple[int, int], Exception] = {}
         excluded = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
         constrained = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(excluded), excluded)
         self.readmits = bool(constrained.isfinite())
@@ -170,14 +170,14 @@ class PrefixFunction:
     def rollback(self, row: int, count: int) -> None:
         length = len(self.emitted[row]) - count
         del self.emitted[row][length:]
-        for key in [key for key in self.barred if key[0] == row and key[1] > length]:
-            del self.barred[key]
+        for key in [key for key in self.prefix_errors if key[0] == row and key[1] > length]:
+            del self.prefix_errors[key]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
             emitted = self.emitted[row]
-            text = torch.cat([self.prompts[row], sent(emitted, self.prompts.device, torch.int64)])
+            text = torch.cat([self.prompts[row], to_device_async(emitted, self.prompts.device, torch.int64)])
             try:
                 allowed = self.function(row // self.rows_of_prompt, text)
                 if not len(allowed):
@@ -187,7 +187,7 @@ class PrefixFunction:
                     )
                 masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
             except Exception as error:  # it counts only if this candidate is accepted
-                self.barred[row, len(emitted)] = error
+                self.prefix_errors[row, len(emitted)] = error
         return masks
 
 

@@ -15,10 +15,10 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch, Row
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 
-from .processors import NO_LIMIT, OF_TEXT, SYNTHID, WARPERS, HeadWarper, Positions, Processor, Processors, warp
+from .processors import NO_LIMIT, OF_TEXT, SYNTHID, WARPERS, Positions, Processor, Processors, TopTokensWarper, warp
 from .stopping import Stopping
 from .vectorized import Prefixes
 
@@ -118,7 +118,7 @@ class GroupPrefixes(Prefixes):
         if len(set(shifts)) == 1:
             return shifts[0]
         key = "shifts", shifts
-        return self.cached(key, lambda: sent(shifts, self.row_numbers.device, torch.int64)[:, None])
+        return self.cached(key, lambda: to_device_async(shifts, self.row_numbers.device, torch.int64)[:, None])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns of the batch from `first` after the end of each row on."""
@@ -155,7 +155,7 @@ class RequestProcessors(Processors):
         """`table` has the rows of the batch, with their `RowProcessors`; `limit` as in `Processors`."""
         self.table, self.eos_token_ids, self.limit = table, eos_token_ids, limit
         self.applied: list[Any] = []
-        self.barred = ChainMap[tuple[int, int], Exception]()
+        self.prefix_errors = ChainMap[tuple[int, int], Exception]()
         self.plan: Plan | None = None
 
     @property
@@ -175,7 +175,7 @@ class RequestProcessors(Processors):
         return max(row.processors.mask_size for row in self.table)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        self.barred.clear()
+        self.prefix_errors.clear()
         batch.reserve(ahead + logits.shape[1])
         rows = [batch.table[row] for row in batch.rows]
         if self.plan is None or self.plan.width != batch.width or self.plan.rows != rows:
@@ -225,8 +225,8 @@ class RequestProcessors(Processors):
         processors = batch.table[row].processors
         if draft is not None:
             draft = draft._replace(lengths=[draft.lengths[index]])
-        scores = Positions(processors, batch.alone(row), draft, ahead, scores.shape[1]).apply(processor, scores)
-        self.barred.update({(row, emitted): error for (_, emitted), error in processors.barred.items()})
+        scores = Positions(processors, batch.row_view(row), draft, ahead, scores.shape[1]).apply(processor, scores)
+        self.prefix_errors.update({(row, emitted): error for (_, emitted), error in processors.prefix_errors.items()})
         return scores
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
@@ -235,7 +235,7 @@ class RequestProcessors(Processors):
             return None
         masks: list[torch.Tensor | None] = []
         for row, is_wanted in zip(batch.rows, wanted, strict=True):
-            of_row = batch.table[row].processors.allowed(batch.alone(row), ahead, [is_wanted])
+            of_row = batch.table[row].processors.allowed(batch.row_view(row), ahead, [is_wanted])
             if of_row is None:  # a request without masks goes on as it does where no other has any
                 masks.append(torch.ones(mask_size, dtype=torch.bool, device="cpu") if is_wanted else None)
             else:
@@ -269,7 +269,7 @@ def _step(batch: Batch, rows: list[Row], places: list[int | None]) -> Step:
         members.setdefault(settings, []).append(index)
     groups, device = [], batch.index.device
     for indices in members.values():
-        selection = None if len(indices) == len(rows) else sent(indices, device, torch.int64)
+        selection = None if len(indices) == len(rows) else to_device_async(indices, device, torch.int64)
         processors = []
         for index in indices:
             place = places[index]
@@ -280,7 +280,7 @@ def _step(batch: Batch, rows: list[Row], places: list[int | None]) -> Step:
     if len(groups) == 1:
         return Step(groups, None)
     joined = [index for group in groups for index in group.indices]
-    return Step(groups, sent([joined.index(index) for index in range(len(rows))], device, torch.int64))
+    return Step(groups, to_device_async([joined.index(index) for index in range(len(rows))], device, torch.int64))
 
 
 def _pads(batch: Batch, row: Row) -> int:
@@ -306,7 +306,7 @@ def settings_of(processor: Any) -> Hashable | None:
     A setting that cannot be compared is equal to itself alone.
     """
     kind = type(processor)
-    if kind is HeadWarper:
+    if kind is TopTokensWarper:
         return kind, tuple(map(settings_of, processor.warpers))
     if kind not in TOGETHER and kind not in WARPERS:
         return None
@@ -329,7 +329,7 @@ def _value(value: Any) -> Hashable:
 
 
 def _is_warper(processor: Any) -> bool:
-    return type(processor) in WARPERS or isinstance(processor, HeadWarper)
+    return type(processor) in WARPERS or isinstance(processor, TopTokensWarper)
 
 
 class RequestStopping(Stopping):
@@ -340,8 +340,8 @@ class RequestStopping(Stopping):
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
-    def remind(self, row: Row, emitted: int) -> None:
-        row.stopping.remind(row, emitted)
+    def warn_beyond_positions(self, row: Row, emitted: int) -> None:
+        row.stopping.warn_beyond_positions(row, emitted)
 
     def _reads_text(self, batch: Batch) -> bool:
         return any(batch.table[row].stopping.criteria for row in batch.rows)
@@ -351,7 +351,7 @@ class RequestStopping(Stopping):
         for index, (row, number) in enumerate(zip(batch.rows, numbers, strict=True)):
             criteria = batch.table[row].stopping.criteria
             if criteria:
-                text, count = batch.alone(row), batch.counts[row]
+                text, count = batch.row_view(row), batch.counts[row]
                 for n in range(number):
                     stops[index, n] = criteria(text.prefix(count + n + 1), None)[0]
         return stops

@@ -17,7 +17,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 
 from .synthid import is_usual_synthid, synthid
@@ -43,7 +43,7 @@ SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
 OF_TEXT = VECTORIZED | {SYNTHID: synthid}
 STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
 NO_LIMIT = (sys.maxsize, "")  # of the candidates that a target takes
-HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
+HEAD = 256  # the likeliest tokens that a `TopTokensWarper` looks at, where top-k does not say how many
 
 
 class RoundProcessor:
@@ -56,7 +56,7 @@ class RoundProcessor:
     name: str = ""
     max_rollback: int = sys.maxsize
     vocab_size: int = 0
-    barred: dict[tuple[int, int], Exception] | None = None
+    prefix_errors: dict[tuple[int, int], Exception] | None = None
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
@@ -83,8 +83,8 @@ class Processors:
     Attributes:
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` says what takes no more.
         mask_size: V of their masks; 0 if none of them has any.
-        barred: errors of `prefix_allowed_tokens_fn`, by row and by tokens emitted before: it allowed no token, or
-            raised. Where that text has a rejected candidate in it, the error does not count.
+        prefix_errors: those of `prefix_allowed_tokens_fn`, by row and by tokens emitted before: it allowed no token,
+            or raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class Processors:
         """
         self.eos_token_ids = eos_token_ids
         self.cache: dict[Hashable, Any] = {}  # what is computed once for a call
-        self.applied = in_runs(processors)
+        self.applied = fuse_warpers(processors)
         self.max_rollback, self.limited_by = limit
         self.mask_size = 0
-        self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()
+        self.prefix_errors: ChainMap[tuple[int, int], Exception] = ChainMap()
         for processor in self.applied:
             if isinstance(processor, RoundProcessor):
                 if processor.max_rollback < self.max_rollback:
                     taken_back = f"{processor.name} takes back {processor.max_rollback} tokens at most"
                     self.max_rollback, self.limited_by = processor.max_rollback, taken_back
                 self.mask_size = max(self.mask_size, processor.vocab_size)
-                if processor.barred is not None:
-                    self.barred.maps.append(processor.barred)
+                if processor.prefix_errors is not None:
+                    self.prefix_errors.maps.append(processor.prefix_errors)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """[R, P, V] float32 scores as `generate` has them at each of P consecutive prefixes, from the logits there.
@@ -162,7 +162,7 @@ class Positions:
         result = None
         if type(processor) in OF_TEXT:
             result = OF_TEXT[type(processor)](processor, self.prefixes, scores)
-        elif type(processor) in WARPERS or isinstance(processor, HeadWarper):
+        elif type(processor) in WARPERS or isinstance(processor, TopTokensWarper):
             result = warp([processor], scores.flatten(0, 1)).view_as(scores)
         return self._by_length(processor, scores) if result is None else result
 
@@ -170,7 +170,7 @@ class Positions:
         """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
         batch, result = self.batch, scores.clone()
         for emitted, members in self.cells.items():
-            index, position = sent(members, scores.device).unbind(-1)
+            index, position = to_device_async(members, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
@@ -189,7 +189,7 @@ def can_look_ahead(processor: Processor) -> bool:
     return getattr(processor, "stateless", False) is True
 
 
-class HeadWarper:
+class TopTokensWarper:
     """Consecutive warpers, top-k or top-p and then any of `AFTER`, applied to the likeliest tokens only.
 
     Top-p sorts the scores of the whole vocabulary, which on a CPU can take longer than a draft step. The tokens that
@@ -229,15 +229,15 @@ class HeadWarper:
         return output
 
 
-def in_runs(processors: Sequence[Any]) -> list[Any]:
-    """The same processors in order, each run of warpers that starts with top-k or top-p as one `HeadWarper`."""
+def fuse_warpers(processors: Sequence[Any]) -> list[Any]:
+    """The same processors in order, each run of warpers that starts with top-k or top-p as one `TopTokensWarper`."""
     applied: list[Any] = []
     for processor in processors:
         drops = getattr(processor, "filter_value", -torch.inf) == -torch.inf  # so that later warpers ignore them
-        if drops and type(processor) in AFTER and applied and isinstance(applied[-1], HeadWarper):
+        if drops and type(processor) in AFTER and applied and isinstance(applied[-1], TopTokensWarper):
             applied[-1].warpers.append(processor)
         elif drops and type(processor) in FIRST and processor.min_tokens_to_keep < HEAD:
-            applied.append(HeadWarper([processor]))
+            applied.append(TopTokensWarper([processor]))
         else:
             applied.append(processor)
     return applied

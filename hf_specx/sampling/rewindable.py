@@ -17,7 +17,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import moved
+from hf_specx.common.devices import to_device
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
@@ -95,7 +95,7 @@ class TokenMasks(RoundProcessor):
         self.of_call = of_call
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
-        self.barred = getattr(processor, "barred", self.barred)
+        self.prefix_errors = getattr(processor, "prefix_errors", self.prefix_errors)
         self.readmits = getattr(processor, "readmits", False)
         self.shown: dict[int, ShownTokens] = {}
         self.is_moving = False  # while the processor is shown tokens, or they are taken back
@@ -108,7 +108,7 @@ class TokenMasks(RoundProcessor):
         masks = []
         for of_row in self.masks_after(batch, ahead, wanted):
             masks += of_row + [all_allowed] * (positions - len(of_row))
-        excluded = moved(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
+        excluded = to_device(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
         masked_scores = scores.masked_fill(excluded, -torch.inf)
         if not self.readmits:
             return masked_scores

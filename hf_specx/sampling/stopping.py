@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specx.common.batch import Batch, Row
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Round
 
 
@@ -61,7 +61,7 @@ class Stopping:
         # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(lengths, default=max_length) - width, 1)
 
-    def ahead(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    def stop_flags(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
         """[R, n] bool: whether the criteria of the text stop a row with the first 1, 2, ... of its tokens [R, n].
 
         They are asked before it is known on the host how many of these count, so that the answers need no transfer of
@@ -72,7 +72,7 @@ class Stopping:
             return tokens.new_zeros(rows, 0)
         new = [most] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
         batch.write(tokens)
-        numbers = [min(number, batch.room(row)) for number, row in zip(new, batch.rows, strict=True)]
+        numbers = [min(number, batch.remaining_tokens(row)) for number, row in zip(new, batch.rows, strict=True)]
         return self._stops(batch, numbers, most)
 
     def _reads_text(self, batch: Batch) -> bool:
@@ -88,16 +88,18 @@ class Stopping:
         counts = sorted(asked)
         stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts], 1)  # [B, lengths]
         where = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(most)] for count in before]
-        return stops[batch.index[:, None], sent(where, stops.device)]
+        return stops[batch.index[:, None], to_device_async(where, stops.device)]
 
-    def cut(self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]) -> list[int]:
+    def num_to_emit(
+        self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]
+    ) -> list[int]:
         """How many of its new tokens [R, n] each row emits, [R]; notes which rows stop there.
 
         The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
         """
         numbers = []
         for row, ids, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
-            room, count = batch.room(row), batch.counts[row]
+            room, count = batch.remaining_tokens(row), batch.counts[row]
             number = min(number, room)
             last = room if number == room else 0
             for position in range(number):
@@ -109,17 +111,17 @@ class Stopping:
             if last and self.pads_finished_rows:
                 number = last
             numbers.append(number)
-            self.remind(batch.table[row], count + number)
+            self.warn_beyond_positions(batch.table[row], count + number)
         return numbers
 
-    def remind(self, row: Row, emitted: int) -> None:
+    def warn_beyond_positions(self, row: Row, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
         for reminder in [each for each in self._reminders if each[0] <= emitted]:
             _, length, criterion = reminder
             criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)
             self._reminders.remove(reminder)
 
-    def leaving(self, batch: Batch) -> list[int]:
+    def remove_ended(self, batch: Batch) -> list[int]:
         """The rows that leave the batch, cut to where they end; the batch has the new tokens."""
         together = None
         if not self.pads_finished_rows:
@@ -139,7 +141,7 @@ class Stopping:
             return False
         return not (self.criteria and self.criteria(text, None).item())
 
-    def settled(self, batch: Batch) -> list[int]:
+    def num_final_tokens(self, batch: Batch) -> list[int]:
         """How many tokens of each row are certain to be in the output.
 
         Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
@@ -154,18 +156,18 @@ class Stopping:
         """How many columns `generate` has emitted when the last row has stopped."""
         return max(row.stopped_at for row in batch.table if row.stopped_at is not None)
 
-    def dead(self, done: Round, barred: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
+    def row_errors(self, done: Round, prefix_errors: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
         """The errors that `generate` would raise for rows: without a token to choose, as soon as that is in the text.
 
         A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
-        text; neither is an error. `barred` has those of `prefix_allowed_tokens_fn`, see `Processors`.
+        text; neither is an error. `prefix_errors` has those of `prefix_allowed_tokens_fn`, see `Processors`.
         """
         table = done.batch.table
         for number, first, emitted, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
             row = table[number]
-            for count in range(first, first + emitted) if barred else ():
-                if row.dead_end is None and (number, count) in barred:
-                    row.dead_end = count, barred[number, count]
+            for count in range(first, first + emitted) if prefix_errors else ():
+                if row.dead_end is None and (number, count) in prefix_errors:
+                    row.dead_end = count, prefix_errors[number, count]
             count = first + position
             if position < emitted and (row.dead_end is None or count < row.dead_end[0]):
                 message = (
@@ -176,5 +178,5 @@ class Stopping:
         dead_ends = {number: row.dead_end for number, row in enumerate(table) if row.dead_end is not None}
         if not dead_ends:
             return {}
-        settled = self.settled(done.batch)
+        settled = self.num_final_tokens(done.batch)
         return {number: error for number, (count, error) in dead_ends.items() if count < settled[number]}

@@ -18,7 +18,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import sent
+from hf_specx.common.devices import to_device_async
 
 
 class Prefixes:
@@ -224,7 +224,7 @@ def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> 
     except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
         return None
     ends = ends.to(scores.device)
-    factor = sent(factors, scores.device, torch.float64)
+    factor = to_device_async(factors, scores.device, torch.float64)
     old = scores[..., ends]
     added = old.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
     return scores.index_copy(-1, ends, old + added.masked_fill(~old.isfinite(), 0.0))

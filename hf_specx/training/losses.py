@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_specx.sampling.processors import in_runs, warp
+from hf_specx.sampling.processors import fuse_warpers, warp
 
 from .recipe import TrainingRecipe
 from .target_outputs import TargetOutputCache, Text
@@ -51,7 +51,7 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     temperature = [TemperatureLogitsWarper(float(recipe.temperature))] if recipe.temperature != 1 else []
     top_k = [TopKLogitsWarper(recipe.top_k)] if recipe.top_k else []
     top_p = [TopPLogitsWarper(recipe.top_p)] if recipe.top_p < 1 else []
-    return warp(in_runs([*temperature, *top_k, *top_p]), logits).softmax(-1)  # in the order of `generate`
+    return warp(fuse_warpers([*temperature, *top_k, *top_p]), logits).softmax(-1)  # in the order of `generate`
 
 
 class Predicted(NamedTuple):

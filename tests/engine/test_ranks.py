@@ -144,7 +144,7 @@ def idle_without_drafting(run) -> None:
 
 def drafts_left_out(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "idle", idle_without_drafting)
+        patch.setattr(Run, "dummy_round", idle_without_drafting)
         compare("sampled", rank, synced_gpus=True)
 
 

@@ -113,11 +113,11 @@ def noise_of_another_row(self: CoupledVerifier, batch: Batch, probs: torch.Tenso
     return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
-MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedRunner._positions, Stopping.cut, CoupledVerifier.noise
+MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedRunner._positions, Stopping.num_to_emit, CoupledVerifier.noise
 FAULTS = {
     "mask": (Masks, "__call__", mask_off_by_one),
     "position": (RaggedRunner, "_positions", positions_off_by_one),
-    "stop": (Stopping, "cut", cut_one_late),
+    "stop": (Stopping, "num_to_emit", cut_one_late),
     "noise": (CoupledVerifier, "noise", noise_of_another_row),
 }
 

@@ -178,7 +178,7 @@ REFUSED = {
 def test_errors_are_those_of_transformers(name: str):
     processor = REFUSED[name]()
     batch, scores = text(4), torch.zeros(4, 1, VOCAB)
-    batch = batch.until(batch.counts, list(range(4)))
+    batch = batch.view_at(batch.counts, list(range(4)))
     with pytest.raises(Exception) as expected:  # noqa: PT011
         processor(batch.prefix(0), scores[:, 0])
     with pytest.raises(expected.type) as error:

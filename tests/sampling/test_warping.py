@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.processors import HEAD, HeadWarper, Processors, in_runs
+from hf_specx.sampling.processors import HEAD, Processors, TopTokensWarper, fuse_warpers
 
 
 VOCAB = 3000
@@ -80,7 +80,7 @@ CASES += [(normal(3), "top-p"), (ties(), "top-k"), *((handful(), name) for name 
 @pytest.mark.parametrize(("scores", "run"), CASES)
 def test_equals_stock(scores: torch.Tensor, run: str, widths: list[int]):
     """What is kept is the same set, and the values but for rounding; a head that is not enough falls back to all."""
-    (warper,) = in_runs(RUNS[run])
+    (warper,) = fuse_warpers(RUNS[run])
     output = warper(None, scores)
     if len(scores) > 4:
         assert VOCAB not in widths
@@ -94,7 +94,7 @@ def test_equals_stock(scores: torch.Tensor, run: str, widths: list[int]):
 def test_of_tokens_that_tie_as_many_stay_as_in_stock(run: str):
     """Logits of half precision have many; which of them stay is up to an unstable sort."""
     scores = PEAKED_TO_FLAT.bfloat16().float()
-    output, expected = HeadWarper(RUNS[run])(None, scores), by_stock(RUNS[run], scores)
+    output, expected = TopTokensWarper(RUNS[run])(None, scores), by_stock(RUNS[run], scores)
     torch.testing.assert_close(output.sort().values, expected.sort().values)
 
 

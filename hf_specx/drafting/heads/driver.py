@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import moved, sent, synchronize
+from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import DraftContext, no_candidates
@@ -147,14 +147,16 @@ class HeadDrafter(SampledCandidateGenerator):
             first = batch.starts.new_zeros(num_rows, 1)
         elif first.ndim == 3:
             first = first[-3]
-        self.position_offset = first.to(self.device) - 1 - sent(self.num_prompt_states, self.device)[:, None]
+        self.position_offset = (
+            first.to(self.device) - 1 - to_device_async(self.num_prompt_states, self.device)[:, None]
+        )
         for index, row in enumerate(rows):
             number = self.num_prompt_states[row]
             if position_ids is None:
                 positions = torch.arange(number, device=self.device) + self.position_offset[row]
             else:
                 of_row = position_ids[-3].expand(len(rows), -1)[index]
-                positions = moved(of_row[-number - 1 : -1], self.device)
+                positions = to_device(of_row[-number - 1 : -1], self.device)
             self.pending_prompts[row] = states[index, states.shape[1] - number - 1 : -1], positions
         self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
 
@@ -171,7 +173,7 @@ class HeadDrafter(SampledCandidateGenerator):
         starts = [before - number for before, number in zip(done.before, computed, strict=True)]
         if self.pending_states is not None and any(starts):
             columns = torch.arange(states.shape[1], device=states.device)
-            index = sent(starts, states.device)[:, None] + columns
+            index = to_device_async(starts, states.device)[:, None] + columns
             padded = nn.functional.pad(self.pending_states, (0, 0, 0, states.shape[1]))
             states = padded.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
         self.pending_states = states
@@ -203,12 +205,12 @@ class HeadDrafter(SampledCandidateGenerator):
         computed = [self.num_computed_tokens[row] for row in batch.rows]
         width = self.runner.padded_width(max(pending))
         num_draft_entries = self.body.num_draft_entries(self.num_candidates)
-        first_slots, num_new = sent([computed, pending], device)[..., None]
+        first_slots, num_new = to_device_async([computed, pending], device)[..., None]
         step = torch.arange(width + num_draft_entries, device=device)
-        self.row_index = moved(batch.index, device)
+        self.row_index = to_device(batch.index, device)
         self.end_slots = first_slots + num_new
         newest = None if self.body.drafts_block else (num_new - 1).clamp(min=0)
-        states = moved(self.pending_states[:, :width], device, self.dtype)
+        states = to_device(self.pending_states[:, :width], device, self.dtype)
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
         self.last_tokens = batch.last(1)
@@ -224,7 +226,7 @@ class HeadDrafter(SampledCandidateGenerator):
             self.num_computed_tokens[row] += number
         self.pending_states = None
         self.draft_states, self.draft_logits = [], []
-        starts = batch.ends - sent(pending, batch.ids.device)
+        starts = batch.ends - to_device_async(pending, batch.ids.device)
         embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
         mapping = self._slot_mapping(slots, extent, num_draft_entries if self.body.drafts_block else 0)
         self._add_output(self.runner("first_step", mapping, embedded, states, newest, self.num_candidates))
@@ -238,15 +240,15 @@ class HeadDrafter(SampledCandidateGenerator):
         if not width:
             return
         states, positions = (pad_sequence(list(parts), batch_first=True) for parts in zip(*prompts, strict=True))
-        rows = sent(order, batch.ids.device)
-        cache_rows = sent([batch.rows.index(row) for row in order], self.device)
-        starts = batch.width - sent([self.num_prompt_states[row] for row in order], batch.ids.device)
+        rows = to_device_async(order, batch.ids.device)
+        cache_rows = to_device_async([batch.rows.index(row) for row in order], self.device)
+        starts = batch.width - to_device_async([self.num_prompt_states[row] for row in order], batch.ids.device)
         slots = torch.arange(width, device=self.device).expand(len(order), -1)
         for first in range(0, width, PREFILL_CHUNK):
             end = min(first + PREFILL_CHUNK, width)
             embedded = self._embedded_entries(batch.ids, rows, starts + first, end - first)
             mapping = SlotMapping(slots[:, first:end], positions[:, first:end], end, rows=cache_rows)
-            self.runner("append_context", mapping, embedded, moved(states[:, first:end], self.device, self.dtype))
+            self.runner("append_context", mapping, embedded, to_device(states[:, first:end], self.device, self.dtype))
 
     def _append_pending_states(self, batch: Batch) -> None:
         """Append the pending states but the last of each row, which its next candidates are drafted from."""
@@ -258,14 +260,14 @@ class HeadDrafter(SampledCandidateGenerator):
         appended = [max(0, number - 1) for number in pending]
         width = max(appended)
         if width:  # else rows with more have left
-            slots = sent(computed, device)[:, None] + torch.arange(width, device=device)
-            positions = slots + self.position_offset[moved(batch.index, device)]
-            starts = batch.ends - sent(pending, batch.ids.device)
+            slots = to_device_async(computed, device)[:, None] + torch.arange(width, device=device)
+            positions = slots + self.position_offset[to_device(batch.index, device)]
+            starts = batch.ends - to_device_async(pending, batch.ids.device)
             embedded = self._embedded_entries(batch.ids, batch.index, starts, width)
             mapping = SlotMapping(slots, positions, max(computed) + width, rows=self.row_numbers[: len(slots)])
-            states = moved(self.pending_states[:, :width], device, self.dtype)
+            states = to_device(self.pending_states[:, :width], device, self.dtype)
             self.runner("append_context", mapping, embedded, states)
-        last = sent(appended, self.pending_states.device)[:, None, None]
+        last = to_device_async(appended, self.pending_states.device)[:, None, None]
         self.pending_states = self.pending_states.gather(1, last.expand(-1, -1, self.pending_states.shape[2]))
         for row, number in zip(batch.rows, appended, strict=True):
             self.num_computed_tokens[row] += number
@@ -302,7 +304,7 @@ class HeadDrafter(SampledCandidateGenerator):
         """[r, m + masks, H] of tokens [r, m] and masks behind them, by the head's own embeddings or the target's."""
         if num_masks and self.mask is None:
             tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
-        embedded = moved(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
+        embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
         if num_masks and self.mask is not None:  # a row of the table, which may scale its rows
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
             embedded = torch.cat([embedded, mask.expand(len(embedded), num_masks, -1)], 1)
@@ -321,11 +323,11 @@ class HeadDrafter(SampledCandidateGenerator):
         dtype = self.output.weight.dtype
         if dtype.is_floating_point:  # quantised ones take states of any precision
             states = states.to(dtype)
-        return moved(self.output(to_device_of(self.output, states)), self.device)
+        return to_device(self.output(to_device_of(self.output, states)), self.device)
 
     def _candidate_logits(self, index: int, previous: torch.Tensor) -> torch.Tensor:
         """[R, V_d] of candidate `index`, behind the previous tokens [R, 1]."""
-        previous = self.embed(previous) if self.body.embeds_previous_token else moved(previous, self.device)
+        previous = self.embed(previous) if self.body.embeds_previous_token else to_device(previous, self.device)
         adjust = partial(self.runner, "adjust_logits", None) if self.body.adjusts_logits else self.body.adjust_logits
         logits, self.carried, confidence = adjust(
             self.draft_logits[index],
@@ -349,9 +351,9 @@ class HeadDrafter(SampledCandidateGenerator):
         return self.misread_watch.reason(self.body.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.rehearse(batch)) if self.body.autoregressive else None
+        return (lambda count: self.dummy_run(batch)) if self.body.autoregressive else None
 
-    def rehearse(self, batch: Batch) -> None:
+    def dummy_run(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
         self.row_index = batch.index.to(self.device)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import moved, sent, synchronize
+from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
@@ -144,7 +144,7 @@ class AssistantDrafter(SampledCandidateGenerator):
     def observe(self, done: Round) -> None:
         """Note the states at the newest tokens that the target has read."""
         states = done.forward.hidden
-        last = sent([max(1, number) - 1 for number in done.emitted], states.device)[:, None, None]
+        last = to_device_async([max(1, number) - 1 for number in done.emitted], states.device)[:, None, None]
         self.newest_states = states.gather(1, last.expand(-1, -1, states.shape[2]))
         if done.stay is not None:
             self.newest_states = self.newest_states.index_select(0, done.stay.to(states.device))
@@ -162,22 +162,22 @@ class AssistantDrafter(SampledCandidateGenerator):
         positions, masks, keys_values = self.target.shared_keys(batch, self.layers)
         masks = {layer_type: self._mask(masks[layer_type]) for layer_type in keys_values}
         on_device = {
-            layer_type: tuple(moved(x, self.device, self.dtype) for x in pair)
+            layer_type: tuple(to_device(x, self.device, self.dtype) for x in pair)
             for layer_type, pair in keys_values.items()
         }
-        self.shared_keys = SharedKeys(moved(positions, self.device), masks, on_device)  # type: ignore[arg-type]
-        self.state = moved(self.newest_states, self.device, self.dtype)
+        self.shared_keys = SharedKeys(to_device(positions, self.device), masks, on_device)  # type: ignore[arg-type]
+        self.state = to_device(self.newest_states, self.device, self.dtype)
 
     def _mask(self, mask: torch.Tensor) -> torch.Tensor:
         """A mask as the assistant's attention takes it, whatever the target's takes."""
-        visible = moved(mask if mask.dtype == torch.bool else mask == 0, self.device)
+        visible = to_device(mask if mask.dtype == torch.bool else mask == 0, self.device)
         if self.assistant.config.get_text_config()._attn_implementation == "sdpa":
             return visible
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def _next_step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normed states [R, 1, H] behind tokens [R, 1]; notes the state that the next step reads."""
-        embedded = moved(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
+        embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
         inputs = self.assistant.pre_projection(torch.cat([embedded, self.state], -1))
         with grouped_queries():
             output = self.assistant.model(
@@ -204,9 +204,9 @@ class AssistantDrafter(SampledCandidateGenerator):
         return unlikely.scatter_(1, ids, logits)[:, None]
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return lambda count: self.rehearse(batch)
+        return lambda count: self.dummy_run(batch)
 
-    def rehearse(self, batch: Batch) -> None:
+    def dummy_run(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
         self.newest_states = self.embedding(to_device_of(self.embedding, batch.last(1))) * 0
         self._read_shared_keys(batch)

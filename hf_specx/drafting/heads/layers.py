@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_specx.common.devices import moved
+from hf_specx.common.devices import to_device
 from hf_specx.models.attention import tiled
 from hf_specx.models.slots import Columns
 
@@ -181,4 +181,4 @@ def rms_norm(config: HeadConfig, width: int | None = None) -> nn.RMSNorm:
 
 def to_device_of(module: Any, values: torch.Tensor) -> torch.Tensor:
     """Values on the device of a module's weights; hooks of accelerate send them there by themselves."""
-    return values if hasattr(module, "_hf_hook") else moved(values, module.weight.device)
+    return values if hasattr(module, "_hf_hook") else to_device(values, module.weight.device)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import MASKED
 from hf_specx.common.batch import Batch
-from hf_specx.common.devices import last_device, moved, synchronize
+from hf_specx.common.devices import last_device, synchronize, to_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import OfModels, shallow
 from hf_specx.drafting.drafter import DraftContext, Drafter
@@ -279,9 +279,9 @@ class MtpDrafter(HeadDrafter):
 
     def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
-        return moved(tokens, self.device)
+        return to_device(tokens, self.device)
 
-    def rehearse(self, batch: Batch) -> None:
+    def dummy_run(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
         end = max(self.num_computed_tokens)

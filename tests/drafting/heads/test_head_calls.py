@@ -265,7 +265,10 @@ def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: py
     head, draft, target = head_draft_target("eagle3", tmp_path)
     monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_PENDING", 6)
     changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
-    schedule = "hf_specx.drafting.schedule.Schedule.__call__"
-    number = lambda self, batch: [min(n, batch.room(row) - 1) for n in [next(changing)] for row in batch.rows]  # noqa: E731
-    monkeypatch.setattr(schedule, number)
+
+    def lengths(self: Any, batch: Batch) -> list[int]:
+        wanted = next(changing)
+        return [min(wanted, batch.remaining_tokens(row) - 1) for row in batch.rows]
+
+    monkeypatch.setattr("hf_specx.drafting.schedule.Schedule.__call__", lengths)
     assert_aligned(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30}, least=40)
