@@ -90,7 +90,7 @@ def _rebound(value: Any, module: torch.nn.Module, new_module: torch.nn.Module) -
     return bound
 
 
-def keeping_cache(model: PreTrainedModel) -> Any:
+def without_cache_reset(model: PreTrainedModel) -> Any:
     """The model, or a copy whose preparation of inputs never drops its cache.
 
     That of Phi-3 does once a text is longer than its short frequencies serve, to read all of it anew.

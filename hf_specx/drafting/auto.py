@@ -344,8 +344,8 @@ class Auto(Schedule):
         self.costs = round_timer.costs
         self.numbers = COMPILED if compiled else range(1, MAX_DRAFT_TOKENS + 1)
         self.rows = len(batch.rows)
-        self.room = max(row.limit for row in batch.table)
-        self.prompt_length = self.unread = max(row.prompt_length for row in batch.table)
+        self.room = max(row.limit for row in batch.row_states)
+        self.prompt_length = self.unread = max(row.prompt_length for row in batch.row_states)
         alpha = self.costs.alpha.get(verification)
         prior = PRIOR_ALPHA if alpha is None else alpha
         self.acceptance = AcceptanceEstimate(prior ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
@@ -360,17 +360,17 @@ class Auto(Schedule):
         return not self._covers_a_trial(self.saved + PROBE_SHARE * self.room)
 
     def number(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.table[row].drafts_alone else self.wanted
+        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.wanted
 
     def observe(self, done: Round) -> None:
         super().observe(done)
-        self.rows = len(done.rows) if done.stay is None else len(done.stay)
-        if not any(done.before):
+        self.rows = len(done.rows) if done.keep_indices is None else len(done.keep_indices)
+        if not any(done.emitted_before):
             return  # the prompts' own step
         if done.draft.steps:
             self.unread = 0
         else:
-            self.unread += max(done.gained)
+            self.unread += max(done.num_new_tokens)
             self.saved += PROBE_SHARE
         self.trial = max(0, self.trial - 1)
         acceptance = _judged(done)
@@ -424,10 +424,10 @@ class Auto(Schedule):
 
 
 def _judged(done: Round) -> list[list[float]]:
-    """`Round.chances` of the rows that tell how good the draft is.
+    """`Round.draft_acceptance` of the rows that tell how good the draft is.
 
     Others were finished before, had nothing to draft after, or have candidates from elsewhere.
     """
-    free = done.draft.free or [False] * len(done.rows)
-    rows = zip(done.chances, done.before, done.gained, free, strict=True)
+    free = done.draft.model_free or [False] * len(done.rows)
+    rows = zip(done.draft_acceptance, done.emitted_before, done.num_new_tokens, free, strict=True)
     return [chances for chances, before, gained, is_free in rows if chances and before and gained and not is_free]

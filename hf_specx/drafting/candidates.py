@@ -157,7 +157,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not tokens:
             return no_candidates(batch)
         q = torch.cat(probs, 1) if probs else None
-        draft = Draft(torch.stack(tokens, 1), num_drafted, q, self.source, known=batch.read_candidates[: len(tokens)])
+        draft = Draft(
+            torch.stack(tokens, 1), num_drafted, q, self.source, host_tokens=batch.host_candidates[: len(tokens)]
+        )
         if forced_run is None:
             return draft
         source = self.source if steps else "forced"
@@ -176,11 +178,11 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.runner is None or not self.has_read:
             return
-        free = done.draft.free or [False] * len(done.rows)
-        for row, before, is_free in zip(done.rows, done.before, free, strict=True):
-            self.runner.crop(row, before if is_free else done.batch.counts[row] - 1)
-        if done.stay is not None:
-            self.runner.drop_rows(done.stay)
+        free = done.draft.model_free or [False] * len(done.rows)
+        for row, before, is_free in zip(done.rows, done.emitted_before, free, strict=True):
+            self.runner.limit_computed_tokens(row, before if is_free else done.batch.counts[row] - 1)
+        if done.keep_indices is not None:
+            self.runner.drop_rows(done.keep_indices)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)
@@ -247,7 +249,7 @@ class GeneratorDrafter(Drafter):
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.gained, strict=True)
+        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.num_new_tokens, strict=True)
         for index, (row, length, candidates, tokens, gained) in enumerate(of_rows):
             if not length or not tokens:
                 continue

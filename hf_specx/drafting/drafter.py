@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.models.prompts import HiddenStateTap, Prompt
+from hf_specx.models.prompts import HiddenStateTap, PreparedInputs
 from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
@@ -55,7 +55,7 @@ class DraftContext:
     verifier: Verifier
     processors: Processors
     threshold: float = 0.0
-    prompt: Prompt | None = None
+    prompt: PreparedInputs | None = None
     layout: str = "ragged"
     compiled: bool = False
     forces: bool = False
@@ -82,7 +82,7 @@ class Drafter(Protocol):
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
-            behind its final norm; `hidden_of_all`: whether of prompts those of all tokens, or of the last alone.
+            behind its final norm; `all_prompt_hidden`: whether of prompts those of all tokens, or of the last alone.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
         own_text: whether its model reads a text of its own, in other tokens than the target's; `matching` says how.
         parts: of a draft that chooses among several; empty for any other.
@@ -92,7 +92,7 @@ class Drafter(Protocol):
     runner: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
-    hidden_of_all: bool = True
+    all_prompt_hidden: bool = True
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
     own_text: bool = False

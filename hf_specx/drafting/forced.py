@@ -139,7 +139,7 @@ def within_masks(
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
         forced=forced_run.forced if joins else None,
         estimate=estimate,
-        known=columns,
+        host_tokens=columns,
     )
 
 

@@ -99,9 +99,9 @@ class Schedule:
         return [self._of_row(batch, row) for row in batch.rows]
 
     def _of_row(self, batch: Batch, row: int) -> int:
-        state = batch.table[row]
+        state = batch.row_states[row]
         # as in a batch of one, whose first round has no candidates; others have some as soon as they have a place
-        if not batch.counts[row] and (state.drafts_alone or not state.is_refill):
+        if not batch.counts[row] and (state.independent_lengths or not state.is_refill):
             return 0
         number = min(self.number(batch, row), self.processors.max_rollback)
         if self.synced:
@@ -114,10 +114,10 @@ class Schedule:
 
     def observe(self, done: Round) -> None:
         """Time a round in which every candidate took a step of the draft, or none did."""
-        if self.round_timer is None or not any(done.before):
+        if self.round_timer is None or not any(done.emitted_before):
             return  # the prompts' own step has taken another time
         draft = done.draft
-        if draft.free is None and draft.steps == max(draft.lengths):
+        if draft.model_free is None and draft.steps == max(draft.lengths):
             self.round_timer.observe(len(done.rows), draft.steps)
         else:
             self.round_timer.skip()

@@ -40,7 +40,7 @@ class SeveralDrafts(Drafter):
         self.parts = self.others if self.model_part is None else [*self.others, self.model_part]
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
-        self.hidden_of_all = any(part.needs_hidden and part.hidden_of_all for part in parts)
+        self.all_prompt_hidden = any(part.needs_hidden and part.all_prompt_hidden for part in parts)
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
         most = [part.max_candidates for part in self.timed if part.max_candidates is not None]
         self.max_candidates = max(most, default=None)
@@ -84,7 +84,7 @@ class SeveralDrafts(Drafter):
         self.taken = [of_row.index(max(of_row)) for of_row in zip(*gains, strict=True)]
         model = len(drafts)  # the number of the model's part
         if self.model_part is None:
-            return _joined(batch, drafts, self.taken, model)._replace(free=None)
+            return _joined(batch, drafts, self.taken, model)._replace(model_free=None)
         offered = [estimates[part][row] for row, part in enumerate(self.taken)]
         asks = self._asks_model(batch, offered, self._expected(batch, model, lengths))
         self.taken = [model if asks_model else part for part, asks_model in zip(self.taken, asks, strict=True)]
@@ -204,4 +204,4 @@ def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> 
         for row, part in enumerate(taken):
             flags = drafts[part].forced
             forced.append([False] * lengths[row] if flags is None else flags[row])
-    return Draft(tokens, lengths, probs, sources, forced, free=free)
+    return Draft(tokens, lengths, probs, sources, forced, model_free=free)

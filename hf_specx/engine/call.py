@@ -16,7 +16,7 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
-from hf_specx.models.prompts import UNLIMITED, Prompt
+from hf_specx.models.prompts import UNLIMITED, PreparedInputs
 from hf_specx.models.ragged import why_no_prefix_reuse
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
 from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
@@ -79,7 +79,7 @@ class Call:
     """
 
     options: Any
-    prompt: Prompt
+    prompt: PreparedInputs
     processors: Sequence[Processor]
     stopping: Stopping
     drafter: Drafter
@@ -97,7 +97,7 @@ class Call:
 
 def make_call(
     options: Any,
-    prompt: Prompt,
+    prompt: PreparedInputs,
     drafter: Drafter,
     queue: RequestQueue | None = None,
     drafting: dict[str, Any] | None = None,
@@ -137,12 +137,12 @@ def make_call(
     read_by_models = replace(
         prompt,
         max_new_tokens=UNLIMITED if later_prompts else stopping.max_new_tokens,
-        longest=stopping.max_new_tokens,
-        keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
-        gives_hidden=drafter.needs_hidden,
-        hidden_of_all=drafter.hidden_of_all,
+        max_new_tokens_now=stopping.max_new_tokens,
+        returns_cache=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
+        returns_hidden=drafter.needs_hidden,
+        all_prompt_hidden=drafter.all_prompt_hidden,
         hidden_state_taps=drafter.hidden_state_taps,
-        in_step=synced,
+        synced_gpus=synced,
     )
     call = Call(
         options=options,
@@ -189,7 +189,7 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
+def _check_asked(options: Any, prompt: PreparedInputs, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Raise ValueError for what plain `generate` refuses as well, and for a draft that cannot serve."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
     check_target(model)
@@ -206,7 +206,7 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
+def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processor]:
     """The processors of a call, with `TokenMasks` in place of some."""
     if all(type(each) in WARPERS for each in prompt.processors):
         return prompt.processors
@@ -214,7 +214,12 @@ def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
 
 
 def _reasons(
-    options: Any, prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, drafter: Drafter, synced: bool
+    options: Any,
+    prompt: PreparedInputs,
+    processors: Sequence[Processor],
+    stopping: Stopping,
+    drafter: Drafter,
+    synced: bool,
 ) -> list[str]:
     """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
     config, reasons = prompt.generation_config, reasons_of(prompt, stopping.max_new_tokens)
@@ -233,7 +238,7 @@ def _reasons(
     return [why for why in reasons if why]
 
 
-def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
+def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     model, past = prompt.model, prompt.past
     chosen, reason = choose_layout(model, options.layout)
@@ -256,7 +261,7 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
         notes.append(f"whole batches, since {whole}")
     elif queued and why_no_prefix_reuse(model):
         notes.append(f"prompts that begin alike are read anew, since {why_no_prefix_reuse(model)}")
-    if drafter.needs_hidden and drafter.hidden_of_all and (past_has_tokens or not prompt.input_ids.shape[1]):
+    if drafter.needs_hidden and drafter.all_prompt_hidden and (past_has_tokens or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not whole)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
-from hf_specx.models.prompts import Prompt, position_table
+from hf_specx.models.prompts import PreparedInputs, position_table
 from hf_specx.models.slots import CACHE, num_cached_tokens, unknown_cache
 
 
@@ -26,7 +26,7 @@ ASSISTED = {  # fields that select assisted generation: by what, and the same as
 }
 
 
-def check_mode(prompt: Prompt, streamer: Any) -> None:
+def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
     """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
     for name, mode in OF_ASSISTANTS.items():
@@ -45,12 +45,12 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     require(streamer is None or rows == 1 or tags_rows, message)
 
 
-def method_of(prompt: Prompt) -> str:
+def method_of(prompt: PreparedInputs) -> str:
     """The name of the method by which `generate` would decode; of what is no part of transformers, its repository."""
     return GENERATION_MODES_MAPPING[prompt.generation_config.get_generation_mode()]
 
 
-def why_mode_plain(prompt: Prompt) -> Iterator[str]:
+def why_mode_plain(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in how a call asks to generate: another method than greedy decoding or sampling, or no cache."""
     config, method = prompt.generation_config, method_of(prompt)
     if method == "_beam_search":
@@ -105,7 +105,7 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
-def check_inputs(prompt: Prompt) -> None:
+def check_inputs(prompt: PreparedInputs) -> None:
     """Check the text that one call of `generate` is given, as `generate` has prepared it."""
     model, input_ids, kwargs = prompt.model, prompt.input_ids, prompt.kwargs
     decodes = "encoder_outputs" in kwargs
@@ -125,7 +125,7 @@ def check_inputs(prompt: Prompt) -> None:
     _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
 
 
-def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
+def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, name: str) -> None:
     """Raise ValueError if mask, positions or a cache are not those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes, mask = name != "attention_mask", kwargs.get(name)
@@ -146,7 +146,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         require(fits, f"{message}{(rows, new)}; pass one a token, or leave it out.")
 
 
-def why_text_plain(prompt: Prompt) -> Iterator[str]:
+def why_text_plain(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in the mask and the cache of a call, which `generate` takes as they are, though they fit no text."""
     (_, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes = "encoder_outputs" in kwargs
@@ -181,7 +181,7 @@ def why_text_plain(prompt: Prompt) -> Iterator[str]:
         yield f"{name} has {ignores}; pad on the left only"
 
 
-def text_width(prompt: Prompt) -> int:
+def text_width(prompt: PreparedInputs) -> int:
     """Columns of the text before its first new token; it may be in embeddings, or partly in a cache."""
     width, mask = prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
     if prompt.model.config.is_encoder_decoder:
@@ -189,7 +189,7 @@ def text_width(prompt: Prompt) -> int:
     return getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
 
 
-def why_length_plain(prompt: Prompt, new_tokens: int) -> Iterator[str]:
+def why_length_plain(prompt: PreparedInputs, new_tokens: int) -> Iterator[str]:
     """Reasons in how long a text with so many new tokens may be: what a model does with it changes on the way."""
     longest, config = text_width(prompt) + new_tokens, prompt.model.config.get_text_config(decoder=True)
     for kind, limit in rope_limits(prompt.model):
@@ -216,7 +216,7 @@ def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
             yield kind, limit
 
 
-def is_beyond(prompt: Prompt, limit: int) -> bool:
+def is_beyond(prompt: PreparedInputs, limit: int) -> bool:
     """Whether all forwards are: each of them has a row with more tokens than that, whichever rows have ended."""
     positions = prompt.kwargs.get("position_ids")
     at_once = prompt.generation_config.prefill_chunk_size is None and not (
@@ -225,7 +225,7 @@ def is_beyond(prompt: Prompt, limit: int) -> bool:
     return at_once and positions is not None and positions.ndim == 2 and bool((positions[:, -1] >= limit).all())
 
 
-def check_length(prompt: Prompt, new_tokens: int) -> None:
+def check_length(prompt: PreparedInputs, new_tokens: int) -> None:
     """Raise ValueError if a text of so many new tokens is longer than a table of positions."""
     model, width = prompt.model, text_width(prompt)
     table = position_table(model)

@@ -20,7 +20,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import logical_parameters, vocabulary
 from hf_specx.models.choose import layouts_of, why_no_layout
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import num_cached_tokens
 
@@ -53,7 +53,7 @@ def why_model_plain(model: PreTrainedModel) -> Iterator[str]:
         yield f"{both} them; set is_decoder=True in its config"
 
 
-def why_plain(prompt: Prompt) -> str:
+def why_plain(prompt: PreparedInputs) -> str:
     """Why transformers' own sampler has to decode with this model; empty if ours can."""
     name, kind, past = type(prompt.model).__name__, prompt.model.config.model_type, prompt.past
     in_parts = prompt.generation_config.prefill_chunk_size is not None or (

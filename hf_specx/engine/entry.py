@@ -18,7 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from hf_specx.common.errors import check_names, is_int, kind, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 
 
 OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, and the remedy
@@ -45,7 +45,7 @@ def prepared(
     seeds: Any = None,
     tokenizer: Any = None,
     **inputs: Any,
-) -> Prompt:
+) -> PreparedInputs:
     """What `generate` hands to a decoding method, and an argument of ours, `seeds`.
 
     It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
@@ -55,7 +55,7 @@ def prepared(
         is_of_row = [type(criterion).__name__ == "MultiTokenEOSCriteria" for criterion in criteria]
         pairs = zip(criteria, is_of_row, strict=True)
         criteria = StoppingCriteriaList(OneStop(criterion) if flag else criterion for criterion, flag in pairs)
-    return Prompt(
+    return PreparedInputs(
         model,
         input_ids,
         generation_config,

@@ -32,7 +32,9 @@ class Outputs:
         """Keep what belongs to the tokens that a round emitted."""
         for name, entries in self.entries.items():
             values = done.scores if name == "scores" else done.forward.logits
-            for index, (row, before, number) in enumerate(zip(done.rows, done.before, done.emitted, strict=True)):
+            for index, (row, before, number) in enumerate(
+                zip(done.rows, done.emitted_before, done.emitted, strict=True)
+            ):
                 while len(entries) < before + number:
                     entries.append(values.new_zeros(self.rows, values.shape[2], dtype=torch.float32))
                 for n in range(number):
@@ -73,7 +75,7 @@ class Stream:
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row, end in zip(done.batch.table, self.stopping.num_final_tokens(done.batch), strict=True):
+        for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
             new.append(row.emitted[row.num_streamed : end])
             row.num_streamed = end
         # where no row is padded, texts end with the call

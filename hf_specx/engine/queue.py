@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
@@ -71,18 +71,19 @@ class RequestQueue:
         """Let the requests of the batch that has begun wait again, and decode all requests in batches of one."""
         self.returned, self.each_alone = self.entries, True
 
-    def prepared(self) -> Prompt:
+    def prepared(self) -> PreparedInputs:
         """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
         prompt = self.preparing.batch([entry.text for entry in self.entries], self.stopping.max_new_tokens)
-        prompt.seeds = [entry.seed for entry in self.entries] if prompt.generation_config.do_sample else None
+        config = prompt.generation_config
+        prompt = replace(prompt, seeds=[entry.seed for entry in self.entries] if config.do_sample else None)
         if self.entries[0].alone:
-            config, prompt.criteria = prompt.generation_config, self.entries[0].stopping.all
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
             copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            prompt.processors = LogitsProcessorList([*copying, *self.entries[0].processors])
+            processors = LogitsProcessorList([*copying, *self.entries[0].processors])
+            prompt = replace(prompt, criteria=self.entries[0].stopping.all, processors=processors)
         return prompt
 
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
@@ -92,17 +93,17 @@ class RequestQueue:
             entry = self._peek()
             if entry is None or entry.alone:
                 break
-            others = [entries.get(number, batch.table[number].request) for number in batch.rows if number != row]
+            others = [entries.get(number, batch.row_states[number].request) for number in batch.rows if number != row]
             widest = max(len(each.input_ids) for each in [entry, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(LEFT_OVER, widest)
-            if not too_wide and self._fits([entry, *others], len(batch.table), batch.width):
+            if not too_wide and self._fits([entry, *others], len(batch.row_states), batch.width):
                 entries[row] = self._take()
         return entries
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
-        table = done.batch.table
+        table = done.batch.row_states
         for index, row in enumerate(done.rows if self.logprobs else ()):
             table[row].logprobs += _logprobs(done, index, row)
         for row in done.ended:
@@ -120,7 +121,7 @@ class RequestQueue:
         """A request has ended; its tokens are the end of its text [1, L]."""
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
+        reason = "length" if entry.stopping.ended_by_limit(text, tokens) else "stop"
         self.completed.append(Completion(entry.index, tokens, reason, processed, raw))
 
     def is_request_error(self, error: Exception) -> bool:
@@ -191,7 +192,7 @@ class RequestQueue:
 
 def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
     """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
-    number, first = done.emitted[index], done.batch.width + done.before[index]
+    number, first = done.emitted[index], done.batch.width + done.emitted_before[index]
     tokens = done.batch.ids[row, first : first + number, None]
     return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.processors import SYNTHID, can_look_ahead
 
 from .check_inputs import why_length_plain, why_mode_plain, why_text_plain
@@ -35,14 +35,14 @@ RARE_PROCESSORS: dict[type[LogitsProcessor], str] = {
 }
 
 
-def why_processors_plain(prompt: Prompt) -> Iterator[str]:
+def why_processors_plain(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in the processors of a call: those of transformers that few use, for which nothing is written here."""
     for processor in prompt.processors:
         if type(processor) in RARE_PROCESSORS and not can_look_ahead(processor):
             yield RARE_PROCESSORS[type(processor)]
 
 
-def reasons_of(prompt: Prompt, new_tokens: int) -> list[str]:
+def reasons_of(prompt: PreparedInputs, new_tokens: int) -> list[str]:
     """Reasons in a model and in what `generate` has prepared for it; none if so many new tokens can be speculated."""
     model = [*why_model_plain(prompt.model), why_plain(prompt)]
     call = [*why_mode_plain(prompt), *why_text_plain(prompt), *why_length_plain(prompt, new_tokens)]

@@ -91,14 +91,14 @@ class SpeculationReport:
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
         accepted_mass, drafted_mass = self.survival
-        for chances in done.chances:
+        for chances in done.draft_acceptance:
             accepted_mass += sum(chances)
             drafted_mass += sum([1.0, *chances][: len(chances)])
         self.survival = accepted_mass, drafted_mass
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
-            gained = done.gained[index]
+            gained = done.num_new_tokens[index]
             if drafted or self.emitted_per_row[row]:
                 self.steps[drafted, steps, longest] += 1
                 self.gained_in_steps += gained

@@ -15,7 +15,7 @@ from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
@@ -122,7 +122,7 @@ class Preparing:
             tried |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
         self._alone(token, tried)
 
-    def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
+    def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
         """Several requests, [l] tokens each, with pads."""
         side = "right" if self.model.config.is_encoder_decoder else "left"
         padded = padded_rows(texts, side)
@@ -166,14 +166,14 @@ class Preparing:
             check_encoder_positions(self.model, len(ids))
         return entry
 
-    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prompt:
+    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
         """As `_prepared`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             states = torch.zeros(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
             options = options | {"encoder_outputs": BaseModelOutput(states)}
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, prompt: Prompt) -> tuple[Sequence[Processor], bool]:
+    def _with_masks(self, prompt: PreparedInputs) -> tuple[Sequence[Processor], bool]:
         """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
         ours = masked(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
@@ -223,9 +223,11 @@ def _check(request: Request, ids: torch.Tensor) -> None:
     require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), message)
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prompt:
+def _prepared(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
+) -> PreparedInputs:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
-    prompts: list[Prompt] = []
+    prompts: list[PreparedInputs] = []
 
     @wraps(prepared)
     def keep_prompt(*args: Any, **kwargs: Any) -> torch.Tensor:

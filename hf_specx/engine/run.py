@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
@@ -98,7 +98,7 @@ class Run:
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.table, self.stopping.eos_token_ids, limit)
+            return RequestProcessors(self.batch.row_states, self.stopping.eos_token_ids, limit)
         return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
     def begin(self) -> None:
@@ -131,7 +131,7 @@ class Run:
     def _make_schedule(self) -> Schedule:
         """How many candidates rows draft; costs that this needs are measured first."""
         call, batch, drafter, round_timer = self.call, self.batch, self.drafter, None
-        fixed = call.drafting.number is not None or any(row.drafts_alone for row in batch.table)
+        fixed = call.drafting.number is not None or any(row.independent_lengths for row in batch.row_states)
         # other ranks, and requests that come later, may have longer texts
         if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):
             step = drafter.cost(batch)
@@ -185,7 +185,7 @@ class Run:
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
-            state = done.batch.table[row]
+            state = done.batch.row_states[row]
             if state.request is None or not state.request.has_processors:
                 raise error
             if state.stopped_at is None:
@@ -202,8 +202,8 @@ class Run:
             entries = call.queue.next_requests(batch, done.ended)
         leaving = [row for row in done.ended if row not in entries]
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
-        stay = None if self.finished else batch.drop_rows(leaving)
-        done = replace(done, stay=stay, finished=self.finished)
+        keep_indices = None if self.finished else batch.drop_rows(leaving)
+        done = replace(done, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
         listeners: list[Listener] = [self.schedule, self.drafter, self.target]
@@ -228,7 +228,7 @@ class Run:
 
     def finish(self) -> None:
         """End the call, and remember what it has shown."""
-        columns, report, draft = self.stopping.columns(self.batch), self.report, self.drafter.runner
+        columns, report, draft = self.stopping.num_output_columns(self.batch), self.report, self.drafter.runner
         self.verifier.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
@@ -241,9 +241,9 @@ class Run:
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
-        prompt, columns = self.call.prompt, self.stopping.columns(self.batch)
+        prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
         text = self.batch.output(columns)
-        past = self.target.past_key_values(self.batch, columns) if prompt.keeps_past else None
+        past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
@@ -267,7 +267,7 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
 
 
 def make_batch(call: Call) -> Batch:
-    """The text of a call before its first token, with a `Row` for each prompt."""
+    """The text of a call before its first token, with a `RowState` for each prompt."""
     prompt = call.prompt
     width = prompt.input_ids.shape[1]
     name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
@@ -276,19 +276,22 @@ def make_batch(call: Call) -> Batch:
     pad = prompt.generation_config._pad_token_tensor
     if call.queue is None:
         seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
-        drafts_alone = call.seeds is not None and call.verification in REJECTION
-        table = [Row(limit=prompt.longest, seed=seed, drafts_alone=drafts_alone) for seed in seeds]
+        independent_lengths = call.seeds is not None and call.verification in REJECTION
+        table = [
+            RowState(limit=prompt.max_new_tokens_now, seed=seed, independent_lengths=independent_lengths)
+            for seed in seeds
+        ]
     else:
         table = [request_row(call, entry) for entry in call.queue.entries]
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
 
 
-def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
+def request_row(call: Call, entry: Entry, is_refill: bool = False) -> RowState:
     """The row of a request, as it begins."""
-    return Row(
+    return RowState(
         limit=entry.limit,
         seed=entry.seed,
-        drafts_alone=entry.seeded and call.verification in REJECTION,
+        independent_lengths=entry.seeded and call.verification in REJECTION,
         is_refill=is_refill,
         processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
         stopping=entry.stopping,

@@ -26,7 +26,7 @@ from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightl
 from hf_specx.drafting.heads.gemma4 import with_assistant_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
-from hf_specx.models.prompts import Prompt, prepare
+from hf_specx.models.prompts import PreparedInputs, prepare
 
 from .call import DOES_NOT_PAY, Call, make_call, warn_once
 from .check_options import check_options
@@ -137,7 +137,7 @@ class SpeculativeDecoding(NoModel):
     @torch.no_grad()
     def decode(
         self,
-        prompt: Prompt,
+        prompt: PreparedInputs,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
@@ -270,7 +270,9 @@ class SpeculativeDecoding(NoModel):
             draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, prompt: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
+    def call(
+        self, prompt: PreparedInputs, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any
+    ) -> Call:
         """What a call asks for, or a batch of a queue, checked."""
         drafter, options = self._drafter(prompt.model), copy.copy(self)  # which may change later
         options.streamer = streamer

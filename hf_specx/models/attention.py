@@ -76,9 +76,9 @@ def grouped_attention(
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """A mask [R or 1, 1, q, S], additive and repeated for folded queries: [R or 1, 1, n * q, S]."""
-    rows, _, count, extent = mask.shape
-    width = -(-extent // ALIGNED) * ALIGNED
-    tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :extent]
+    rows, _, count, kv_length = mask.shape
+    width = -(-kv_length // ALIGNED) * ALIGNED
+    tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :kv_length]
     tile = tile.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else tile.copy_(mask)
     return tile.flatten(1, 2)[:, None]
 
@@ -166,25 +166,25 @@ class Masks:
         self,
         slots: torch.Tensor,
         pads: torch.Tensor | None,
-        extent: int,
-        holes: torch.Tensor | None = None,
+        kv_length: int,
+        gaps: torch.Tensor | None = None,
         ring: int = 0,
     ) -> Mask:
-        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool.
+        """For queries at slots [R, q], of `kv_length` leading slots without `pads` [R] and `gaps` [R, S] bool.
 
-        Layers with a window have a ring of slots, if `ring` is not 0 and less than `extent`.
+        Layers with a window have a ring of slots, if `ring` is not 0 and less than `kv_length`.
         """
-        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        keys, queries = torch.arange(kv_length, device=slots.device), slots[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
         is_token = None if pads is None else keys >= first
-        if is_token is not None and holes is not None:
-            is_token = is_token & ~holes[:, None, None]
-        if not 0 < ring < extent:
+        if is_token is not None and gaps is not None:
+            is_token = is_token & ~gaps[:, None, None]
+        if not 0 < ring < kv_length:
             return self.between(queries, keys, is_token, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
         is_token_in_ring = columns >= first
-        if holes is not None:
-            is_token_in_ring = is_token_in_ring & ~holes[:, None, None].gather(-1, columns.clamp(min=0))
+        if gaps is not None:
+            is_token_in_ring = is_token_in_ring & ~gaps[:, None, None].gather(-1, columns.clamp(min=0))
         ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
         if not self.kinds:
             return ring_masks

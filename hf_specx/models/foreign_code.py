@@ -58,7 +58,7 @@ class SameObject:
         return isinstance(other, SameObject) and value is not None and value is other.reference()
 
 
-def unproven(model: PreTrainedModel) -> frozenset[Trait]:
+def untested(model: PreTrainedModel) -> frozenset[Trait]:
     """What a target runs that the tests have not shown to be right with several tokens at once; empty if nothing.
 
     These are a model type that is in no table, quantised layers, attention or masks that the tests do not run, and in

@@ -19,11 +19,11 @@ from transformers.cache_utils import Cache
 from hf_specx.common.altered import ColumnTable, altered, column_tables, without_limits
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
-from hf_specx.common.wrappers import keeping_cache
+from hf_specx.common.wrappers import without_cache_reset
 
 from .attention import Masks, grouped_queries
 from .layers import SlotLayer, TailLayer
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .runner import ModelRunner, SharedKeys
 from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
 
@@ -40,7 +40,7 @@ class HostCacheRunner(ModelRunner):
 
     length = last_column = 0
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.num_filled_slots = [0] * len(prompt.input_ids)
 
@@ -53,25 +53,27 @@ class HostCacheRunner(ModelRunner):
             self.kwargs["attention_mask"] = None if bool(mask.all()) else mask.bool()[:, None, None]  # [B, 1, 1, S]
         return output
 
-    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         count = tokens.shape[1]
         before = [batch.counts[row] + ahead - count for row in batch.rows]
         if ahead < count or before != [self.num_filled_slots[row] for row in batch.rows]:
             self._rewind(batch, before)
-        return self._feed(batch, tokens, before, ahead, keep)
+        return self._feed(batch, tokens, before, ahead, logits_to_keep)
 
     def _rewind(self, batch: Batch, counts: list[int]) -> None:
         """Make the cache hold the first `counts` [R] emitted tokens of the decoding rows."""
         raise NotImplementedError
 
-    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _feed(
+        self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, logits_to_keep: int
+    ) -> torch.Tensor:
         """As `_forward`, where the cache holds the first `before` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
         emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
         kwargs = self._inputs(batch, tokens, emitted)
         total = self.length + count
         lengths = [self.width - self.pad_counts[row] + n + count for row, n in zip(batch.rows, before, strict=True)]
-        has_hidden = min(lengths) < total or self.holes is not None
+        has_hidden = min(lengths) < total or self.gaps is not None
         if has_hidden:
             kwargs[self.mask_name] = self._mask(batch, ahead, total)
         # only the last `count` columns are read
@@ -80,7 +82,7 @@ class HostCacheRunner(ModelRunner):
             columns, next_sequence_length=count, is_first_iteration=False, **kwargs, **{self.cache_name: self.cache}
         )
         if "logits_to_keep" in self.parameters:
-            inputs["logits_to_keep"] = keep
+            inputs["logits_to_keep"] = logits_to_keep
         for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
             table.columns = (self.width + emitted).clamp(max=self.last_column)
             table.numbers = {min(self.width + n + i, self.last_column) for n in before for i in range(count)}
@@ -91,14 +93,14 @@ class HostCacheRunner(ModelRunner):
         self.length = total
         for row, number in zip(batch.rows, before, strict=True):
             self.num_filled_slots[row] = number + count
-        return output.logits[:, -keep:]
+        return output.logits[:, -logits_to_keep:]
 
     def _mask(self, batch: Batch, ahead: int, total: int) -> torch.Tensor:
         """[R, total] int64, 1 at slots whose token is visible; rows have `ahead` candidates."""
         columns = batch.columns(ahead - total, total) + self.width - batch.width  # of each slot
         seen = columns >= self.pads[batch.index, None]
-        if self.holes is not None:
-            hidden = self.holes[batch.index].gather(1, columns.clamp(0, self.width - 1))
+        if self.gaps is not None:
+            hidden = self.gaps[batch.index].gather(1, columns.clamp(0, self.width - 1))
             seen &= ~hidden | (columns >= self.width)
         return seen.long()
 
@@ -112,7 +114,7 @@ class HostCacheRunner(ModelRunner):
             # `generate` gives none, so that models count columns; only Whisper's own preparation leaves out pads
             config, absent = self.model.config, torch.zeros_like(self.pads)
             if config.is_encoder_decoder and config.model_type == "whisper":
-                absent = self.pads if self.holes is None else self.pads + self.holes.sum(-1)
+                absent = self.pads if self.gaps is None else self.pads + self.gaps.sum(-1)
             first = self.width - absent[batch.index, None]
             kwargs[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
         kwargs |= self._token_types(count)
@@ -126,7 +128,7 @@ class HostCacheRunner(ModelRunner):
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         """As there; candidates that were rejected are taken back before, where else the next forward does it."""
         self._rewind(batch, [max(0, batch.counts[row] - 1) for row in batch.rows])
-        emitted = self._newest(batch)
+        emitted = self._newest_computed(batch)
         seen = self._mask(batch, -1 if any(batch.counts) else 0, self.length).bool()[:, None, None].to(self.device)
         masks, keys, windows = {}, {}, Masks(self.model).windows
         for kind, number in layers.items():
@@ -148,7 +150,7 @@ class HostCacheRunner(ModelRunner):
     @cached_property
     def preparing(self) -> Any:
         """The model, as it prepares its inputs."""
-        return keeping_cache(self.model)
+        return without_cache_reset(self.model)
 
     @cached_property
     def stepping(self) -> PreTrainedModel:
@@ -198,7 +200,7 @@ def with_pads(cache: Cache) -> Iterator[None]:
 class PaddedRunner(HostCacheRunner):
     """Rows shift right into their left padding when they accepted different numbers."""
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         windows = [getattr(layer, "sliding_window", 0) for layer in self_attention(self.cache).layers] or [0]
         self.window, kinds = max(windows), [TailLayer if window else SlotLayer for window in windows]
@@ -219,21 +221,23 @@ class PaddedRunner(HostCacheRunner):
         self.text_cache.shift((torch.arange(length, device=self.device) + shift).clamp(min=0))
         self.length = length
 
-    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _feed(
+        self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, logits_to_keep: int
+    ) -> torch.Tensor:
         slots = self.text_cache.slots
         slots.ring = max(slots.ring, self.window + ahead + MARGIN)  # a window behind all that is fed again
         slots.set_write_slots(None, self.length, self.length + tokens.shape[1])
-        return super()._feed(batch, tokens, before, ahead, keep)
+        return super()._feed(batch, tokens, before, ahead, logits_to_keep)
 
-    def _most_at_once(self, batch: Batch) -> int:
+    def _max_tokens_at_once(self, batch: Batch) -> int:
         """Nor more than windows have kept: rows that lack fewer tokens are fed theirs again."""
-        return min(super()._most_at_once(batch), MARGIN) if self.window else super()._most_at_once(batch)
+        return min(super()._max_tokens_at_once(batch), MARGIN) if self.window else super()._max_tokens_at_once(batch)
 
     def common_slots(self, length: int) -> slice | None:
         first = self.length - self.width - self.num_filled_slots[0]
         return slice(first, first + length) if first >= 0 and len(set(self.num_filled_slots)) == 1 else None
 
-    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+    def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         columns = self.width + self.num_filled_slots[row]
         slots = torch.arange(self.length - columns, self.length, device=self.device)
         slots[: self.pad_counts[row]] = -1

@@ -21,8 +21,8 @@ class Slots:
     Attributes:
         start: the first slot to write, if all rows write the same consecutive slots.
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
-        extent: how many leading slots attention sees; 0 while prompts are read, when each layer writes after what it
-            holds.
+        kv_length: how many leading slots attention sees; 0 while prompts are computed, when each layer writes after
+            what it holds.
         rows: how many there are, where the first keys may be those of some; 0 is as many as are written.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
         ring: how many slots layers with a window have at most, if there are any.
@@ -30,16 +30,16 @@ class Slots:
     """
 
     def __init__(self, limit: int = 0, ring: int = 0) -> None:
-        self.start = self.extent = self.rows = 0
+        self.start = self.kv_length = self.rows = 0
         self.limit, self.ring, self.has_lost = limit, ring, False
         self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to shift into, by shape, dtype and device
 
     def set_write_slots(
-        self, index: torch.Tensor | None, start: int, extent: int, rows: torch.Tensor | None = None
+        self, index: torch.Tensor | None, start: int, kv_length: int, rows: torch.Tensor | None = None
     ) -> None:
         """Say where the next forward writes: at slots index [R, q] of `rows` [R], by default all; or from `start`."""
-        self.start, self.extent, self.index = start, extent, None
+        self.start, self.kv_length, self.index = start, kv_length, None
         if index is not None:
             rows = torch.arange(len(index), device=index.device) if rows is None else rows
             self.index = rows[:, None], index
@@ -70,11 +70,11 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D] of these rows."""
+        """Write key and value states [R, H, q, D] and return the visible slots [R, H, kv_length, D] of these rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
-        self.num_columns = end = self.slots.extent or self.num_columns + count
+        self.num_columns = end = self.slots.kv_length or self.num_columns + count
         before = end - count
         appends = self.slots.index is None and self.keys.shape[2] >= before
         appends = appends and key_states.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -149,10 +149,10 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:, :, : self.num_columns], self.values[:, :, : self.num_columns]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.extent or self.num_columns + query_length, 0
+        return self.slots.kv_length or self.num_columns + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.slots.start if self.slots.extent else self.num_columns
+        return self.slots.start if self.slots.kv_length else self.num_columns
 
     def get_max_length(self) -> int:
         return -1
@@ -175,9 +175,11 @@ class TailLayer(SlotLayer):
             before = self._num_columns_before()
             key_states = torch.cat([self.keys[:, :, :before], key_states], 2)
             value_states = torch.cat([self.values[:, :, :before], value_states], 2)
-        self.num_columns, self.is_initialized = self.slots.extent or self.num_columns + count, True
+        self.num_columns, self.is_initialized = self.slots.kv_length or self.num_columns + count, True
         last = (x[:, :, -self.slots.ring :] for x in (key_states, value_states))
-        self.keys, self.values = last if self.slots.extent else (x.clone() for x in last)  # a view keeps all prompts
+        self.keys, self.values = (
+            last if self.slots.kv_length else (x.clone() for x in last)
+        )  # a view keeps all prompts
         self.slots.has_lost |= self.num_columns > self.keys.shape[2]
         return key_states, value_states
 
@@ -210,16 +212,16 @@ class RingLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ring, count, extent = self.slots.ring, key_states.shape[2], self.slots.extent
-        if (extent or self.num_columns + count) <= ring:
+        ring, count, kv_length = self.slots.ring, key_states.shape[2], self.slots.kv_length
+        if (kv_length or self.num_columns + count) <= ring:
             return super().update(key_states, value_states)
-        if not extent:
+        if not kv_length:
             return self._append_prompts(key_states, value_states)
         self._extend_to_ring()
-        self.num_columns = extent
+        self.num_columns = kv_length
         rows: Any = slice(None)
         if self.slots.index is None:
-            columns = torch.arange(extent - count, extent, device=self.keys.device)
+            columns = torch.arange(kv_length - count, kv_length, device=self.keys.device)
         else:
             rows, columns = (x.to(self.keys.device) for x in self.slots.index)
             key_states, value_states = key_states.transpose(1, 2), value_states.transpose(1, 2)
@@ -246,7 +248,7 @@ class RingLayer(SlotLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         before = min(self.num_columns, self.slots.ring)
-        return self.slots.extent or before + query_length, self.num_columns - before
+        return self.slots.kv_length or before + query_length, self.num_columns - before
 
     def _extend_to_ring(self) -> None:
         """Have a buffer of a whole ring, from which columns go."""

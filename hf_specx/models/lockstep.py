@@ -21,7 +21,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 
 from .host_cache import HostCacheRunner
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .slots import KeysValues, has_columns, own_copy, self_attention
 
 
@@ -33,7 +33,7 @@ class LockstepRunner(HostCacheRunner):
 
     lockstep = True
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.cache = own_copy(self.cache)
 
@@ -55,15 +55,17 @@ class LockstepRunner(HostCacheRunner):
         for row in batch.rows:
             self.num_filled_slots[row] = wanted
 
-    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _feed(
+        self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, logits_to_keep: int
+    ) -> torch.Tensor:
         self.states.save(before[0])
-        return super()._feed(batch, tokens, before, ahead, keep)
+        return super()._feed(batch, tokens, before, ahead, logits_to_keep)
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
-        super().drop_rows(stay)
-        self.states.gather_rows(stay)
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+        super().drop_rows(keep_indices)
+        self.states.gather_rows(keep_indices)
 
-    def _save_columns(self, done: Round) -> None:
+    def _save_keys_values(self, done: Round) -> None:
         """As there, unless all rows end together, or the cache has more than keys and values of the whole text."""
         counts = done.batch.counts
         if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
@@ -71,9 +73,9 @@ class LockstepRunner(HostCacheRunner):
         text = self_attention(self.cache)
         has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
         if type(text) is DynamicCache and has_keys_only and has_columns(text):
-            super()._save_columns(done)
+            super()._save_keys_values(done)
 
-    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+    def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         end = self.width + self.num_filled_slots[row]
         layers: list[Any] = self_attention(self.cache).layers
         for layer in layers:
@@ -82,9 +84,9 @@ class LockstepRunner(HostCacheRunner):
     def past_key_values(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
         rows = len(batch.counts)
-        if len(self.left_columns) + len(self.last_rows) == rows:
+        if len(self.saved_keys_values) + len(self.last_rows) == rows:
             return super().past_key_values(batch, emitted)
-        if self.left_columns or self.num_rows < rows or len(set(batch.counts)) > 1:
+        if self.saved_keys_values or self.num_rows < rows or len(set(batch.counts)) > 1:
             return None
         self._rewind(batch.view_at(batch.counts, list(range(rows))), [emitted - 1] * rows)
         return self.cache
@@ -134,14 +136,14 @@ class States:
             self._crop(seen - reached)
         return reached
 
-    def gather_rows(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Keep only the rows at indices `keep_indices` [R']."""
         for snapshot in self.snapshots.values():
             if self.copies_all:
-                snapshot.batch_select_indices(stay)
+                snapshot.batch_select_indices(keep_indices)
                 continue
             for states in snapshot:
-                states.update((n, x[stay.to(x.device)]) for n, x in states.items() if x is not None)
+                states.update((n, x[keep_indices.to(x.device)]) for n, x in states.items() if x is not None)
 
     def _crop(self, tokens: int) -> None:
         """Take the last `tokens` off the keys of all layers."""

@@ -1,7 +1,7 @@
 """Whether feeding several tokens behind a cache gives what feeding them one by one gives, measured for one target.
 
 All speculation rests on that. The sweep of the tests has shown it for model types as transformers ships them. What
-runs other code is `unproven` (see `foreign_code`), and measured once for the `Conditions` of a call, before its first
+runs other code is `untested` (see `foreign_code`), and measured once for the `Conditions` of a call, before its first
 candidates count.
 """
 
@@ -20,9 +20,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 
 from .packed import PackedRunner
-from .prompts import Prompt, gather_input_rows, has_rows
+from .prompts import PreparedInputs, gather_input_rows, has_rows
 from .runner import ModelRunner
-from .slots import columns_of, gather_cache_rows, self_attention, with_cross_attention
+from .slots import gather_cache_rows, keys_values_of, self_attention, with_cross_attention
 
 
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
@@ -63,12 +63,12 @@ class Conditions(NamedTuple):
     """What a result holds for: under other conditions a target is measured again.
 
     Attributes:
-        traits: of the target, see `unproven`.
+        traits: of the target, see `untested`.
         layout: how its rows share the batch.
         epsilon: of the coarsest numbers that it computes with, which says what rounding explains.
         modes: its device, and whether it is in training mode.
         several_rows: whether there are others in the batch.
-        hidden_slots: whether some rows have pads or holes, which masks must hide.
+        hidden_slots: whether some rows have pads or gaps, which masks must hide.
         inputs: names of what it is given beside token ids, such as images.
         doublings: how often the length of the prompts was doubled, for a type that is in no table: what it does behind
             longer texts, none of the tests has shown. 0 for others.
@@ -96,7 +96,9 @@ class Conditions(NamedTuple):
 RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Conditions, Difference]] = WeakKeyDictionary()
 
 
-def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, candidates: int, steps: int) -> Conditions:
+def conditions_of(
+    prompt: PreparedInputs, traits: frozenset[Hashable], layout: str, candidates: int, steps: int
+) -> Conditions:
     """The conditions under which a target is about to read prompts."""
     model, rows = prompt.model, len(prompt.input_ids)
     mask = prompt.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
@@ -210,7 +212,7 @@ def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int)
     """
     rows, number = tokens.shape
     num_refed = min(
-        most + 2 - number, min(row.prompt_length for row in batch.table) - 1
+        most + 2 - number, min(row.prompt_length for row in batch.row_states) - 1
     )  # tokens of the prompts that are fed anew
     num_refed = num_refed if _can_feed_anew(runner, num_refed) else 0
     lead = 0 if runner.lockstep or rows == 1 else 1  # by so many tokens every other row is ahead
@@ -228,7 +230,7 @@ def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     is_part = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
     if runner.lockstep or is_part or config.is_encoder_decoder:
         return False
-    if runner.holes is not None or "token_type_ids" in kwargs:
+    if runner.gaps is not None or "token_type_ids" in kwargs:
         return False
     if config.model_type in READS_WHOLE:
         return False
@@ -284,10 +286,10 @@ def host_cache(runner: ModelRunner) -> Cache:
     if runner.lockstep:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
-    cross_attention = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
+    cross_attention = [] if text is runner.cache else keys_values_of(runner.cache.cross_attention_cache)
     cache = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
     if isinstance(runner, PackedRunner):
-        columns = [runner.row_columns(row, row) for row in range(len(runner.prompt.input_ids))]
+        columns = [runner.row_keys_values(row, row) for row in range(len(runner.prompt.input_ids))]
         for number, layer_of_rows in enumerate(zip(*columns, strict=True)):
             keys, values = map(torch.stack, zip(*layer_of_rows, strict=True))
             cache.update(keys, values, number)

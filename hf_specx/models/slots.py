@@ -35,7 +35,7 @@ OF_LOCKSTEP = ("update", "record_past")  # what a copy of a layer has of its own
 MARGIN = 32  # slots for candidates after the last token that can be emitted
 MOST_SPARE = 1.25  # times as many slots as it needs are as many as a buffer has that is handed over as it is
 KeysValues = tuple[torch.Tensor, torch.Tensor]
-Columns = list[KeysValues]  # layer by layer
+LayersKeysValues = list[KeysValues]  # layer by layer
 
 
 class SlotCache(Cache):
@@ -47,15 +47,15 @@ class SlotCache(Cache):
         # with a reference to `self` the buffers would stay until the garbage collector comes
         super().__init__(layer_class_to_replicate=lambda: next(coming)(slots))  # type: ignore[arg-type]
 
-    def gather_rows(self, stay: torch.Tensor) -> None:
-        """Have only the rows at indices `stay` [R']."""
-        self.slots.rows = len(stay)
-        self._gather(0, stay)
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Have only the rows at indices `keep_indices` [R']."""
+        self.slots.rows = len(keep_indices)
+        self._gather(0, keep_indices)
 
     def gather_slots(self, slots: torch.Tensor) -> None:
         """Have only the slots [n] of all rows, in that order; from then on a forward is told which are filled."""
         self._gather(2, slots)
-        self.slots.start = self.slots.extent = len(slots)
+        self.slots.start = self.slots.kv_length = len(slots)
 
     def _gather(self, dim: int, index: torch.Tensor) -> None:
         self.slots.spare.clear()
@@ -81,7 +81,7 @@ class SlotCache(Cache):
 
     def write_from(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write to the next slots what another cache has in its rows [R] at slots [R, n]."""
-        for number, (keys, values) in enumerate(columns_of(other)):
+        for number, (keys, values) in enumerate(keys_values_of(other)):
             if other.layers[number].is_initialized:  # type: ignore[union-attr]
                 keys, values = (x[rows[:, None].to(x.device), :, slots.to(x.device)] for x in (keys, values))
                 self.update(keys.transpose(1, 2), values.transpose(1, 2), number)  # [R, H, n, D]
@@ -157,7 +157,7 @@ def is_window(layer: Any) -> bool:
 
 
 def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
-    """A new cache in slots, with a copy of what one holds; keys of an encoder stay.
+    """A new cache in slots, with a copy of what one holds; keys of an encoder keep_indices.
 
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
@@ -169,7 +169,7 @@ def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
         "and leave it out.",
     )
     if text.get_seq_length():
-        for number, (keys, values) in enumerate(columns_of(text)):
+        for number, (keys, values) in enumerate(keys_values_of(text)):
             slot_cache.update(keys, values, number)
     if text is cache:
         return slot_cache
@@ -181,12 +181,12 @@ def own_copy(cache: Any) -> Any:
     return copy.deepcopy(cache) if getattr(cache, "_is_user_defined", False) else cache
 
 
-def columns_of(cache: Cache) -> Columns:
+def keys_values_of(cache: Cache) -> LayersKeysValues:
     """Keys and values [R, H, n, D] of a cache of transformers."""
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
-def pop_layers(columns: Columns) -> Iterator[KeysValues]:
+def pop_layers(columns: LayersKeysValues) -> Iterator[KeysValues]:
     """Layer by layer, each let go of when the next one is asked for."""
     while columns:
         yield columns.pop(0)
@@ -199,7 +199,7 @@ def assemble(
     ends: list[int],
     length: int,
     common_slots: slice | None,
-    cross_attention: Columns,
+    cross_attention: LayersKeysValues,
 ) -> Cache:
     """Write an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
 
@@ -236,7 +236,7 @@ def assemble(
     return with_cross_attention(cache, cross_attention)
 
 
-def with_cross_attention(cache: Cache, columns: Columns) -> Cache:
+def with_cross_attention(cache: Cache, columns: LayersKeysValues) -> Cache:
     """A cache of the text with the keys and values of its encoder; the cache itself without an encoder."""
     cross_attention_cache = DynamicCache()
     for number, (keys, values) in enumerate(columns):
@@ -288,9 +288,9 @@ class Pool:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.entries: list[tuple[tuple[Any, ...], weakref.ref[object], Columns]] = []  # size, owner, buffers
+        self.entries: list[tuple[tuple[Any, ...], weakref.ref[object], LayersKeysValues]] = []  # size, owner, buffers
 
-    def allocate(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
+    def allocate(self, owner: object, rows: int, slots: Sequence[int], like: LayersKeysValues) -> LayersKeysValues:
         """Buffers for `owner`, like others but for rows and each layer's `slots`.
 
         They are of zeros, since hidden slots take part with weight 0.
@@ -320,7 +320,7 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
     return buffer
 
 
-def copy_buffers(source: Columns, target: Columns, index: torch.Tensor | None = None) -> None:
+def copy_buffers(source: LayersKeysValues, target: LayersKeysValues, index: torch.Tensor | None = None) -> None:
     """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
     for source_layer, target_layer in zip(source, target, strict=True):
         for old, new in zip(source_layer, target_layer, strict=True):

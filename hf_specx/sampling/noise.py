@@ -37,7 +37,7 @@ class ReplayedNoise:
         self.next_column = -1  # the column that it would draw now; -1 if it is in no such state
         self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
-    def at(
+    def vectors_at(
         self, rows: list[int], counts: list[int], probs: torch.Tensor, ahead: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """The noise of P positions from `ahead` on after the ends of decoding `rows` [R], as for probs [R, P, V].

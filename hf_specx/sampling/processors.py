@@ -151,7 +151,7 @@ class Positions:
                 before = self.ahead + position
                 emitted = batch.counts[row] + before
                 goes_on = self.processors.eos_token_ids.isdisjoint(candidates[:before])
-                if goes_on and emitted < batch.table[row].limit:
+                if goes_on and emitted < batch.row_states[row].limit:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 

@@ -98,7 +98,7 @@ class TokenMasks(RoundProcessor):
         self.prefix_errors = getattr(processor, "prefix_errors", self.prefix_errors)
         self.readmits = getattr(processor, "readmits", False)
         self.shown: dict[int, ShownTokens] = {}
-        self.is_moving = False  # while the processor is shown tokens, or they are taken back
+        self.is_updating = False  # while the processor is shown tokens, or they are taken back
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
@@ -135,7 +135,7 @@ class TokenMasks(RoundProcessor):
             lengths = {}  # by row: how many tokens it has here, if it wants a mask
             for index, row in enumerate(batch.rows):
                 length = batch.counts[row] + ahead + position
-                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.table[row].limit
+                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.row_states[row].limit
                 if is_wanted and self._show_candidates(row, batch.counts[row], candidates[index][: ahead + position]):
                     lengths[row] = length
             self._compute_masks(lengths)
@@ -158,7 +158,7 @@ class TokenMasks(RoundProcessor):
         """Show the first `count` emitted tokens of a row, of which masks before their end are not needed again."""
         shown = self.shown.setdefault(row, ShownTokens())
         for number in range(min(shown.num_emitted, count), count):  # a text may have been cut
-            self._show(row, number, batch.table[row].emitted[number])
+            self._show(row, number, batch.row_states[row].emitted[number])
         if shown.num_emitted != count:
             shown.num_emitted = count
             shown.masks = {length: mask for length, mask in shown.masks.items() if length >= count}
@@ -176,20 +176,20 @@ class TokenMasks(RoundProcessor):
         tokens = self.shown[row].tokens
         if number == len(tokens) or tokens[number] != token:
             self._rewind(row, number)
-            self.is_moving = True
+            self.is_updating = True
             self.processor.accept(row, token)
             tokens.append(token)
-            self.is_moving = False
+            self.is_updating = False
 
     def _rewind(self, row: int, length: int) -> None:
         """Take back all but the first `length` tokens of a row."""
         shown = self.shown[row]
         if len(shown.tokens) > length:
-            self.is_moving = True
+            self.is_updating = True
             self.processor.rollback(row, len(shown.tokens) - length)
             del shown.tokens[length:]
             shown.masks = {before: mask for before, mask in shown.masks.items() if before <= length}
-            self.is_moving = False
+            self.is_updating = False
 
     def begin(self, rows: int) -> None:
         """Ask for the first masks; raise ValueError if they are not of the target's vocabulary."""
@@ -206,9 +206,9 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost_rows = []
         for row, shown in self.shown.items():
-            text = batch.table[row].emitted[:-1]
+            text = batch.row_states[row].emitted[:-1]
             common = list(takewhile(lambda pair: pair[0] == pair[1], zip(shown.tokens, text, strict=False)))
-            if self.is_moving or len(shown.tokens) - len(common) > self.max_rollback:
+            if self.is_updating or len(shown.tokens) - len(common) > self.max_rollback:
                 lost_rows.append(str(row))
                 continue
             self._show_emitted(batch, row, len(text))
@@ -269,7 +269,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 masks.finish(batch)
         finally:
             for masks in of_user:
-                is_in_mid_text = masks.is_moving or any(shown.tokens for shown in masks.shown.values())
+                is_in_mid_text = masks.is_updating or any(shown.tokens for shown in masks.shown.values())
                 if not is_in_mid_text:
                     USED_PROCESSORS.pop(id(masks.processor), None)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.round import Draft, Verdict
 
 from .noise import ReplayedNoise
@@ -34,7 +34,7 @@ class Verifier:
         if not self.seeded:
             self.shared_noise = self.make_noise(None)
 
-    def noise_of(self, row: Row) -> Any:
+    def noise_of(self, row: RowState) -> Any:
         """Where the numbers of a row with a seed come from."""
         if row.noise is None:
             row.noise = self.make_noise(row.seed)
@@ -121,7 +121,7 @@ class RejectionVerifier(Verifier):
             noise.uniform_(generator=self.shared_noise[purpose])
         else:
             for row_noise, row, length in zip(noise, batch.rows, lengths, strict=True):
-                generators = self.noise_of(batch.table[row])
+                generators = self.noise_of(batch.row_states[row])
                 row_noise[: max(0, length - first)].uniform_(generator=generators[purpose])
         return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
@@ -144,11 +144,11 @@ class CoupledVerifier(Verifier):
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
         if not self.seeded:
-            return self.shared_noise.at(batch.rows, batch.counts, probs, ahead, self.dtype)
+            return self.shared_noise.vectors_at(batch.rows, batch.counts, probs, ahead, self.dtype)
         noise = []
         for row, row_probs in zip(batch.rows, probs.split(1), strict=True):
-            replayed = self.noise_of(batch.table[row])
-            noise.append(replayed.at([0], [batch.counts[row]], row_probs, ahead, self.dtype))
+            replayed = self.noise_of(batch.row_states[row])
+            noise.append(replayed.vectors_at([0], [batch.counts[row]], row_probs, ahead, self.dtype))
         return torch.cat(noise)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:

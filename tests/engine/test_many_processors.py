@@ -158,7 +158,7 @@ def test_a_row_is_replaced_in_one_place():
     replaced, admit = [], Batch.admit
 
     def noted(batch, number, row, prompt):
-        replaced.append((batch.table[number], row))
+        replaced.append((batch.row_states[number], row))
         admit(batch, number, row, prompt)
 
     target = tiny()

@@ -18,7 +18,7 @@ from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
-from hf_specx.models.foreign_code import unproven
+from hf_specx.models.foreign_code import untested
 from hf_specx.models.self_check import RESULTS, STEPS, Difference
 
 
@@ -79,7 +79,7 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
             target.generate(**inputs, do_sample=False, max_new_tokens=3)
         except Exception:  # plain `generate` cannot run it in this precision either
             continue
-        if not unproven(target):  # the config that counts has another class
+        if not untested(target):  # the config that counts has another class
             continue
         figures.setdefault("registered types", []).append(measured(target, inputs))
     pair = DraftTargetPair.embedded()

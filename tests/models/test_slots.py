@@ -78,12 +78,12 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     inputs, cached = prompts(3), []
     decode_tokens = ModelRunner.decode_tokens
 
-    def noted(self, batch, count, ahead, keep):
-        logits = decode_tokens(self, batch, count, ahead, keep)
+    def noted(self, batch, count, ahead, logits_to_keep):
+        logits = decode_tokens(self, batch, count, ahead, logits_to_keep)
         if self.model is target:
             for index, row in enumerate(batch.rows):
-                text, pads = batch.row(row)[:-1], self.width - batch.table[row].prompt_length
-                layers = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_columns(index, row)]
+                text, pads = batch.row(row)[:-1], self.width - batch.row_states[row].prompt_length
+                layers = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_keys_values(index, row)]
                 cached.append((row, batch.counts[row], text, layers))
         return logits
 

@@ -51,7 +51,7 @@ def made_round(
         "tokens": [[0] * number for number in (gained if emitted is None else emitted)],
         "accepted": accepted,
         "judged": [min(a + 1, k) for k, a in zip(lengths, accepted, strict=True)],
-        "gained": gained,
+        "num_new_tokens": gained,
         "acceptance": kept,
         "overlap": kept,
         "undefined": [max(lengths) + 1] * len(lengths),
