@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
+from hf_specx.common.architectures import LAYOUTS_OF, WINDOW_IN_CACHE
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
@@ -20,7 +20,7 @@ from hf_specx.models.prompts import UNLIMITED, PreparedInputs
 from hf_specx.models.ragged import why_no_prefix_reuse
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
 from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
-from hf_specx.sampling.rewindable import masked
+from hf_specx.sampling.rewindable import with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds, why_no_noise
@@ -210,7 +210,7 @@ def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processo
     """The processors of a call, with `TokenMasks` in place of some."""
     if all(type(each) in WARPERS for each in prompt.processors):
         return prompt.processors
-    return masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    return with_token_masks(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
 
 
 def _reasons(
@@ -272,7 +272,7 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     for model in models:
         if model.config.is_encoder_decoder:
             return f"{type(model).__name__} has an encoder"
-        if model.config.model_type in READS_WHOLE:
+        if model.config.model_type in WINDOW_IN_CACHE:
             return f"{type(model).__name__} reads prompts without its window"
     if layout.target == layout.draft:
         return "" if layout.target == "ragged" else f"the layout is {layout.target!r}"

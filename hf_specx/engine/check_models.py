@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_specx.common.architectures import ENCODERS, READS_WHOLE
+from hf_specx.common.architectures import ENCODERS, WINDOW_IN_CACHE
 from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
@@ -59,7 +59,7 @@ def why_plain(prompt: PreparedInputs) -> str:
     in_parts = prompt.generation_config.prefill_chunk_size is not None or (
         past is not None and num_cached_tokens(past)
     )
-    if kind in READS_WHOLE and in_parts:
+    if kind in WINDOW_IN_CACHE and in_parts:
         return f"{name} reads whole prompts without its window, and parts of prompts with it"
     fits = tokens_of_a_round(prompt.model)
     if fits is not None and fits < 2:

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.models.choose import layouts_of, make_runner
-from hf_specx.models.foreign_code import describe, untested
+from hf_specx.models.foreign_code import describe, untested_traits
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
@@ -33,7 +33,7 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
         The call; and what has read its prompts, if the target was measured just now.
     """
     model = call.prompt.model
-    traits = frozenset() if call.fallback_reason else untested(model)
+    traits = frozenset() if call.fallback_reason else untested_traits(model)
     if not traits:
         return call, None
     steps = min(STEPS, call.prompt.max_new_tokens_now - 1)  # the last token is not fed

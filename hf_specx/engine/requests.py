@@ -17,7 +17,7 @@ from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.processors import Processor, can_look_ahead
-from hf_specx.sampling.rewindable import TokenMasks, masked
+from hf_specx.sampling.rewindable import TokenMasks, with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_length, rope_limits, text_width, unknown_token
@@ -175,7 +175,7 @@ class Preparing:
 
     def _with_masks(self, prompt: PreparedInputs) -> tuple[Sequence[Processor], bool]:
         """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
-        ours = masked(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
+        ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]

@@ -1,4 +1,4 @@
-"""The packed layout: the tokens of all rows lie in one row without pads, under a mask that keeps them apart.
+"""The packed layout: the tokens of all rows lie in one row without pads; a mask hides other rows from each token.
 
 The prompts come first, column by column, then a slot for each row and emitted token, so that the last tokens of all
 rows always come last. Nothing is moved until a row leaves.
@@ -68,7 +68,7 @@ class PackedRunner(ModelRunner):
         return inputs
 
     def prefill(self) -> Any:
-        """Read the prompts of all rows in one forward of their tokens alone; returns nothing but an empty output."""
+        """Compute the prompts of all rows in one forward of their tokens alone; returns an empty output."""
         home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
         ids = self.inputs["input_ids"].to(self.device)
         positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
@@ -93,7 +93,7 @@ class PackedRunner(ModelRunner):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         rows, count = tokens.shape
         counts = [batch.counts[row] for row in batch.rows]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
+        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], how many are before each token
         positions = self._positions(batch, emitted)
         assert positions is not None
         start = sum(self.lengths)
@@ -101,9 +101,9 @@ class PackedRunner(ModelRunner):
         self._assign_slots(kv_length)
         slots = start + emitted * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
-        even = len(set(counts)) == 1
+        is_aligned = len(set(counts)) == 1
         with grouped_queries():
-            logits = self._feed(tokens, positions, None if even else slots, kv_length, logits_to_keep * rows)
+            logits = self._feed(tokens, positions, None if is_aligned else slots, kv_length, logits_to_keep * rows)
         return logits.view(logits_to_keep, rows, -1).transpose(0, 1)
 
     def _last_hidden(self, logits_to_keep: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import utils
 
-from hf_specx.common.architectures import READS_WHOLE
+from hf_specx.common.architectures import WINDOW_IN_CACHE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 
@@ -276,7 +276,7 @@ class RaggedRunner(ModelRunner):
 
 def why_no_prefix_reuse(model: PreTrainedModel) -> str:
     """Why no keys are copied from other prompts with the same beginning; empty if they can be."""
-    if model.config.model_type in READS_WHOLE:
+    if model.config.model_type in WINDOW_IN_CACHE:
         return f"{type(model).__name__} reads prompts without its window"
     is_part = model.config.get_text_config(decoder=True) is not model.config
     return f"{type(model).__name__} reads more than tokens" if is_part else ""

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from hf_specx.common.architectures import BLIND_STEPS
+from hf_specx.common.architectures import UNMASKED_STEPS
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import cat_on, execution_device, last_device, synchronize
 from hf_specx.common.errors import require
@@ -197,7 +197,7 @@ class ModelRunner:
             self.width = getattr(config, "_mask_length", ids.shape[1])
         self.num_rows = rows
         self.pads = torch.zeros(rows, dtype=torch.int64, device=ids.device)
-        if mask is not None and self.model.config.model_type not in BLIND_STEPS:
+        if mask is not None and self.model.config.model_type not in UNMASKED_STEPS:
             is_token = mask.bool().to(ids.device)
             self.pads = is_token.int().argmax(-1)
             gaps = ~is_token & (is_token.cumsum(-1) > 0)

@@ -27,7 +27,17 @@ from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 
-from .processors import NO_LIMIT, OF_TEXT, SYNTHID, WARPERS, Positions, Processor, Processors, TopTokensWarper, warp
+from .processors import (
+    ALL_VECTORIZED,
+    NO_LIMIT,
+    SYNTHID,
+    WARPERS,
+    Positions,
+    Processor,
+    Processors,
+    TopTokensWarper,
+    warp,
+)
 from .stopping import Stopping
 from .vectorized import Prefixes
 
@@ -51,7 +61,7 @@ OF_WHOLE_TEXT = frozenset(
         logits_process.ForcedBOSTokenLogitsProcessor,
     }
 )
-GROUPABLE = (OF_WHOLE_TEXT | LENGTH_SETTINGS.keys() | {SYNTHID}) & OF_TEXT.keys()
+GROUPABLE = (OF_WHOLE_TEXT | LENGTH_SETTINGS.keys() | {SYNTHID}) & ALL_VECTORIZED.keys()
 
 
 class RowProcessors(Processors):
@@ -228,7 +238,7 @@ class RequestProcessors(Processors):
             key = tuple(group.indices), group.first_columns
             if key not in prefixes:
                 prefixes[key] = GroupPrefixes(batch, group, ahead, scores.shape[1], self.plan.cache)
-            result = OF_TEXT[type(processor)](processor, prefixes[key], scores)
+            result = ALL_VECTORIZED[type(processor)](processor, prefixes[key], scores)
         elif _is_warper(processor):
             result = warp([processor], scores.flatten(0, 1)).view_as(scores)
         if result is not None:

@@ -79,9 +79,9 @@ def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
 
 
 REDRAWN = {  # where noise comes back from a saved state of the generator
-    "at once": {(noise, "MOST_HELD"): 0},
-    "after a round": {(noise, "MOST_HELD"): 5 * 4 * VOCAB_SIZE * 4},
-    "from one of few states": {(noise, "MOST_HELD"): 0, (noise, "LATEST_STATES"): 2, (noise, "STATE_EVERY"): 4},
+    "at once": {(noise, "MAX_NOISE_BYTES"): 0},
+    "after a round": {(noise, "MAX_NOISE_BYTES"): 5 * 4 * VOCAB_SIZE * 4},
+    "from one of few states": {(noise, "MAX_NOISE_BYTES"): 0, (noise, "LATEST_STATES"): 2, (noise, "STATE_EVERY"): 4},
 }
 
 

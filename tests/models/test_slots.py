@@ -20,7 +20,7 @@ from hf_specx.models.slots import SlotCache, assemble
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
 def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layers, "COPIED_BYTES", 0)
+    monkeypatch.setattr(layers, "MAX_COPIED_BYTES", 0)
     cache, text, buffers = SlotCache(limit), torch.arange(400.0).view(1, 1, 400, 1), []
     for start in range(0, 400, 5):
         cache.slots.set_write_slots(None, start, start + 5)

@@ -37,7 +37,7 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("most", "held"), [(2**30, 12), (0, 3)])
 def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MOST_HELD", most)
+    monkeypatch.setattr(module, "MAX_NOISE_BYTES", most)
     noise = ReplayedNoise(2, torch.device("cpu"), window=100)
     for counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
         noise.vectors_at([0, 1], counts, torch.empty(2, 3, 7), ahead=0)
