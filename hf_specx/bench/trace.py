@@ -22,7 +22,7 @@ class Recorder:
         """Record one round of one row."""
         accepted, drafted = done.accepted[0], done.draft.lengths[0]
         proposed = done.draft.tokens[0].tolist()
-        first = done.batch.width + done.before[0]
+        first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]

@@ -25,7 +25,7 @@ class Row:
         limit: the most tokens that it may emit.
         seed: of its own random numbers; None if they are drawn with those of the other rows.
         noise: where its own random numbers come from; a `Verifier` makes it of the seed when it is first needed.
-        drafts_alone: whether it must have the numbers of candidates that it would have in a batch of one.
+        independent_lengths: whether it must have the numbers of candidates that it would have in a batch of one.
         is_refill: whether its prompt has the place of a row that has ended.
         processors: its own `Processors`; None where those of the call take all rows at once.
         stopping: its own `Stopping`; None where that of the call holds for all rows.
@@ -41,7 +41,7 @@ class Row:
     limit: int = sys.maxsize
     seed: int | None = None
     noise: Any = None
-    drafts_alone: bool = False
+    independent_lengths: bool = False
     is_refill: bool = False
     processors: Any = None
     stopping: Any = None
@@ -94,7 +94,7 @@ class Batch:
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
-        self.read_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
+        self.host_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
         self.index = to_device_async(rows, self.ids.device, torch.int64)
         self.ends = to_device_async([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
 
@@ -106,15 +106,15 @@ class Batch:
             longer[:, :present] = self.ids
             self.ids = longer
 
-    def write(self, tokens: torch.Tensor, ahead: int = 0, known_ids: Sequence[list[int]] = ()) -> None:
+    def write(self, tokens: torch.Tensor, ahead: int = 0, host_tokens: Sequence[list[int]] = ()) -> None:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted.
 
-        `known_ids` [up to n][R] are the ids of the first of these columns, as far as they were read back.
+        `host_tokens` [up to n][R] are the first of these columns as lists, where they were read back already.
         """
         self.reserve(ahead + tokens.shape[1])
-        del self.read_candidates[ahead:]
-        if len(self.read_candidates) == ahead:
-            self.read_candidates += known_ids
+        del self.host_candidates[ahead:]
+        if len(self.host_candidates) == ahead:
+            self.host_candidates += host_tokens
         if len(self.counts) == 1:
             first = self.width + self.counts[0] + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
@@ -129,7 +129,7 @@ class Batch:
             message = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
-            self.write(draft.tokens, known_ids=draft.known)
+            self.write(draft.tokens, host_tokens=draft.host_tokens)
         return draft
 
     def candidates(self, count: int) -> list[list[int]]:
@@ -137,7 +137,7 @@ class Batch:
         if self.parent is not None:
             batch, index = self.parent
             return [batch.candidates(count)[index]]
-        columns = self.read_candidates
+        columns = self.host_candidates
         if count > len(columns):
             columns += self.last(count - len(columns), count).T.tolist()
         return [[column[index] for column in columns[:count]] for index in range(len(self.rows))]
@@ -193,22 +193,22 @@ class Batch:
             tokens, accepted[:, None], *figures, stops
         )
         num_accepted = [number for (number,) in accepted_columns]
-        gained = [number + 1 for number in num_accepted]
+        num_new_tokens = [number + 1 for number in num_accepted]
         if self.lockstep:
-            gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.num_to_emit(self, new_ids, gained, stops_of_rows), new_ids)
+            num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
+        self.emit(tokens, stopping.num_to_emit(self, new_ids, num_new_tokens, stops_of_rows), new_ids)
         ended = stopping.remove_ended(self)
         emitted = [self.table[row].emitted[count:] for row, count in zip(rows, before, strict=True)]
         return Round(
             batch=self,
             rows=rows,
             draft=draft,
-            before=before,
+            emitted_before=before,
             emitted=list(map(len, emitted)),
             tokens=emitted,
             accepted=num_accepted,
             judged=[min(number + 1, length) for number, length in zip(num_accepted, lengths, strict=True)],
-            gained=gained,
+            num_new_tokens=num_new_tokens,
             acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],

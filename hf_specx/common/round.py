@@ -19,10 +19,12 @@ class Draft(NamedTuple):
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
-        estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
-            drafter has no such estimate.
-        free: [R] bool, rows whose candidates took no steps of a draft model; None if all rows are alike.
-        known: ids of the first columns of `tokens`, [up to K][R], as far as they were read back.
+        estimate: for each row the drafter's own estimate of the probability that its first i candidates are all kept,
+            i = 1 to its length; None if it has none.
+        model_free: [R] bool, rows whose candidates took no forward of a draft model, as those of a suffix; None if all
+            rows have their candidates from the same place.
+        host_tokens: the first columns of `tokens` as lists, [up to K][R], where the ids were read back from the
+            device already.
     """
 
     tokens: torch.Tensor
@@ -31,8 +33,8 @@ class Draft(NamedTuple):
     source: str | list[str] = "none"
     forced: list[list[bool]] | None = None
     estimate: list[list[float]] | None = None
-    free: list[bool] | None = None
-    known: Sequence[list[int]] = ()
+    model_free: list[bool] | None = None
+    host_tokens: Sequence[list[int]] = ()
 
     @property
     def sources(self) -> list[str]:
@@ -40,26 +42,26 @@ class Draft(NamedTuple):
         return [self.source] * len(self.lengths) if isinstance(self.source, str) else self.source
 
     @property
-    def drafted(self) -> list[int]:
-        """[R], how many candidates of each row are a draft model's; in rows of its own forced ones count as well."""
-        if self.free is None:
+    def model_lengths(self) -> list[int]:
+        """[R], the candidates of each row, but 0 where they came without a draft model; forced ones count as well."""
+        if self.model_free is None:
             return self.lengths
-        return [0 if free else length for free, length in zip(self.free, self.lengths, strict=True)]
+        return [0 if is_free else length for is_free, length in zip(self.model_free, self.lengths, strict=True)]
 
     @property
     def steps(self) -> int:
-        """How many steps of the draft the candidates took: positions where a row has one that is not forced.
+        """How many steps of the draft the candidates took: positions at which some row has one that is not forced.
 
-        Rows that are `free` take none; if all rows are alike, candidates count as steps of any draft.
+        Rows that are `model_free` take none. Where `model_free` is None, candidates count as steps of any draft.
         """
         if self.forced is None:
-            return max(self.drafted, default=0)
-        proposed = [flags[:length] for flags, length in zip(self.forced, self.drafted, strict=True)]
+            return max(self.model_lengths, default=0)
+        proposed = [flags[:length] for flags, length in zip(self.forced, self.model_lengths, strict=True)]
         return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
 
     @property
-    def proposed(self) -> torch.Tensor | None:
-        """[R, K] bool, which tokens are candidates; None where all are."""
+    def is_candidate(self) -> torch.Tensor | None:
+        """[R, K] bool, which of `tokens` are candidates and no fillers; None where all are."""
         rows, most = self.tokens.shape
         if sum(self.lengths) == rows * most:
             return None
@@ -68,7 +70,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verifier says of a draft, for each of the R rows.
+    """What a verifier decides about a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
@@ -106,47 +108,49 @@ class Round:
     """What a round did; every listener gets it once the text has grown. Lists are of the R rows that took part.
 
     Attributes:
-        before: tokens that each row had emitted before.
-        emitted: how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
+        emitted_before: how many tokens each row had emitted before the round.
+        emitted: how many tokens the round added to its text, after any cut at a stop; `tokens`: their ids.
         accepted: candidates that the verifier kept, before a cut; `judged`: those whose predecessors were all kept.
-        gained: tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
+        num_new_tokens: by which the row went on before a cut: accepted candidates and the next token; in lockstep all
+            have the number of the slowest row.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
         ended: rows that have ended.
         forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
-        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
-        finished: whether all rows have ended and nothing comes in their places; both are said to the models only.
+        keep_indices: [R'] int64, indices into `rows` of those that go on; None if all do, and where `finished`.
+        finished: whether all rows have ended and nothing comes in their places. Both are set for the schedule, the
+            drafter and the target, which are told last.
     """
 
     batch: Any
     rows: list[int]
     draft: Draft
-    before: list[int]
+    emitted_before: list[int]
     emitted: list[int]
     tokens: list[list[int]]
     accepted: list[int]
     judged: list[int]
-    gained: list[int]
+    num_new_tokens: list[int]
     acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
     ended: list[int] = field(default_factory=list)
     forward: Any = None
     scores: Any = None
-    stay: torch.Tensor | None = None
+    keep_indices: torch.Tensor | None = None
     finished: bool = False
 
     @property
-    def chances(self) -> list[list[float]]:
+    def draft_acceptance(self) -> list[list[float]]:
         """`acceptance` of a draft model's candidates, without forced ones, which are kept if those before them are."""
-        drafted, forced = self.draft.drafted, self.draft.forced
-        acceptance = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
+        lengths, forced = self.draft.model_lengths, self.draft.forced
+        acceptance = [chances[:length] for chances, length in zip(self.acceptance, lengths, strict=True)]
         if forced is None:
             return acceptance
-        free = []
+        unforced = []
         for chances, flags in zip(acceptance, forced, strict=True):
-            free.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
-        return free
+            unforced.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
+        return unforced
 
 
 class Listener(Protocol):

@@ -351,32 +351,32 @@ class Auto(Schedule):
         self.acceptance = AcceptanceEstimate(prior ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
         self.trial = TRIAL if alpha is None else 0
         self.saved = self.costs.saved
-        self.wanted = self._choose()
+        self.num_draft_tokens = self._choose()
 
     def is_idle(self) -> bool:
         """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
-        if self.wanted or self.trial or not self.timer.has_seen_plain(self.rows):
+        if self.num_draft_tokens or self.trial or not self.timer.has_seen_plain(self.rows):
             return False
         return not self._covers_a_trial(self.saved + PROBE_SHARE * self.room)
 
-    def number(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.table[row].drafts_alone else self.wanted
+    def wanted_length(self, batch: Batch, row: int) -> int:
+        return FIXED_DRAFT_TOKENS if batch.table[row].independent_lengths else self.num_draft_tokens
 
     def observe(self, done: Round) -> None:
         super().observe(done)
-        self.rows = len(done.rows) if done.stay is None else len(done.stay)
-        if not any(done.before):
+        self.rows = len(done.rows) if done.keep_indices is None else len(done.keep_indices)
+        if not any(done.emitted_before):
             return  # the prompts' own step
         if done.draft.steps:
             self.unread = 0
         else:
-            self.unread += max(done.gained)
+            self.unread += max(done.num_new_tokens)
             self.saved += PROBE_SHARE
         self.trial = max(0, self.trial - 1)
         acceptance = _judged(done)
         if acceptance:
             self.acceptance.update(acceptance)
-        self.wanted = self._choose()
+        self.num_draft_tokens = self._choose()
 
     def _choose(self) -> int:
         """The number for the next round."""
@@ -428,6 +428,10 @@ def _judged(done: Round) -> list[list[float]]:
 
     Others were finished before, had nothing to draft after, or have candidates from elsewhere.
     """
-    free = done.draft.free or [False] * len(done.rows)
-    rows = zip(done.chances, done.before, done.gained, free, strict=True)
-    return [chances for chances, before, gained, is_free in rows if chances and before and gained and not is_free]
+    model_free = done.draft.model_free or [False] * len(done.rows)
+    acceptance = []
+    for index, chances in enumerate(done.draft_acceptance):
+        has_drafted = done.emitted_before[index] and done.num_new_tokens[index] and not model_free[index]
+        if chances and has_drafted:
+            acceptance.append(chances)
+    return acceptance

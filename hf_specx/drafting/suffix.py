@@ -166,7 +166,7 @@ class SuffixDraft(Drafter):
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
         estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
-        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, known=columns)
+        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns)
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""

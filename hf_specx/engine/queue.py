@@ -191,7 +191,7 @@ class RequestQueue:
 
 def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
     """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
-    number, first = done.emitted[index], done.batch.width + done.before[index]
+    number, first = done.emitted[index], done.batch.width + done.emitted_before[index]
     tokens = done.batch.ids[row, first : first + number, None]
     return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
 

@@ -300,10 +300,10 @@ class ModelRunner:
 
     def observe(self, done: Round) -> None:
         """Drop rows that have left. Where the call wants its cache, the columns of rows that have ended are saved."""
-        if self.prompt.keeps_past and (done.finished or done.stay is not None):
+        if self.prompt.keeps_past and (done.finished or done.keep_indices is not None):
             self._save_columns(done)
-        if done.stay is not None:
-            self.drop_rows(done.stay)
+        if done.keep_indices is not None:
+            self.drop_rows(done.keep_indices)
 
     def drop_rows(self, stay: torch.Tensor) -> None:
         """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
@@ -321,7 +321,7 @@ class ModelRunner:
         A last token that is no candidate was not fed yet, and is now.
         """
         counts = list(done.batch.counts)
-        staying = [] if done.stay is None else done.batch.rows
+        staying = [] if done.keep_indices is None else done.batch.rows
         leaving = [row for row in done.rows if row not in staying]
         # `generate` does not feed the last tokens of the longest rows
         longest = max(counts) if done.finished else None

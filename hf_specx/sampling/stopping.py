@@ -91,14 +91,15 @@ class Stopping:
         return stops[batch.index[:, None], to_device_async(where, stops.device)]
 
     def num_to_emit(
-        self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]
+        self, batch: Batch, tokens: list[list[int]], num_new_tokens: list[int], stops: list[list[bool]]
     ) -> list[int]:
         """How many of its new tokens [R, n] each row emits, [R]; notes which rows stop there.
 
-        The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
+        The batch is without the new tokens, of which the first `num_new_tokens` [R] of each row count; `stops` are of
+        `ahead`.
         """
         numbers = []
-        for row, ids, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
+        for row, ids, number, stopped in zip(batch.rows, tokens, num_new_tokens, stops, strict=True):
             room, count = batch.remaining_tokens(row), batch.counts[row]
             number = min(number, room)
             last = room if number == room else 0
@@ -163,7 +164,9 @@ class Stopping:
         text; neither is an error. `prefix_errors` has those of `prefix_allowed_tokens_fn`, see `Processors`.
         """
         table = done.batch.table
-        for number, first, emitted, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
+        for number, first, emitted, position in zip(
+            done.rows, done.emitted_before, done.emitted, done.undefined, strict=True
+        ):
             row = table[number]
             for count in range(first, first + emitted) if prefix_errors else ():
                 if row.dead_end is None and (number, count) in prefix_errors:

@@ -23,7 +23,7 @@ class Forced(Schedule):
         return self.numbers[(self.rounds + self.between * row) % len(self.numbers)]
 
     def observe(self, done: Round) -> None:
-        self.rounds += any(done.before)  # which the prompts' own step has not
+        self.rounds += any(done.emitted_before)  # which the prompts' own step has not
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_counters():
 
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
-    total = report(made_round([3, 3], [3, 1], [2, 2], gained=[2, 2]), costs=costs, layout="lockstep")
+    total = report(made_round([3, 3], [3, 1], [2, 2], num_new_tokens=[2, 2]), costs=costs, layout="lockstep")
     assert (total.mean_acceptance_length, total.tokens_per_round) == (3, 2)
     assert total.forward_limited_speedup == pytest.approx(2)
 

@@ -170,18 +170,18 @@ class HeadDrafter(SampledCandidateGenerator):
         batch = done.batch
         states = done.forward.hidden[:, : max(done.emitted)]
         computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in done.rows]
-        starts = [before - number for before, number in zip(done.before, computed, strict=True)]
+        starts = [before - number for before, number in zip(done.emitted_before, computed, strict=True)]
         if self.pending_states is not None and any(starts):
             columns = torch.arange(states.shape[1], device=states.device)
             index = to_device_async(starts, states.device)[:, None] + columns
             padded = nn.functional.pad(self.pending_states, (0, 0, 0, states.shape[1]))
             states = padded.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
         self.pending_states = states
-        if done.stay is not None:
+        if done.keep_indices is not None:
             waiting = [row for row in batch.rows if row in self.pending_prompts]
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
-            self.pending_states = states.index_select(0, done.stay.to(states.device))
-            self.runner.gather_rows(done.stay)
+            self.pending_states = states.index_select(0, done.keep_indices.to(states.device))
+            self.runner.gather_rows(done.keep_indices)
         if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
             self._append_pending_states(batch)
 

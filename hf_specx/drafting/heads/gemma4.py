@@ -146,8 +146,8 @@ class AssistantDrafter(SampledCandidateGenerator):
         states = done.forward.hidden
         last = to_device_async([max(1, number) - 1 for number in done.emitted], states.device)[:, None, None]
         self.newest_states = states.gather(1, last.expand(-1, -1, states.shape[2]))
-        if done.stay is not None:
-            self.newest_states = self.newest_states.index_select(0, done.stay.to(states.device))
+        if done.keep_indices is not None:
+            self.newest_states = self.newest_states.index_select(0, done.keep_indices.to(states.device))
 
     def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
