@@ -41,7 +41,7 @@ class Draft(NamedTuple):
         return [self.source] * len(self.lengths) if isinstance(self.source, str) else self.source
 
     @property
-    def drafted(self) -> list[int]:
+    def model_lengths(self) -> list[int]:
         """[R], the number of candidates of each row, 0 in those that are `model_free`."""
         if self.model_free is None:
             return self.lengths
@@ -54,12 +54,12 @@ class Draft(NamedTuple):
         Rows that are `model_free` take none. Where `model_free` is None, steps are counted for any draft.
         """
         if self.forced is None:
-            return max(self.drafted, default=0)
-        proposed = [flags[:length] for flags, length in zip(self.forced, self.drafted, strict=True)]
+            return max(self.model_lengths, default=0)
+        proposed = [flags[:length] for flags, length in zip(self.forced, self.model_lengths, strict=True)]
         return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
 
     @property
-    def proposed(self) -> torch.Tensor | None:
+    def is_candidate(self) -> torch.Tensor | None:
         """[R, K] bool, which tokens are candidates; None where all are."""
         rows, max_length = self.tokens.shape
         if sum(self.lengths) == rows * max_length:
@@ -69,7 +69,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verifier says of a draft, for each of the R rows.
+    """What a verifier decides about a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
@@ -148,8 +148,8 @@ class Round:
     @property
     def draft_acceptance(self) -> list[list[float]]:
         """`acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
-        drafted, forced = self.draft.drafted, self.draft.forced
-        acceptance = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
+        lengths, forced = self.draft.model_lengths, self.draft.forced
+        acceptance = [chances[:number] for chances, number in zip(self.acceptance, lengths, strict=True)]
         if forced is None:
             return acceptance
         unforced = []

@@ -351,16 +351,16 @@ class Auto(Schedule):
         self.acceptance = AcceptanceEstimate(prior ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
         self.trial = TRIAL if alpha is None else 0
         self.saved = self.costs.saved
-        self.wanted = self._choose()
+        self.num_draft_tokens = self._choose()
 
     def is_idle(self) -> bool:
         """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
-        if self.wanted or self.trial or not self.timer.has_seen_plain(self.rows):
+        if self.num_draft_tokens or self.trial or not self.timer.has_seen_plain(self.rows):
             return False
         return not self._covers_a_trial(self.saved + PROBE_SHARE * self.room)
 
-    def number(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.wanted
+    def wanted_length(self, batch: Batch, row: int) -> int:
+        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.num_draft_tokens
 
     def observe(self, done: Round) -> None:
         super().observe(done)
@@ -376,7 +376,7 @@ class Auto(Schedule):
         acceptance = _judged(done)
         if acceptance:
             self.acceptance.update(acceptance)
-        self.wanted = self._choose()
+        self.num_draft_tokens = self._choose()
 
     def _choose(self) -> int:
         """The number for the next round."""
@@ -428,6 +428,10 @@ def _judged(done: Round) -> list[list[float]]:
 
     Others were finished before, had nothing to draft after, or have candidates from elsewhere.
     """
-    free = done.draft.model_free or [False] * len(done.rows)
-    rows = zip(done.draft_acceptance, done.emitted_before, done.num_new_tokens, free, strict=True)
-    return [chances for chances, before, gained, is_free in rows if chances and before and gained and not is_free]
+    model_free = done.draft.model_free or [False] * len(done.rows)
+    acceptance = []
+    for index, chances in enumerate(done.draft_acceptance):
+        has_drafted = done.emitted_before[index] and done.num_new_tokens[index] and not model_free[index]
+        if chances and has_drafted:
+            acceptance.append(chances)
+    return acceptance

@@ -132,7 +132,7 @@ class OwnText:
 class OtherTokenizerDrafter(SampledCandidateGenerator):
     """Samples candidates from a draft with another tokenizer, among the tokens that both have."""
 
-    own_text = True
+    has_other_tokenizer = True
 
     def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
         super().__init__(draft_model)

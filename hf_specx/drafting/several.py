@@ -15,7 +15,7 @@ from hf_specx.common.round import Draft, Round
 
 from .auto import PRIOR_ALPHA, AcceptanceEstimate, RoundTimer
 from .drafter import DraftContext, Drafter
-from .forced import within_masks
+from .forced import apply_masks
 from .forward_times import ForwardSize
 
 
@@ -46,7 +46,7 @@ class SeveralDrafts(Drafter):
         self.max_candidates = max(most, default=None)
         if self.model_part is not None:
             self.model = self.model_part.model
-            self.own_text = self.model_part.own_text
+            self.has_other_tokenizer = self.model_part.has_other_tokenizer
             self.matching = self.model_part.matching
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -57,10 +57,11 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.start(context)
         self.runner = None if self.model_part is None else self.model_part.runner
-        self.number = context.number
+        self.num_draft_tokens = context.num_draft_tokens
         self.processors = context.processors
         self.independent_rows = context.independent_rows
-        self.joins = context.forces and self.model_part is None  # else rows with forced tokens would not ask the model
+        # beside a model, rows with forced tokens would not ask it
+        self.adds_forced_tokens = context.allow_forced_tokens and self.model_part is None
         self.round_timer = RoundTimer(None) if self.independent_rows else context.round_timer
         # a row with a seed is the same after any other calls
         alpha = None if self.independent_rows else context.alpha
@@ -96,14 +97,14 @@ class SeveralDrafts(Drafter):
     def _drafts_of_others(self, batch: Batch, lengths: list[int]) -> list[Draft]:
         """What all parts but the model propose: under "auto" as much as has room, since it costs next to nothing."""
         limits = lengths
-        if self.model_part is not None and self.number is None and any(batch.counts):
+        if self.model_part is not None and self.num_draft_tokens is None and any(batch.counts):
             limits = []
             for row in batch.rows:
                 room = max(0, batch.remaining_tokens(row) - 1) if batch.counts[row] else 0
                 limits.append(min(room, self.processors.max_rollback))
         drafts = [part.propose(batch, limits) for part in self.others]
         round_timer = None if self.independent_rows else self.round_timer
-        return [within_masks(draft, self.processors, batch, round_timer, self.joins) for draft in drafts]
+        return [apply_masks(draft, self.processors, batch, round_timer, self.adds_forced_tokens) for draft in drafts]
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         for part in self.parts:

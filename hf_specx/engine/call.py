@@ -13,7 +13,7 @@ from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting, choose_drafting
+from hf_specx.drafting.schedule import DraftSettings, choose_draft_settings
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.prompts import UNLIMITED, PreparedInputs
@@ -26,7 +26,7 @@ from hf_specx.sampling.stopping import Stopping
 from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds, why_no_noise
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, warn_of_larger_draft
 from .queue import RequestQueue
-from .ranks import check_synced, shares_rows, synced_by_default, why_out_of_step
+from .ranks import check_synced, is_tensor_parallel, synced_by_default, why_out_of_step
 from .reasons import RARE_PROCESSORS, reasons_of
 from .report import PLAINLY
 
@@ -69,12 +69,13 @@ class Call:
         options: a copy of the `SpeculativeDecoding`.
         prompt: what `generate` has prepared, with what the models are to keep and hand over.
         processors: those of the prompt, with masks of grammars in place of some; `stopping`: made of its criteria.
-        drafting: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
+        draft_settings: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
         fallback_reason: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
-        synced, shared: whether other ranks run the same forwards, for rows of their own or for the same rows.
+        synced_gpus: whether other ranks, which hold parts of the models, run the same forwards for rows of their own.
+        tensor_parallel: whether other ranks decode the same rows.
         queue: what follows in the places of rows that end; None for a call of its own.
-        shown: whether the streamer has the prompt already.
+        prompt_streamed: whether the streamer was given the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
     """
 
@@ -83,15 +84,15 @@ class Call:
     processors: Sequence[Processor]
     stopping: Stopping
     drafter: Drafter
-    drafting: Drafting
+    draft_settings: DraftSettings
     verification: str
     layout: Layout
     fallback_reason: str = ""
     seeds: list[int] | None = None
-    synced: bool = False
-    shared: bool = False
+    synced_gpus: bool = False
+    tensor_parallel: bool = False
     queue: RequestQueue | None = None
-    shown: bool = False
+    prompt_streamed: bool = False
     measured_candidates: int | None = None
 
 
@@ -100,30 +101,30 @@ def make_call(
     prompt: PreparedInputs,
     drafter: Drafter,
     queue: RequestQueue | None = None,
-    drafting: dict[str, Any] | None = None,
+    draft_settings: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
-    shown: bool = False,
+    prompt_streamed: bool = False,
 ) -> Call:
     """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
 
     Args:
         prompt: what `generate` has prepared.
-        options, drafter, queue, shown: as in `Call`; a queue has begun a batch of requests.
-        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
+        options, drafter, queue, prompt_streamed: as in `Call`; a queue has begun a batch of requests.
+        draft_settings: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: of the call; transformers does not pass these two on to a strategy.
     """
     config = prompt.generation_config
     models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
     ranks = world_size() > 1
-    synced = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
-    shared = ranks and shares_rows(*models)
+    synced_gpus = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
+    tensor_parallel = ranks and is_tensor_parallel(*models)
     stopping = prompt.stopping if queue is None else queue.stopping
     _check_asked(options, prompt, drafter, queue)
     processors: Sequence[Processor] = prompt.processors
     fallback_reason = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
     if queue is None and not fallback_reason:  # else each request was asked by itself
         processors = _with_masks(prompt, stopping)
-        fallback_reason = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced))
+        fallback_reason = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced_gpus))
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
     if fallback_reason:
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
@@ -138,11 +139,11 @@ def make_call(
         prompt,
         max_new_tokens=UNLIMITED if later_prompts else stopping.max_new_tokens,
         max_new_tokens_now=stopping.max_new_tokens,
-        returns_cache=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
+        returns_cache=bool(wants_past) and not synced_gpus,  # it may take forwards that other ranks do not run
         returns_hidden=drafter.needs_hidden,
         all_prompt_hidden=drafter.all_prompt_hidden,
         hidden_state_taps=drafter.hidden_state_taps,
-        synced_gpus=synced,
+        synced_gpus=synced_gpus,
     )
     call = Call(
         options=options,
@@ -150,15 +151,15 @@ def make_call(
         processors=processors,
         stopping=stopping,
         drafter=drafter,
-        drafting=choose_drafting(options.num_draft_tokens, drafting, config, drafter.model),
+        draft_settings=choose_draft_settings(options.num_draft_tokens, draft_settings, config, drafter.model),
         verification=verification,
         layout=layout,
         fallback_reason=fallback_reason,
         seeds=seeds,
-        synced=synced,
-        shared=shared,
+        synced_gpus=synced_gpus,
+        tensor_parallel=tensor_parallel,
         queue=queue,
-        shown=shown,
+        prompt_streamed=prompt_streamed,
     )
     _check_together(call)
     return call
@@ -168,8 +169,15 @@ def in_layout(call: Call, layout: str) -> Call:
     """The same call with its target in another layout."""
     options = copy.copy(call.options)
     options.layout = layout
-    other = make_call(options, call.prompt, call.drafter, call.queue, synced_gpus=call.synced, shown=call.shown)
-    return replace(other, options=call.options, drafting=call.drafting)
+    other = make_call(
+        options,
+        call.prompt,
+        call.drafter,
+        call.queue,
+        synced_gpus=call.synced_gpus,
+        prompt_streamed=call.prompt_streamed,
+    )
+    return replace(other, options=call.options, draft_settings=call.draft_settings)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
@@ -200,7 +208,7 @@ def _check_asked(options: Any, prompt: PreparedInputs, drafter: Drafter, queue: 
     drafter.check(vocabulary(model), options.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
-    if drafter.model is not None and drafter.own_text:
+    if drafter.model is not None and drafter.has_other_tokenizer:
         check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:
         check_pair(model, drafter.model, *tokenizers)
@@ -252,7 +260,7 @@ def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool
         of_draft = [chosen]  # of a type that is in no table the target is measured, and its draft is fed alike
     else:
         of_draft = layouts_of(draft_model, drafts=True)
-    if drafter.own_text:
+    if drafter.has_other_tokenizer:
         of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
     notes, past_has_tokens = [reason], past is not None and num_cached_tokens(past) > 0
@@ -281,8 +289,8 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
 
 def _check_together(call: Call) -> None:
     """Raise ValueError if what a call asks for does not go with how it is decoded."""
-    drafting, drafter, ids = call.drafting, call.drafter, call.prompt.input_ids
-    number, schedule, threshold = drafting
+    drafter, ids = call.drafter, call.prompt.input_ids
+    number, schedule, threshold = call.draft_settings
     message = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
     off = call.options.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
     require(off or number is None or (is_int(number) and number >= 1), message)
@@ -298,9 +306,9 @@ def _check_together(call: Call) -> None:
     why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep
     require(not why, f"{why}.")
     if call.options.compile:
-        ranks = call.synced or call.shared
+        ranks = call.synced_gpus or call.tensor_parallel
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
-        if drafter.model is not None and not drafter.own_text:  # whose queries have any length
+        if drafter.model is not None and not drafter.has_other_tokenizer:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
-    if call.synced:
-        check_synced(drafting, drafter)
+    if call.synced_gpus:
+        check_synced(call.draft_settings, drafter)

@@ -62,14 +62,15 @@ class Stream:
     """
 
     def __init__(self, call: Call):
-        self.stopping, self.by, self.shown = call.stopping, call.options.stream_by, call.shown
+        self.stopping, self.stream_by = call.stopping, call.options.stream_by
+        self.prompt_streamed = call.prompt_streamed
         self.streamer = streamer = call.options.streamer
         self.tags_rows = hasattr(streamer, "put_row")
         self.put = streamer.put_row if self.tags_rows else lambda row, tokens: streamer.put(tokens)
 
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
-        for row in () if self.shown else range(len(batch.counts)):
+        for row in () if self.prompt_streamed else range(len(batch.counts)):
             self.put(row, batch.row(row).cpu() if self.tags_rows else batch.prefix(0).cpu())
 
     def observe(self, done: Round) -> None:
@@ -84,7 +85,7 @@ class Stream:
     def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""
         for row, tokens in enumerate(new):
-            step = 1 if self.by == "token" else max(1, len(tokens))
+            step = 1 if self.stream_by == "token" else max(1, len(tokens))
             for first in range(0, len(tokens), step):
                 self.put(row, torch.tensor(tokens[first : first + step], device="cpu"))
         for row in ended if self.tags_rows else ():

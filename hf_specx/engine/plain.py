@@ -28,7 +28,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     watch = _Watch(call.stopping, stream if steps else None, ids)
     if stream is not None:
         stream.prompt(make_batch(call))
-    arguments: dict[str, Any] = {"synced_gpus": call.synced, **prompt.kwargs}
+    arguments: dict[str, Any] = {"synced_gpus": call.synced_gpus, **prompt.kwargs}
     if method == "_assisted_decoding":
         arguments["inputs_tensor"] = prompt.inputs_tensor
     # under a seed the default generator is left as it was

@@ -7,7 +7,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_specx.common.architectures import LAYOUTS_OF
-from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.models.choose import layouts_of, make_runner
 from hf_specx.models.foreign_code import describe, untested_traits
 from hf_specx.models.runner import ModelRunner
@@ -17,7 +16,7 @@ from hf_specx.models.slots import cache_name
 from .call import Call, in_layout
 from .ranks import any_rank
 from .report import PLAINLY
-from .run import make_batch
+from .run import make_batch, max_draft_tokens
 
 
 SILENCE = "num_draft_tokens=0 decodes plainly without this warning"
@@ -42,8 +41,7 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
     layouts = [call.layout.target]
     if model.config.model_type not in LAYOUTS_OF and call.options.layout == "auto":
         layouts = layouts_of(model)
-    number = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-    candidates = max(steps, number)
+    candidates = max(steps, max_draft_tokens(call))
     reasons = []
     for layout in layouts:
         try:
@@ -74,7 +72,7 @@ def _difference(call: Call, conditions: Conditions) -> tuple[Difference, ModelRu
         The difference; and what has read the prompts, if it was measured just now.
     """
     model, device = call.prompt.model, call.prompt.input_ids.device
-    together = call.synced or call.shared  # ranks measure together, and go on alike
+    together = call.synced_gpus or call.tensor_parallel  # ranks measure together, and go on alike
     difference, runner = RESULTS.get(model, {}).get(conditions), None
     is_missing = difference is None
     if together:

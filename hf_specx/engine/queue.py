@@ -103,11 +103,11 @@ class RequestQueue:
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""
-        table = done.batch.row_states
+        row_states = done.batch.row_states
         for index, row in enumerate(done.rows if self.logprobs else ()):
-            table[row].logprobs += _logprobs(done, index, row)
+            row_states[row].logprobs += _logprobs(done, index, row)
         for row in done.ended:
-            state = table[row]
+            state = row_states[row]
             if state.dead_end is None:
                 self.close(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
             else:

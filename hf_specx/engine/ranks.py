@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import require
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting
+from hf_specx.drafting.schedule import DraftSettings
 from hf_specx.models.choose import layouts_of
 
 
@@ -35,7 +35,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return count.item() > 0
 
 
-def shares_rows(*models: PreTrainedModel) -> bool:
+def is_tensor_parallel(*models: PreTrainedModel) -> bool:
     """Whether a model is spread over ranks by tensor parallelism, so that all of them decode the same rows."""
     return any((getattr(model, "tp_size", None) or 1) > 1 for model in models)
 
@@ -48,13 +48,13 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, parts))
 
 
-def check_synced(drafting: Drafting, drafter: Drafter) -> None:
+def check_synced(settings: DraftSettings, drafter: Drafter) -> None:
     """Raise ValueError if ranks that hold parts of the models cannot keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
-    message = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
-    require(drafting.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
-    message = f"assistant_confidence_threshold={drafting.threshold} changes the number of candidates by what all rows "
-    require(not drafting.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
+    message = f"num_assistant_tokens_schedule={settings.schedule!r} changes the number of candidates by what all rows "
+    require(settings.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
+    message = f"assistant_confidence_threshold={settings.threshold} changes the number of candidates by what all rows "
+    require(not settings.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
     same = "synced_gpus=True needs the same forwards on every rank, and "
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     why = "" if drafter.model is None else why_out_of_step(drafter.model)
@@ -62,7 +62,7 @@ def check_synced(drafting: Drafting, drafter: Drafter) -> None:
     message = (
         "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     )
-    require(not drafter.own_text, message)
+    require(not drafter.has_other_tokenizer, message)
 
 
 def why_out_of_step(model: PreTrainedModel) -> str:

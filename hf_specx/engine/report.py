@@ -34,10 +34,10 @@ class SpeculationReport:
         plain_steps: target forwards without candidates, the prompts' own among them.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
-        gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
+        num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
-            that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
+            that the forward was made for); `new_tokens_in_steps`: tokens by which rows went on in these.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
@@ -57,7 +57,7 @@ class SpeculationReport:
     plain_steps: int = 0
     forced: int = 0
     overlap: float = 0.0
-    gained: int = 0
+    num_new_tokens: int = 0
     rounds_per_row: list[int] = field(default_factory=list)
     drafted_per_row: list[int] = field(default_factory=list)
     accepted_per_row: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class SpeculationReport:
     judged_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
-    gained_in_steps: int = 0
+    new_tokens_in_steps: int = 0
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -98,10 +98,10 @@ class SpeculationReport:
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
-            gained = done.num_new_tokens[index]
+            num_new_tokens = done.num_new_tokens[index]
             if drafted or self.emitted_per_row[row]:
                 self.steps[drafted, steps, longest] += 1
-                self.gained_in_steps += gained
+                self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
@@ -111,7 +111,7 @@ class SpeculationReport:
             if not drafted:
                 continue
             self.forced += len(forced)
-            self.gained += gained
+            self.num_new_tokens += num_new_tokens
             self.overlap += sum(done.overlap[index][:judged])
             self.rounds_per_row[row] += 1
             self.drafted_per_row[row] += drafted
@@ -210,7 +210,7 @@ class SpeculationReport:
     def tokens_per_round(self) -> float:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
         rounds = sum(self.rounds_per_row)
-        return self.gained / rounds if rounds else 1.0
+        return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
@@ -239,7 +239,7 @@ class SpeculationReport:
     def forward_limited_speedup(self) -> float | None:
         """The speed-up if all steps after the prompt took no more time than their forwards; None if not measured.
 
-        That is the number of tokens that rows gained in them, over the number of plain steps that take as long.
+        That is the number of tokens that rows got in them, over the number of plain steps that take as long.
         """
         costs = self._costs
         if costs is None or not self.steps:
@@ -249,7 +249,7 @@ class SpeculationReport:
             n * (costs.target(self.rows, width + 1) + draft_steps * draft)
             for (_, draft_steps, width), n in self.steps.items()
         )
-        return self.gained_in_steps * plain / taken
+        return self.new_tokens_in_steps * plain / taken
 
     @property
     def _costs(self) -> Costs | None:

@@ -22,7 +22,7 @@ from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_length, rope_limits, text_width, unknown_token
 from .check_models import adapts_rows, why_learned_prompt
-from .entry import bind_stop_strings, prepared
+from .entry import bind_stop_strings, prepared_inputs
 from .reasons import reasons_of
 
 
@@ -229,9 +229,9 @@ def _prepared(
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
     prompts: list[PreparedInputs] = []
 
-    @wraps(prepared)
+    @wraps(prepared_inputs)
     def keep_prompt(*args: Any, **kwargs: Any) -> torch.Tensor:
-        prompt = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        prompt = prepared_inputs(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         why = why_learned_prompt(prompt.model)
         require(not why, f"{why}.")
         message = f"num_beams={prompt.generation_config.num_beams} and num_return_sequences="

@@ -31,7 +31,15 @@ from hf_specx.models.prompts import PreparedInputs, prepare
 from .call import DOES_NOT_PAY, Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode
-from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, repository_of, withheld
+from .entry import (
+    CheckingSignature,
+    check_draft,
+    check_entry,
+    check_generate_many,
+    prepared_inputs,
+    repository_of,
+    withheld_arguments,
+)
 from .plain import decode_plainly
 from .proven import proven
 from .queue import RequestQueue, in_order
@@ -125,14 +133,14 @@ class SpeculativeDecoding(NoModel):
             description += f", {name}={getattr(self, name)!r}"
         return f"SpeculativeDecoding({description})"
 
-    __signature__ = AskedSignature()
+    __signature__ = CheckingSignature()
 
     def __call__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
         """What `generate` calls after its preparations; a ValueError before any forward if it cannot be done exactly.
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(prepared(model, *args, **kwargs), **withheld(sys._getframe()))
+        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments(sys._getframe()))
 
     @torch.no_grad()
     def decode(
@@ -146,7 +154,8 @@ class SpeculativeDecoding(NoModel):
 
         A `streamer` of `generate` has got the prompt from it already.
         """
-        withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
+        withheld["prompt_streamed"] = streamer is not None
+        withheld["streamer"] = self.streamer if streamer is None else streamer
         try:
             return self.complete(self.call(prompt, **withheld), earlier)
         finally:
@@ -186,7 +195,7 @@ class SpeculativeDecoding(NoModel):
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_generate_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
         queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
@@ -219,7 +228,7 @@ class SpeculativeDecoding(NoModel):
                 run = Run(call, self.costs, target)
                 for _ in self._rounds(run, earlier):
                     yield from queue.pop_completed()
-                    run.lap("handing on")
+                    run.end_phase("handing on")
             earlier = self.report
             yield from queue.pop_completed()
         yield from queue.pop_completed()

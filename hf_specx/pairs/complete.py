@@ -12,7 +12,7 @@ from tqdm import tqdm
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_many, setting
+from hf_specx.engine.entry import check_generate_many, setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
@@ -255,7 +255,7 @@ class Completer:
         options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         max_batch_tokens = options.pop("max_batch_tokens", None)
-        check_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
+        check_generate_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
         queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
         if not queue.begin(1):

@@ -19,15 +19,15 @@ from hf_specx.drafting.auto import Costs
 from hf_specx.drafting.drafter import check_number
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.heads.mtp import MtpDraft
-from hf_specx.drafting.schedule import given_drafting
+from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.entry import (
     bind_stop_strings,
+    check_assistant_model,
     check_entry,
-    check_lifted,
     check_values,
     known_arguments,
-    prepared,
+    prepared_inputs,
     setting,
     unset,
 )
@@ -85,7 +85,7 @@ def generate(
             first = () if inputs is None else (inputs,)
             return owner.generate(model, *first, custom_generate=custom_generate, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
-            check_lifted(model)
+            check_assistant_model(model)
         check_before_loading(inputs, model, kwargs)
         options = pop_options(kwargs)
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
@@ -218,7 +218,7 @@ def pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of `SpeculativeDecoding`, popped from the arguments of a call; None counts as not given."""
     kwargs |= {"draft_tokenizer": pop_either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
-    asked = given_drafting(kwargs, kwargs.get("generation_config"))
+    asked = explicit_draft_settings(kwargs, kwargs.get("generation_config"))
     if options["num_draft_tokens"] is None and "num_assistant_tokens" in asked:
         options["num_draft_tokens"] = "auto"  # so that the number that a pair recommends does not win over it
     return {name: value for name, value in options.items() if value is not None}
@@ -246,15 +246,15 @@ def call_generate(
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
-    drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    withheld = {"drafting": drafting, "synced_gpus": kwargs.pop("synced_gpus", None)}
+    draft_settings = explicit_draft_settings(kwargs, kwargs.get("generation_config"), model.generation_config)
+    withheld = {"draft_settings": draft_settings, "synced_gpus": kwargs.pop("synced_gpus", None)}
 
-    @functools.wraps(prepared)
+    @functools.wraps(prepared_inputs)
     def decode(called_model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
         target = model if called_model is served else called_model  # PEFT gives the model inside its wrapper
         # Whisper calls once for each window, and its report is of all
-        return strategy.decode(prepared(target, *args, **kwargs), strategy.report, **withheld)
+        return strategy.decode(prepared_inputs(target, *args, **kwargs), strategy.report, **withheld)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     served = model

@@ -74,7 +74,7 @@ class GreedyVerifier(Verifier):
         choices = scores.argmax(-1)
         overlap = (draft.tokens == choices[:, :-1]).float()
         undefined = torch.zeros_like(choices, dtype=torch.bool)
-        verdict = verify_match(draft.tokens, choices, draft.proposed)
+        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
         return verdict._replace(overlap=overlap, undefined=undefined)
 
 
@@ -110,7 +110,7 @@ class RejectionVerifier(Verifier):
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, max_length, draft.lengths)
-        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.is_candidate)
         return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def uniforms(self, purpose: str, batch: Batch, count: int, lengths: list[int], first: int = 0) -> torch.Tensor:
@@ -164,7 +164,7 @@ class CoupledVerifier(Verifier):
         choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        verdict = verify_match(draft.tokens, choices, draft.proposed)
+        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
         return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def finish(self, columns: int) -> None:

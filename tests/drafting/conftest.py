@@ -19,7 +19,7 @@ class Forced(Schedule):
         super().__init__(MAX_DRAFT_TOKENS)
         self.numbers, self.between, self.rounds = numbers, between, 0
 
-    def number(self, batch: Batch, row: int) -> int:
+    def wanted_length(self, batch: Batch, row: int) -> int:
         return self.numbers[(self.rounds + self.between * row) % len(self.numbers)]
 
     def observe(self, done: Round) -> None:

@@ -51,7 +51,7 @@ class Call:
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
-            number = auto.wanted if fixed is None else fixed
+            number = auto.num_draft_tokens if fixed is None else fixed
             accepted = [self.kept(self.alphas[row], number) for row in rows]
             seconds += self.round_timer.times(len(rows), number)[number] + (
                 self.round_timer.prefill_seconds(1, unread) if number else 0
@@ -169,10 +169,10 @@ def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
     round_timer = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
     round_timer.timed = False
     auto = Auto(round_timer, "greedy", prompted(1, 100))
-    assert auto.wanted == 0
+    assert auto.num_draft_tokens == 0
     round_timer.timed = True
     auto.observe(made_round([0], [0]))
-    assert auto.wanted > 0
+    assert auto.num_draft_tokens > 0
 
 
 def test_a_draft_that_was_slow_by_chance_is_timed_again():
@@ -183,8 +183,8 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
     for _ in range(8):
         auto = Auto(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
-            now[0] += costs.forwards(1, auto.wanted)
-            auto.observe(made_round([auto.wanted], [auto.wanted]))
+            now[0] += costs.forwards(1, auto.num_draft_tokens)
+            auto.observe(made_round([auto.num_draft_tokens], [auto.num_draft_tokens]))
         auto.end()
-    assert auto.wanted > 0
-    assert costs.rounds[1][auto.wanted] < 1.5 * costs.forwards(1, auto.wanted)
+    assert auto.num_draft_tokens > 0
+    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forwards(1, auto.num_draft_tokens)
