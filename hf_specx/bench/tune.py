@@ -29,11 +29,11 @@ from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, Saved
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
-from .contenders import Contender
 from .inputs import batches_of, prompt_rows, settings_of
 from .sequential_test import Interval
 from .store import provenance
 from .study import DraftTrial, Study
+from .timed_methods import TimedMethod
 from .timer import Advance, Comparison, compare, time_call
 
 
@@ -184,9 +184,9 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, adv
         tokenizer=pair.tokenizer,
         draft_tokenizer=pair.draft_tokenizer,
     )
-    contender, reports = Contender("ours", target, strategy=strategy), list[Any]()
+    method, reports = TimedMethod("ours", target, strategy=strategy), list[Any]()
     for run, inputs in enumerate(batches[max(study.batches)][: study.num_learning_batches]):
-        reports.append(time_call(contender, inputs, options, study.seed + run).report)
+        reports.append(time_call(method, inputs, options, study.seed + run).report)
         advance()
     learned: Any = reduce(operator.add, reports)
     if not learned.rounds and not chooses_number:

@@ -52,11 +52,11 @@ def check(
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
         with imports():
-            from hf_specx.bench.store import read_cells
+            from hf_specx.bench.store import read_records
             from hf_specx.metrics.check import run_check, subject_of
 
             from .loading import load_named, say_what_runs, texts_for
-        read_cells(unfinished, "check")  # raises for another file
+        read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
         subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.options)
         shown = {"verification": ", ".join(verifications)}

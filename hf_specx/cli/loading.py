@@ -28,7 +28,7 @@ from .prompts import Prompt
 
 
 def device_map(device: str | None) -> str | None:
-    """What --device-map says; without it, "auto" if there is an accelerator."""
+    """The `device_map` for `from_pretrained`; without --device-map, "auto" if there is an accelerator, else None."""
     if device in (None, "auto"):
         return "auto" if torch.accelerator.is_available() else None
     try:
@@ -41,7 +41,7 @@ def device_map(device: str | None) -> str | None:
 
 
 def study_of(loading: Loading, **options: Any) -> Study:
-    """A `Study` of models that are loaded in this way."""
+    """The settings of `tune` with models that are loaded in this way."""
     return Study(
         dtype=loading.dtype,
         device_map=device_map(loading.device_map),
@@ -51,7 +51,10 @@ def study_of(loading: Loading, **options: Any) -> Study:
 
 
 def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
-    """The pair that a command names, or one of the target and the draft that it names; it can read prompts."""
+    """Load the pair that a command names, or the target and the draft that it names as a pair.
+
+    Raises ValueError if there is no tokenizer to read prompts with.
+    """
     name, draft, study = named.first, named.draft, study_of(loading)
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
@@ -82,12 +85,12 @@ def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTa
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:
-    """One line on stderr: target, draft, and all settings."""
+    """Print target, draft and all settings in one line on stderr."""
     say(f"target {label_of(pair.target)}, draft {label_of(pair.draft)}: {in_words(settings)}", "dim")
 
 
 def in_words(settings: dict[str, Any]) -> str:
-    """Settings as they are typed in Python."""
+    """Settings in the form name=value, separated by commas."""
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
@@ -133,7 +136,7 @@ def save_best(best: DraftTrial, out: Path, overwrite: bool) -> str:
 
 
 def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[WritePair, str]:
-    """What writes a pair that a command names, and where its models are, in words.
+    """A function that writes the pair that a command names, and a text that says where its models are.
 
     It is loaded only where models that it names by id are to be inside, or where models inside may have code.
     """

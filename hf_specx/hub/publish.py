@@ -82,7 +82,10 @@ def save(
 
 
 def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePair:
-    """What writes a pair of loaded models, each inside or by reference; a ValueError for what cannot be saved."""
+    """A function that writes a loaded pair into a folder, each model inside or by reference.
+
+    Raises ValueError for what cannot be saved.
+    """
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
@@ -92,7 +95,7 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
 
 
 def pair_as_it_is(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> WritePair:
-    """What writes a pair as its files have it; these are checked, and no weight is loaded.
+    """A function that copies a saved pair into a folder; its files are checked, and no weight is loaded.
 
     A model that is named by its id stays so, and its weights are not needed.
     """
@@ -180,7 +183,7 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
 
 
 def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> PairConfig:
-    """Write the models that are inside, the smaller one first, the tokenizers and the config; returns the config."""
+    """Write those models that are to be inside, the tokenizers and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
     config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
     head = _head_of(pair.draft)
@@ -308,7 +311,7 @@ def upload(
     revision: str | None = None,
     commit_message: str = MESSAGE,
 ) -> str:
-    """Publish what writes a pair, as `publish` does; returns the second commit."""
+    """Publish the pair that `write` writes, as `publish` does; returns the second commit."""
     api = HfApi(token=token)
     try:
         with tempfile.TemporaryDirectory() as work:
@@ -333,14 +336,14 @@ def upload(
 
 
 def warn_of_slower(config: PairConfig) -> None:
-    """Warn if a pair that is published does not pay."""
+    """Warn if a pair that is published was slower than plain `generate`."""
     if not config.pays:
         message = f"when this pair was measured, {SLOWER}; tune it with another draft, or where it will run."
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
-    """Upload a pair's folder, then the code, which names the first commit; returns the second."""
+    """Upload a pair's folder, then the code, which names the first commit; returns the second commit."""
     source = to
     try:
         names = api.list_repo_files(**source)

@@ -73,8 +73,8 @@ def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, st
         test, plain, ours = start(study, batches), list[float](), list[float]()
         while not plain or not test.should_stop(plain, ours):
             work = seconds / effect * costs[len(plain) % batches] / statistics.fmean(costs)
-            contenders = [(plain, seconds), (ours, work)]
-            for times, needed in draws.sample(contenders, 2):
+            methods = [(plain, seconds), (ours, work)]
+            for times, needed in draws.sample(methods, 2):
                 times.append(machine.run(needed))
         intervals.append(test.interval)
         turns += len(plain)

@@ -56,10 +56,10 @@ def clock(monkeypatch, speedup, noise=0.0):
     """A simulated one, on which ours is so many times as fast as plain, by rows, and runs differ by this noise."""
     draws, call = random.Random(0), timer.time_call
 
-    def time_call(contender, inputs, options, seed):
-        run = call(contender, inputs, options, seed)
+    def time_call(method, inputs, options, seed):
+        run = call(method, inputs, options, seed)
         rows = len(inputs["input_ids"])
-        run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if contender.name == "plain" else speedup(rows))
+        run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if method.name == "plain" else speedup(rows))
         return run
 
     monkeypatch.setattr(timer, "time_call", time_call)
@@ -154,16 +154,16 @@ def test_every_turn_has_its_seed_and_the_next_prompts(folders, costs, monkeypatc
     texts = [f"{text} {'more ' * number}" for number, text in enumerate(TEXTS * 2)][:5]
     ids = [tiny_tokenizer()(text)["input_ids"] for text in texts]
 
-    def time_call(contender, inputs, options, seed):
+    def time_call(method, inputs, options, seed):
         rows = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-        calls.append((contender.name, seed, rows, inputs["input_ids"].shape[1]))
-        return call(contender, inputs, options, seed)
+        calls.append((method.name, seed, rows, inputs["input_ids"].shape[1]))
+        return call(method, inputs, options, seed)
 
     monkeypatch.setattr(timer, "time_call", time_call)
     tune.tune(folders["target"], [folders["draft"]], replace(QUICK, prompts=texts, seed=5, seconds=1e9))
     for rows, turns in ((1, 5), (2, 3)):
         of_size = [call for call in calls if len(call[2]) == rows]
-        plain, ours = ([rest for contender, *rest in of_size if contender == name] for name in ("plain", "ours"))
+        plain, ours = ([rest for method, *rest in of_size if method == name] for name in ("plain", "ours"))
         assert plain == ours
         assert [seed for seed, *_ in plain] == [5, *range(5, 5 + turns)]  # after one that warms up
         assert all(width == max(map(len, prompts)) for _, prompts, width in plain)
