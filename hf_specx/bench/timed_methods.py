@@ -150,7 +150,7 @@ class TimedMethod:
 
 @contextmanager
 def assisted_settings(draft: PreTrainedModel, num_draft_tokens: int | str | None) -> Iterator[None]:
-    """Have the draft propose that many candidates in every round, as before where it is None; undone at the end.
+    """A context in which assisted generation drafts so many candidates in every round; None changes nothing.
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """

@@ -1,4 +1,4 @@
-"""Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It prints nothing."""
+"""Try drafts for a target: which of them fit, how fast each is, how many tokens to draft. Nothing is printed."""
 
 import hashlib
 import itertools
@@ -38,7 +38,7 @@ from .timer import Advance, Comparison, compare, time_call
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
-MAX_TURNS = 2**20  # time is up before
+MAX_TURNS = 2**20  # never reached: time is up before
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -51,9 +51,9 @@ class Loaded(NamedTuple):
 
 
 def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]:
-    """The drafts of `tune` by name: "exits" stands for an "exit:4" of each number of layers that is worth trying.
+    """The names of drafts for `tune`, with one "exit:N" for each number N of layers worth trying in place of "exits".
 
-    Without drafts they are all that need no other model. Of the target at most the config is read.
+    Without `drafts`, all those that need no second model. At most the config of the target is read.
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
@@ -65,7 +65,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
 
 
 def exit_layers(config: PreTrainedConfig) -> list[int]:
-    """Numbers of first layers that are worth trying as a draft of a target with this config."""
+    """The numbers of first layers worth trying as a draft for a target with this config."""
     if config.is_encoder_decoder:
         return []
     layers = config.get_text_config(decoder=True).num_hidden_layers
@@ -101,7 +101,7 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
 
 
 def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
-    """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
+    """Load a model from an id or a folder, with its tokenizer if it has one; for a `target` it may be a draft head."""
     require(
         target is None or not is_embedded(name),
         f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}.",
@@ -166,12 +166,13 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
 
 
 def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, advance: Advance) -> str:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
+    """Measure a pair on prompts, and write figures and recommendations into its config, in place of earlier ones.
 
-    It comes in the place of what was there. All prompts have their turn, in an order that follows from the seed, so
-    that those whose turn came in time are like the others. Ends are ignored, so that all texts are equally long.
+    The acceptance is learned first; from it follows the number of candidates for each batch size, which is then timed.
+    Prompts are shuffled by the seed, so that those that come before the time is up are like the others. End tokens are
+    ignored, so that all texts are equally long.
 
-    Returns why the draft's files look as if they were misread, if they do.
+    Returns a reason if the draft's files look as if they were read in a wrong way, else "".
     """
     target, config = pair.target, pair.config
     shuffled = random.Random(study.seed).sample(ids, len(ids))
@@ -238,7 +239,7 @@ def _measurement(
     ids: list[list[int]],
     study: Study,
 ) -> Measurement:
-    """What all turns of batches of so many rows say; the speed-up is tokens of all turns over seconds of all."""
+    """The figures of one batch size over all turns; the speed-up compares tokens of all turns over their seconds."""
     plain, ours = comparison.plain, comparison.ours
     report = reduce(operator.add, ours.reports)
     where = provenance(target)

@@ -27,7 +27,14 @@ SAME_NAME = """
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in SAME_NAME}  # of options in Python
 WRONG, BROKEN, PIPE_CLOSED = 2, 3, 141  # exit codes; the last is 128 and the number of the signal
 # of `specx check` and `specx tune`
-VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
+VERDICTS = {
+    "passed": "green",
+    "failed": "red",
+    "not tested": "yellow",
+    "ok": "green",
+    "note": "yellow",
+    "error": "red",
+}
 INDENT = max(map(len, VERDICTS)) + 2
 BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 SPEEDUP_COLUMNS = {  # of all tables of speed, with what is in them
@@ -95,8 +102,8 @@ def waiting_for(doing: str) -> AbstractContextManager[object]:
 def steps(doing: str, total: int | None = None) -> tqdm:
     """A progress bar on stderr, moved by `update`; where that is no terminal, a line now and then.
 
-    Without a total it shows a number in place of a bar. It is drawn in calls of `update` only, since a thread that draws
-    would slow down what is timed.
+    Without a total it shows a number in place of a bar. It is drawn by `update` only: a thread that draws would slow
+    down what is timed.
     """
     of_total = "" if total is None else " of {total_fmt}"
     text = f"{doing}: {{n_fmt}}{of_total} in {{elapsed}}"
@@ -143,10 +150,9 @@ def drop_output() -> None:
 def errors_in_one_line() -> Iterator[None]:
     """A context that prints an error which a user can correct as one red line on stderr, and exits with code 2.
 
-    Warnings become lines too.
-
-    Any other error is printed with its traceback, and ends with code 3: 1 is for a failed check alone. A reader of the
-    output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
+    Warnings become lines too. Any other error is printed with its traceback, and ends with code 3, since 1 is for a
+    failed check alone. Where the reader of the output has closed it, the code is 141, as of other programs; typer ends
+    Ctrl-C with 130.
     """
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {error_line(message)}", "yellow")

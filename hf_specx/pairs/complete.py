@@ -220,7 +220,7 @@ class Completer:
         self._check()
 
     def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
-        """Complete prompts; yields each result as soon as it is known, and takes the next prompt when a row is free."""
+        """Complete prompts; yields each result as soon as it is known. A prompt is taken when a row is free."""
         tokenizer = self.pair.tokenizer
         waiting = dict[int, NumberedText]()  # prompts by the number of their request
         options = dict(self.options)

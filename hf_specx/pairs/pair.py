@@ -92,7 +92,7 @@ class DraftTargetPair(NoModel):
         return f"DraftTargetPair(target={label_of(self.target)}, draft={draft})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: as custom_generate= transformers would pass over what it cannot call, and decode plainly."""
+        """Raise ValueError: a pair given as custom_generate= would otherwise be ignored by transformers."""
         raise ValueError("a pair is no function; call pair.generate(...), or pass custom_generate=pair.strategy.")
 
     @property
@@ -123,7 +123,7 @@ class DraftTargetPair(NoModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the target's inputs go."""
+        """The device of the target's inputs."""
         return execution_device(self.target)
 
     def to(self, device: torch.device | str) -> "DraftTargetPair":
