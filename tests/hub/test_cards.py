@@ -254,5 +254,8 @@ def test_a_measurement_says_how_text_was_drawn_and_how_sure_it_is():
     sure = measured(**drawn, interval_low=1.21, interval_high=1.58)
     less = measured(max_new_tokens=8, prompts=2, turns=9)
     card = render(full(measurements=[sure, less]), "org/pair")
-    assert "| 1.21 to 1.58 | 48 | temperature 0.7, top-p 0.9, top-k 50; 64 new tokens after 24 prompts |" in card
-    assert "| *not measured* | 9 | greedily; 8 new tokens after 2 prompts |" in card
+    assert (
+        "| 1.21 to 1.58 | 1.74 | 1.69 | 48 | temperature 0.7, top-p 0.9, top-k 50; 64 new tokens after 24 prompts |"
+        in card
+    )
+    assert "| *not measured* | 1.74 | 1.69 | 9 | greedily; 8 new tokens after 2 prompts |" in card

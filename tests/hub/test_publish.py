@@ -185,7 +185,7 @@ def test_what_is_published_names_no_folder_and_has_its_licence(hub: HubOnDisk, t
 
 
 def test_a_pair_with_a_model_has_no_code_of_heads(tmp_path: Path):
-    """Its calls do not miss it; whoever gives a head to them, or asks for what is left out, is told what to install."""
+    """Its calls do not miss it; whoever gives them a head, or asks for `use_mtp`, is told what to install."""
     pair, folder = a_pair(), tmp_path / "pair"
     save(pair, folder, with_code=True)
     assert "class DraftHead" not in (folder / "custom_generate" / "drafting_heads.py").read_text()
