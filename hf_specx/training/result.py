@@ -1,4 +1,4 @@
-"""What came of a training, how fast the new pair is, and what its card says."""
+"""The result of a training, the speed of the new pair, and the notes on its card."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .losses import Estimate
 from .prompts import Split
 from .recipe import TrainingRecipe
-from .trainer import Tell
+from .trainer import ProgressCallback
 
 
 COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless another is given
@@ -27,7 +27,7 @@ COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless ano
 
 @dataclass
 class Distilled:
-    """What `distill` returns.
+    """The result of `distill`.
 
     Attributes:
         pair: the target with the trained draft, in the precision of the one that was given.
@@ -67,7 +67,7 @@ class Distilled:
         self,
         batches: Sequence[int] = (1, 8),
         command: str = COMMAND,
-        progress: Tell = lambda *_: None,
+        progress: ProgressCallback = lambda *_: None,
         seconds: float = SECONDS,
     ) -> None:
         """Time the pair on all held-out prompts, in turns with plain `generate`, and put the figures into its config.
