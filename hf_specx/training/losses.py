@@ -104,7 +104,7 @@ class Estimate(NamedTuple):
 def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
     """The sums from which α and tokens a round follow, for each of T texts: [T, 2, 2] float64, sum and count.
 
-    [:, 0] is the sum of Σₓ min(p, q) over all predictions, and their number. [:, 1] is the sum of the tokens of rounds,
+    [:, 0] is the sum of Σₓ min(p, q) over all predictions, and their number. [:, 1] is the sum of tokens of rounds,
     one of which begins at each new token of a text, and the number of these rounds. The tokens of a round are
     1 + Σᵢ Πⱼ Σₓ min(p, q), with i over its candidates and j over the candidates up to i.
     """

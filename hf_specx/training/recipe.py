@@ -125,7 +125,7 @@ class TrainingRecipe:
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """The arguments of `generate`, also values that turn an option off, since the model's config may turn it on."""
+        """The arguments of `generate`, also those that turn options off, which the model's config may turn on."""
         options: dict[str, Any] = {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens}
         if self.do_sample:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

@@ -74,8 +74,8 @@ class TargetOutputCache:
     """Computes the outputs of a target for texts, and caches them.
 
     What is cached are the inputs of its output layer at the tokens that it wrote, and hidden states for a draft head.
-    They are stored on the host and in the target's precision, and computed in the order in which texts were written, so
-    that they are the same, bit for bit, where an interrupted training goes on. Texts that come when the room is full are
+    They are stored on the host, in the target's precision, and computed in the order in which texts were written, so
+    that they are the same, bit for bit, when an interrupted training goes on. Once the room is full, further texts are
     read each time, with those beside them. So are all texts of a target whose logits are not what its output layer
     gives, such as capped or scaled ones.
 

@@ -184,7 +184,7 @@ class DistillationTrainer(Trainer):
             self.args.hub_token = token
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """α on the held-out prompts as a metric, 0 if weights have become infinite; each process computes all of it."""
+        """α on the held-out prompts as a metric, 0 if weights became infinite; each process computes all of it."""
         assert self.model is not None
         alpha = self.validation_alpha(self.model.eval())
         metrics = {ALPHA: 0.0 if math.isnan(alpha) else alpha}
