@@ -30,10 +30,10 @@ class BenchSettings:
         check_sampling(self.temperature, self.top_p, self.top_k)
         twice = next((name for name in self.methods if self.methods.count(name) > 1), None)
         require(twice is None, f"method {twice!r} is given twice; give each once.")
-        rest = "is below 0; give more, or 0 for whole ones."
-        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, rest)
-        rest = "leaves no round to time; give 2 or more."
-        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, rest)
+        problem = "is below 0; give more, or 0 for whole ones."
+        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, problem)
+        problem = "leaves no round to time; give 2 or more."
+        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, problem)
 
     @property
     def options(self) -> dict[str, Any]:

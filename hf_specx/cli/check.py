@@ -7,8 +7,8 @@ import typer
 
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
-from hf_specx.metrics.page import OF_PAGE, PAGES, page
-from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, note_of, summary
+from hf_specx.metrics.page import PAGE_MARKER, PAGES, page
+from hf_specx.metrics.result import FAILED, PASSED, RESULT_MARKER, CheckResult, note_of, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
@@ -44,7 +44,7 @@ def check(
     """
     check_packages()
     for path in out or ():
-        check_out(path, OF_PAGE if path.suffix.lower() in PAGES else OF_RESULT)
+        check_out(path, PAGE_MARKER if path.suffix.lower() in PAGES else RESULT_MARKER)
     verifications = tuple(verification or CHECKED)
     options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.options
     settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **options)

@@ -7,7 +7,7 @@ import typer
 
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import OF_CARD, check_folder, check_out, check_repository, check_writable
+from hf_specx.hub.folders import CARD_MARKER, check_folder, check_out, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
 
 from .console import imports, say, waiting_for
@@ -40,7 +40,7 @@ def card(
             from hf_specx.hub.cards import write_cards
         say("\n".join(map(str, write_cards(out))))
     else:
-        check_out(out, OF_CARD)
+        check_out(out, CARD_MARKER)
         check_known(name, repo_id)
         with imports():
             from .loading import card_of

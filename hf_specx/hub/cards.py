@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
-from .folders import OF_CARD, check_out, without_folders
+from .folders import CARD_MARKER, check_out, without_folders
 from .known_pairs import EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
@@ -75,7 +75,7 @@ def write_cards(folder: str | Path) -> list[Path]:
     root.mkdir(parents=True, exist_ok=True)
     files = [root / f"{name}.md" for name in NAMES]
     for file in files:
-        check_out(file, OF_CARD)
+        check_out(file, CARD_MARKER)
     for name, file in zip(NAMES, files, strict=True):
         file.write_text(known_card(name), encoding="utf-8")
     return files

@@ -37,7 +37,7 @@ from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .flatten import ANY, HEAD, NO_HEAD, SOURCE, published_code
-from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
+from .folders import CARD_MARKER, INSIDE, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .references import why_not_there
@@ -47,11 +47,11 @@ CODE = "custom_generate"
 NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
 CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
 MESSAGE = "Draft-target pair"
-OF_MODELS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
-OF_PROCESSORS = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+MODEL_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
-OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
+SOURCE_FIELDS = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 DRAFT = "draft"  # the subfolder of one that is inside
 GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
@@ -162,7 +162,7 @@ def reference_to(pair: Any, role: str) -> tuple[ModelSource, str]:
     model, source = getattr(pair, role), pair.sources[role]
     reference = model_facts(model)
     if source is not None and source.name is not None:
-        reference = replace(reference, **{name: getattr(source, name) for name in OF_FILES})
+        reference = replace(reference, **{name: getattr(source, name) for name in SOURCE_FIELDS})
     if reference.name is None:
         origin = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
         return reference, f"was {origin}, which is no repository on the Hub or not known at which commit"
@@ -233,14 +233,14 @@ def _copy(
         if model is None or model.files is None:
             continue
         (folder / subfolder).mkdir(exist_ok=True)
-        for name in (*OF_MODELS, *shards(model.files.folder)):
+        for name in (*MODEL_FILES, *shards(model.files.folder)):
             if (model.files.folder / name).is_file():
                 shutil.copyfile(model.files.folder / name, folder / subfolder / name)
         setattr(config, role, replace(getattr(config, role), subfolder=subfolder))
         draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if subfolder else None
         if draft_tokenizer is not None and config.draft_tokenizer is not None:
             draft_tokenizer.save_pretrained(folder / subfolder)
-    for name in OF_PROCESSORS if config.processor else ():
+    for name in PROCESSOR_FILES if config.processor else ():
         if (files.root / name).is_file():
             shutil.copyfile(files.root / name, folder / name)
     tokenizer = get_tokenizer(files, config.tokenizers, trust_remote_code)
@@ -373,7 +373,7 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
     require(CONFIG_NAME in names or not replaced, message)
     if CARD in names:
         card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
-        if OF_CARD not in card:
+        if CARD_MARKER not in card:
             message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
             warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
             (folder / CARD).unlink()

@@ -17,7 +17,7 @@ from .fetch import get_files
 from .pair_config import ModelSource
 
 
-OF_LOADING = ("dtype", "torch_dtype", "quantization_config", "use_cache")  # what may differ in a config
+LOADING_OPTIONS = ("dtype", "torch_dtype", "quantization_config", "use_cache")  # what may differ in a config
 
 
 def why_not_there(
@@ -52,7 +52,7 @@ def _differing(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The name of a setting that differs, also in a part of a config; empty if none does."""
     for name in sorted(there.keys() | here.keys()):
         then, now = there.get(name), here.get(name)
-        if name in OF_LOADING or name.startswith("_") or name == "transformers_version" or then == now:
+        if name in LOADING_OPTIONS or name.startswith("_") or name == "transformers_version" or then == now:
             continue
         if not (isinstance(then, dict) and isinstance(now, dict)):
             return name

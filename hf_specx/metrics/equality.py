@@ -137,9 +137,9 @@ def measure_rounding(reference: Reference, steps: Sequence[tuple[Tensor, Tensor]
     """By how much the lead of the best token over the second differs between plain steps and the reference: nats."""
     sizes = []
     for scores, (values, ids) in zip(reference.scores(), steps, strict=False):
-        of_step, of_reference = values[row].double(), scores[ids[row]].double()
-        if of_step.isfinite().all() and of_reference.isfinite().all():
-            lead, reference_lead = of_step[0] - of_step[1], of_reference[0] - of_reference[1]
+        step_scores, reference_scores = values[row].double(), scores[ids[row]].double()
+        if step_scores.isfinite().all() and reference_scores.isfinite().all():
+            lead, reference_lead = step_scores[0] - step_scores[1], reference_scores[0] - reference_scores[1]
             sizes.append(abs(float(lead - reference_lead)))
     return sizes
 

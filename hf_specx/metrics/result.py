@@ -17,7 +17,7 @@ from hf_specx.hub.folders import check_out
 from .settings import POWER, Settings
 
 
-OF_RESULT = '"comparisons": '  # in the file of each
+RESULT_MARKER = '"comparisons": '  # in the file of each
 PASSED, FAILED, NOT_TESTED = "passed", "failed", "not tested"
 NEVER_CHOSEN = "which is never chosen"
 SEEN_IN_WORDS = "9 of 10 such checks would reject"
@@ -105,7 +105,7 @@ class CheckResult:
         now, path = datetime.now(), Path(path)
         file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
-        check_out(file, OF_RESULT)
+        check_out(file, RESULT_MARKER)
         where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
         file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
         return file

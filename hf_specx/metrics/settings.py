@@ -66,11 +66,11 @@ class Settings:
         )
         for name in ("max_new_tokens", "samples"):
             value = getattr(self, name)
-            rest = "leaves nothing to compare; give 2 or more."
-            require_option(value is None or value >= 2, name, value, rest)
-        rest = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
+            problem = "leaves nothing to compare; give 2 or more."
+            require_option(value is None or value >= 2, name, value, problem)
+        problem = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
         is_count = is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1
-        require_option(is_count, "num_draft_tokens", self.num_draft_tokens, rest)
+        require_option(is_count, "num_draft_tokens", self.num_draft_tokens, problem)
         require(
             0 < self.level < 1,
             f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001.",

@@ -183,13 +183,13 @@ class DraftTargetPair(NoModel):
     def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
         options = pop_options(kwargs)
-        of_pair = self.strategy
-        of_pair.reset_costs_for(self.target)
+        pair_strategy = self.strategy
+        pair_strategy.reset_costs_for(self.target)
         if options:
-            options_of_pair = {name: getattr(of_pair, name) for name in STRATEGY_OPTIONS}
-            strategy = SpeculativeDecoding(of_pair.draft_model, **options_of_pair | options)
+            pair_options = {name: getattr(pair_strategy, name) for name in STRATEGY_OPTIONS}
+            strategy = SpeculativeDecoding(pair_strategy.draft_model, **pair_options | options)
         else:
-            strategy = copy.copy(of_pair)
-        strategy.listeners, strategy._warned = of_pair.listeners, of_pair._warned
+            strategy = copy.copy(pair_strategy)
+        strategy.listeners, strategy._warned = pair_strategy.listeners, pair_strategy._warned
         strategy.report = None  # of this call alone, whatever the pair's strategy has decoded
         return strategy

@@ -42,7 +42,7 @@ from .texts import Phases, Writer, writer_digest
 from .trainer import Bar, DistillationTrainer, ProgressCallback, alphas_of, training_arguments, with_plain_arguments
 
 
-OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
+GENERATION_OPTIONS = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
 PASSES_OF_HEADS = 32  # of a new head, of whose drafts a step has one in eight
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
@@ -112,10 +112,10 @@ def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[
     check_target(target)
     for reason in filter(None, why_model_plain(target)):
         raise ValueError(f"{reason}.")
-    options = {name: value for name, value in options.items() if name not in OF_GENERATION or value is not None}
-    of_generation = {name: options[name] for name in OF_GENERATION if name in options}
+    options = {name: value for name, value in options.items() if name not in GENERATION_OPTIONS or value is not None}
+    generation_options = {name: options[name] for name in GENERATION_OPTIONS if name in options}
     defaults = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
-    return defaults | options | settings_of(target, of_generation)
+    return defaults | options | settings_of(target, generation_options)
 
 
 def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:

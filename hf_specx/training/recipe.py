@@ -19,7 +19,7 @@ SET_BY_DISTILL = """
     train_sampling_strategy restore_callback_states_from_checkpoint label_smoothing_factor
     dataloader_persistent_workers
 """.split()  # noqa: SIM905
-OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
+SHARDING_OPTIONS = ("fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TrainingRecipe:
         for name in self.training:
             require(name not in SET_BY_DISTILL, f"training={{{name!r}: ...}} is set by distill, by its own options.")
             require(
-                name not in OF_SHARDS,
+                name not in SHARDING_OPTIONS,
                 f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
                 "with it; leave it out, and lower batch_size or use lora if memory is short.",
             )
