@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import tune
-from hf_specx.hub.cards import write_cards
+from hf_specx.hub.cards import write_embedded_card
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
@@ -26,7 +26,7 @@ def main() -> None:
         print(trial)
         config.measurements += trial.measurements
     (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
-    write_cards("model_cards")
+    write_embedded_card("model_cards")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from hf_specx.bench.tune import tune
 from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
-from hf_specx.hub.cards import known_card, known_config, render
+from hf_specx.hub.cards import embedded_card, embedded_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import embedded_folder, is_embedded, is_known
+from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.pairs.complete import chat_text
@@ -60,7 +60,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
         model = None if draft is None else read_draft(draft).model
         if model is not None:
             find_draft_files(model)  # raises where there is none
-        if is_known(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
+        if is_embedded(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
             pair = load_pair(name, loading, draft)
         else:
             require(
@@ -162,16 +162,16 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
 
 
 def config_of(named: str) -> PairConfig:
-    """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
+    """A pair's config, from a local folder of that name, else of the pair in the package, else from the Hub."""
     name, revision = split_revision(named)
-    return known_config(name) if is_known(name) else get_pair(name, revision)[1]
+    return embedded_config() if is_embedded(name) else get_pair(name, revision)[1]
 
 
 def card_of(named: str, repo_id: str | None) -> str:
     """The card of a pair, whose examples load it by its id; of a folder by `repo_id` or else from there."""
     name, revision = split_revision(named)
-    if is_known(name):
-        return known_card(name)
+    if is_embedded(name):
+        return embedded_card()
     config, folder = config_of(named), Path(name)
     code = get_files(name, revision, [f"{ENTRY}.py"], CODE).root / CODE / f"{ENTRY}.py"
     if repo_id is None:

@@ -18,7 +18,7 @@ from hf_specx.bench.checks import check_sampling
 from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
-from hf_specx.hub.known_pairs import EMBEDDED, check_known_name
+from hf_specx.hub.known_pairs import EMBEDDED, check_without_owner
 
 from .console import errors_in_one_line
 
@@ -178,7 +178,7 @@ def check_name(name: str) -> None:
     """Raise a ValueError if there cannot be a pair of this name."""
     name, _ = split_revision(name)
     if "/" not in name and not Path(name).is_dir():
-        check_known_name(name)
+        check_without_owner(name)
 
 
 def typed() -> str:

@@ -12,8 +12,8 @@ from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import require
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 
-from .cards import SPEECH, auto_class_of
-from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
+from .cards import SEQ2SEQ, SPEECH, auto_class_of
+from .known_pairs import embedded_folder, is_embedded
 from .pair_config import ModelSource, PairConfig
 
 

@@ -66,7 +66,7 @@ def test_one_that_fails_is_said_and_the_others_go_on():
     assert len(methods["suffix-2"]["runs"]) == 1
 
 
-def test_a_head_drafts_for_our_contenders(tmp_path: Path):
+def test_a_head_drafts_for_our_methods(tmp_path: Path):
     """In place of a draft model, which assisted generation needs."""
     target = tiny(num_hidden_layers=8)
     head = DraftHead.from_pretrained(write(random_head("eagle3"), tmp_path / "head"), target=target)
