@@ -7,7 +7,7 @@ import typer
 
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import CARD_MARKER, check_folder, check_out, check_repository, check_writable
+from hf_specx.hub.folders import OF_CARD, check_folder, check_out, check_repository, check_writable
 from hf_specx.hub.known_pairs import EMBEDDED, is_embedded
 
 from .console import imports, say, waiting_for
@@ -40,7 +40,7 @@ def card(
             from hf_specx.hub.cards import write_embedded_card
         say(str(write_embedded_card(out)))
     else:
-        check_out(out, CARD_MARKER)
+        check_out(out, OF_CARD)
         check_pair_name(name, repo_id)
         with imports():
             from .loading import card_of

@@ -15,6 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_specx.drafting.heads.config import ARCHITECTURES as HEAD_ARCHITECTURES
+
+from .pair_config import CONFIG_NAME, PairConfig
+
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
@@ -25,6 +29,7 @@ ANY, HEAD, NO_HEAD = "any", "head", "no head"  # which drafts the published code
 HEADS = "drafting/heads"
 OF_ALL_DRAFTS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
 OTHER_HEADS = ("mtp", "gemma4")  # files of what is part of a target, or a model that reads its keys
+GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
 
 class Module(NamedTuple):
@@ -49,6 +54,19 @@ class Module(NamedTuple):
 
 
 OF_MANY_REQUESTS = (Module("engine", "queue"), Module("engine", "requests"))  # of `generate_many`
+
+
+def kind_of_draft(folder: Path) -> str:
+    """The drafts that the code of the pair in a folder is for: `HEAD` or `NO_HEAD`, or `ANY` if it is not known."""
+    if not (folder / CONFIG_NAME).is_file():
+        return ANY
+    config = PairConfig.from_file(folder / CONFIG_NAME)
+    model_type = config.draft.model_type
+    if config.weightless_draft() is not None:
+        return NO_HEAD
+    if model_type is None or model_type.startswith(GEMMA4):
+        return ANY
+    return HEAD if model_type in HEAD_ARCHITECTURES else NO_HEAD
 
 
 @functools.cache

@@ -29,15 +29,14 @@ from hf_specx.common.errors import require
 from hf_specx.common.model_files import shards
 from hf_specx.common.wrappers import has_adapters, label_of
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.config import ARCHITECTURES as HEAD_ARCHITECTURES
 from hf_specx.drafting.suffix import SuffixDraft
 
 from . import pair_source
 from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
-from .flatten import ANY, HEAD, NO_HEAD, SOURCE, published_code
-from .folders import CARD_MARKER, INSIDE, REFERENCE, check_folder, check_repository, without_folders
+from .flatten import SOURCE, kind_of_draft, published_code
+from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .references import why_not_there
@@ -53,7 +52,6 @@ WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 SOURCE_FIELDS = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 DRAFT = "draft"  # the subfolder of one that is inside
-GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
 
 def save(
@@ -263,23 +261,10 @@ def write_code(folder: Path, repo_id: str | None = None, revision: str | None = 
     code = folder / CODE
     code.mkdir()
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {repo_id!r}\nREVISION = {revision!r}\n'
-    for module, text in (published_code(_kind_of_draft(folder)) | {SOURCE: source}).items():
+    for module, text in (published_code(kind_of_draft(folder)) | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
     shutil.copyfile(LICENSE, code / LICENSE.name)
-
-
-def _kind_of_draft(folder: Path) -> str:
-    """For which drafts the code of the pair in a folder has to be; `ANY` where its config does not tell."""
-    if not (folder / CONFIG_NAME).is_file():
-        return ANY
-    config = PairConfig.from_file(folder / CONFIG_NAME)
-    model_type = config.draft.model_type
-    if config.weightless_draft() is not None:
-        return NO_HEAD
-    if model_type is None or model_type.startswith(GEMMA4):
-        return ANY
-    return HEAD if model_type in HEAD_ARCHITECTURES else NO_HEAD
 
 
 def publish(
@@ -373,7 +358,7 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
     require(CONFIG_NAME in names or not replaced, message)
     if CARD in names:
         card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
-        if CARD_MARKER not in card:
+        if OF_CARD not in card:
             message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
             warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
             (folder / CARD).unlink()

@@ -8,6 +8,7 @@ from check_cases import inject
 from command import command
 from tiny_tokenizer import TEXTS
 
+from hf_specx.cli.console import INDENT
 from hf_specx.metrics.settings import Settings
 
 
@@ -27,7 +28,7 @@ def test_a_check_that_passes(folder, texts, tmp_path):
     assert saved["command"] in html.unescape(page)
     assert saved["passed"] is True
     assert saved["prompts"] == list(TEXTS)
-    assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in saved["lines"])
+    assert all(f"{line['verdict']:{INDENT}}{line['what']}" in result.stdout for line in saved["lines"])
     assert not list(tmp_path.glob("*.unfinished"))
     assert "\npassed: " in result.stdout
     seen = [line["sees"] for line in saved["lines"] if line["sees"]]
