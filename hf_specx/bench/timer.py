@@ -27,7 +27,7 @@ WARM_UP = 32  # new tokens of the run that is not counted, where nothing is comp
 SAME_DRAFT = "block-auto"  # ours with the draft of assisted generation
 RETRIES = 5  # times that a run in which something was compiled is made again
 REPORTED_RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup")
-Advance = Callable[[], object]
+Advance = Callable[[], object]  # called after each timed run, as to move a progress bar
 
 
 @dataclass

@@ -102,7 +102,7 @@ class Reference:
             logits = self.logits[position].double()
             logits[token_shifted] += shift
             copies = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
-            scores = raced(self.processed(copies, position, logits), exponentials)
+            scores = perturbed(self.processed(copies, position, logits), exponentials)
             return int(scores.argmax()) == token
 
         temperature = self.options.get("temperature", 1.0) if self.options.get("do_sample") else 1.0
@@ -115,8 +115,8 @@ class Reference:
         return min(gap, shifts[min(up, down)] / temperature)
 
 
-def raced(scores: Tensor, exponentials: Tensor | None) -> Tensor:
-    """Scores [V] whose largest is chosen: those of a greedy text, or as `generate` draws by its noise."""
+def perturbed(scores: Tensor, exponentials: Tensor | None) -> Tensor:
+    """Scores [V] of which `generate` chooses the largest: as they are if text is greedy, else perturbed by its noise."""
     return scores.double() if exponentials is None else scores.double().log_softmax(-1) - exponentials.log()
 
 
@@ -166,7 +166,7 @@ def gaps_of(reference: Reference, noise: Noise | None, first_difference: int, ca
     emitted = zip(reference.text.emitted, candidates, reference.scores(), strict=True)
     for position, (token, candidate, processed) in enumerate(emitted):
         exponentials = None if draws is None else next(draws)
-        scores = raced(processed, exponentials)
+        scores = perturbed(processed, exponentials)
         near = scores.topk(min(RIVALS + 1, len(scores)))
         top, best = float(near.values[0]), int(near.indices[0])
         gap = top - float(scores[token]) if position >= first_difference else 0.0

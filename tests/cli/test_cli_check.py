@@ -22,7 +22,8 @@ def specx(*arguments: str):
 def test_a_check_that_passes(folder, texts, tmp_path):
     """And writes its figures and a page."""
     out, report = tmp_path / "result.json", tmp_path / "report.html"
-    result = specx(folder, *SMALL.split(), "--prompts", texts, "--out", str(out), "--out", str(report))
+    some = ["--verification", "greedy", "--verification", "block"]  # of tokens and of the distribution
+    result = specx(folder, *SMALL.split(), *some, "--prompts", texts, "--out", str(out), "--out", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
     page, saved = report.read_text(encoding="utf-8"), json.loads(out.read_text())
     assert saved["command"] in html.unescape(page)
