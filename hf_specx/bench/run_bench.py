@@ -96,16 +96,12 @@ def run_bench(
 
 
 def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
-    """The runs of a method with their medians; `plain` are those of plain `generate` in the same turns.
-
-    "speedup" is the measured one. "times_plain", the ratio of both medians, stays for those who read it in files.
-    """
+    """The runs of a method with their medians; `plain` are those of plain `generate` in the same turns."""
     if timing.error is not None:
         return {"runs": [], "unavailable": timing.error}
     values: dict[str, Any] = {"runs": [{"seconds": run.seconds, "tokens": run.tokens} for run in timing.runs]}
     values |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
     if plain is not None and plain.runs:
-        values["times_plain"] = timing.tokens_per_second / plain.tokens_per_second
         values["speedup"] = spread(timing.speedups(plain))
     for name in REPORTED_FIGURES:
         median = timing.median_of(name)

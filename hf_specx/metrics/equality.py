@@ -6,8 +6,8 @@ there is one best token too.) Each token is judged after the row's own text, als
 
 Two plain forwards of different shapes round differently. By how much is measured on this model and these prompts:
 `measure_rounding` compares the scores of the steps of plain `generate` with those of one forward over the same text.
-It is assumed that a correct verifier chooses a token with gap g with probability exp(-g / scale) / 2 at most (Laplace's
-distribution), where `scale` is the mean difference measured, times `ALLOWANCE`, since a round has yet another shape.
+It is assumed that a correct verifier chooses a token with gap g with probability exp(-g / scale) / 2 at most, as in
+Laplace's distribution. `scale` is the mean difference measured, times `ALLOWANCE`: a round has yet another shape.
 Chernoff's bound then gives the p-value of the sum of all gaps.
 """
 
