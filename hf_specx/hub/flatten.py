@@ -53,7 +53,11 @@ class Module(NamedTuple):
         return self.name if self.name in ALONE else self.room.replace("/", "_")
 
 
-OF_MANY_REQUESTS = (Module("engine", "queue"), Module("engine", "requests"))  # of `generate_many`
+OF_MANY_REQUESTS = (  # of `generate_many`
+    Module("engine", "queue"),
+    Module("engine", "requests"),
+    Module("sampling", "per_request"),
+)
 
 
 def kind_of_draft(folder: Path) -> str:
