@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hf_specx.common.errors import require, require_option
 
 
-MIN_TURNS = 8  # of a study, from which Student's t makes no wild guesses
+MIN_TURNS = 8  # of one speed-up, at least: Student's t has very wide intervals for fewer
 SECONDS = 60.0  # of turns of a draft at one batch size, unless it is clear before
 
 

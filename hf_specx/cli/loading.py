@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.bench.study import DraftTrial, Study
 from hf_specx.bench.tune import tune
+from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
 from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
@@ -40,9 +40,9 @@ def device_map(device: str | None) -> str | None:
     return device
 
 
-def study_of(loading: Loading, **options: Any) -> Study:
+def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
     """The settings of `tune` with models that are loaded in this way."""
-    return Study(
+    return TuneSettings(
         dtype=loading.dtype,
         device_map=device_map(loading.device_map),
         trust_remote_code=loading.trust_remote_code,
@@ -55,7 +55,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
 
     Raises ValueError if there is no tokenizer to read prompts with.
     """
-    name, draft, study = named.first, named.draft, study_of(loading)
+    name, draft, settings = named.first, named.draft, tune_settings(loading)
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
@@ -68,7 +68,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
                 f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as --draft {SUFFIX}, "
                 "which needs no second model.",
             )
-            (trial,) = tune(name, [str(draft)], study)
+            (trial,) = tune(name, [str(draft)], settings)
             require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair

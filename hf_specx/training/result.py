@@ -10,8 +10,8 @@ from pathlib import Path
 from jinja2 import Template
 
 from hf_specx.bench.checks import SECONDS
-from hf_specx.bench.study import Study
 from hf_specx.bench.tune import measure_draft
+from hf_specx.bench.tune_settings import TuneSettings
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.secrets import without_secrets
 from hf_specx.pairs.pair import DraftTargetPair
@@ -82,14 +82,16 @@ class Distilled:
             ValueError: for sizes below 1, or one given twice.
         """
         options = self.recipe.generate_options
-        study = Study(batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds)
+        settings = TuneSettings(
+            batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds
+        )
         start, total = time.perf_counter(), math.ceil(seconds * len(batches)) or 1
 
         def advance() -> None:
             passed = min(int(time.perf_counter() - start), total)
             progress("seconds of the new pair in turns with plain generate", passed, total)
 
-        measure_draft(self.pair, self.split.test, study, advance)
+        measure_draft(self.pair, self.split.test, settings, advance)
 
 
 def card_notes(result: Distilled, start: str, command: str) -> str:

@@ -17,11 +17,11 @@ from .sequential_test import SequentialTest
 
 BATCHES = (1, 8)
 LEARNING_ROWS = 8  # texts from which acceptance is learned before anything is chosen
-FALSE_ALARM = 0.025  # the chance that a study recommends a draft that gains nothing; as large is that of the opposite
+FALSE_ALARM = 0.025  # the chance that `tune` recommends a draft that gains nothing, and that of the opposite error
 
 
 @dataclass
-class Study:
+class TuneSettings:
     """The settings of one run of `tune`; a ValueError for batches or repeats with nothing to run."""
 
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
@@ -34,7 +34,7 @@ class Study:
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
     command: str = "hf_specx.bench.tune.tune(...)"  # recorded with the measurements
-    drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of the study
+    drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of a run
 
     def __post_init__(self) -> None:
         check_runs(self.batches, self.repeats)
