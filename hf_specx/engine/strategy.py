@@ -22,8 +22,7 @@ from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrappe
 from hf_specx.drafting.auto import PROBE_SHARE, Costs
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
-from hf_specx.drafting.heads.gemma4 import with_assistant_drafts
+from hf_specx.drafting.heads.draft_names import with_assistant_drafts, with_loaded_drafts, with_weightless_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import PreparedInputs, prepare

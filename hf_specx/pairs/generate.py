@@ -49,7 +49,6 @@ LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 EXIT_DRAFTS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
 # how long forwards take, by draft, and by what else they depend on; an attribute of the draft would change its traits
 TIMES: WeakKeyDictionary[Any, dict[str, dict[int, dict[str, Any]]]] = WeakKeyDictionary()
-MTP_DRAFT = MtpDraft()  # likewise, and so that a target's layers are read once
 
 
 def generate(
@@ -111,11 +110,17 @@ def pop_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict
         return EXIT_DRAFTS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer))), {}, Costs()
     if setting("use_mtp", model, kwargs):
         unset("use_mtp", model, kwargs)
-        return MTP_DRAFT, {}, Costs()
+        return mtp_draft(), {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
         return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
     return find_draft(model, kwargs)
+
+
+@functools.cache
+def mtp_draft() -> MtpDraft:
+    """One `MtpDraft` for all calls, which remembers times, compiled forwards and the layers of each target."""
+    return MtpDraft()
 
 
 def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
@@ -143,7 +148,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
 
 @contextmanager
 def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
-    """The times of earlier calls with the draft, to which this one adds its own, if any: by batch size.
+    """A context with the forward times of earlier calls with the draft, by batch size; this call's are added to them.
 
     They hold for targets of one class, size and dtype on one kind of device.
     """
@@ -169,7 +174,7 @@ def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> 
 
 @contextmanager
 def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
-    """End a streamer after an error, unless the list that this yields has an item: the strategy ends it itself."""
+    """A context that ends a streamer after an error, unless its list has an item: then the strategy ends it."""
     reached: list[bool] = []
     try:
         yield reached
@@ -180,7 +185,7 @@ def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name; `owner.generate` names those given by position after the first."""
+    """The keyword arguments of a call with those added that were given by position, named as in `owner.generate`."""
     parameters = inspect.signature(owner.generate).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     if len(more) > len(names):
@@ -240,9 +245,9 @@ def call_generate(
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """What `owner.generate`, of the class or of `GenerationMixin`, returns with a strategy made for this call.
+    """Call `owner.generate`, of the model's class or of `GenerationMixin`, with a strategy; returns what it returns.
 
-    `reached` gets an item once the strategy is called.
+    `reached` gets an item once the strategy is called, see `ending_streamer`.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
@@ -270,7 +275,7 @@ def call_generate(
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
+    """A shallow copy of a model whose `heal_tokens` uses this tokenizer, which transformers does not pass on here."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
     plain = shallow(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft

@@ -21,17 +21,8 @@ from hf_specx.models.runner import SharedKeys
 from .layers import to_device_of
 
 
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # their text models
 UNLIKELY = -1e30  # a logit that gives probability 0 beside any other; among such alone, all tokens have the same
-
-
-def with_assistant_drafts(draft: Any) -> Any:
-    """A draft, or a list of drafts, with assistants of Gemma 4 as drafts that read the target's keys."""
-    if isinstance(draft, list | tuple):
-        return [with_assistant_drafts(part) for part in draft]
-    is_model = isinstance(draft, PreTrainedModel)
-    return AssistantDraft(draft) if is_model and draft.config.model_type in ASSISTANTS else draft
 
 
 class AssistantDraft(Drafter):
