@@ -71,7 +71,7 @@ class Translation:
         del self.states[count + 1 :]
 
 
-class OwnText:
+class OtherTokenizerRunner:
     """A draft, as a `ModelRunner`, that reads a text of its own, which follows that of the target token by token.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
@@ -138,14 +138,14 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _make_runner(self, context: DraftContext) -> OwnText:
+    def _make_runner(self, context: DraftContext) -> OtherTokenizerRunner:
         batch, model = context.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
         inputs = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
         own_batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
         # one token of the target may be several of the draft's, so there is no limit on these
         inner = make_runner(context.layout, prepare(model, UNLIMITED, inputs), vocabulary(model))
-        return OwnText(inner, own_batch, self.vocabularies)
+        return OtherTokenizerRunner(inner, own_batch, self.vocabularies)
 
 
 def match_tokenizers(

@@ -14,7 +14,7 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
-from .auto import RoundTimer, best_number
+from .auto import RoundTimer, best_num_candidates
 from .drafter import DraftContext, Drafter, check_number, no_candidates, shared_prefix_length
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
@@ -172,7 +172,7 @@ class SuffixDraft(Drafter):
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
         rows, most = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(most)]
-        return best_number(means, self.round_timer.times(rows, most, steps=False))[0]
+        return best_num_candidates(means, self.round_timer.times(rows, most, steps=False))[0]
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""

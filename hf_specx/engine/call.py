@@ -19,15 +19,21 @@ from hf_specx.models.compiled import check_compile
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.ragged import why_no_prefix_reuse
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
-from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
+from hf_specx.sampling.processors import WARPERS, Processor
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds, why_no_noise
-from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, warn_of_larger_draft
+from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds
+from .check_models import (
+    OTHER_TOKENIZER_LAYOUTS,
+    check_other_tokenizer,
+    check_pair,
+    check_target,
+    warn_of_larger_draft,
+)
 from .queue import RequestQueue
-from .ranks import check_synced, is_tensor_parallel, synced_by_default, why_out_of_step
-from .reasons import RARE_PROCESSORS, reasons_of
+from .ranks import check_synced, is_tensor_parallel, synced_by_default
+from .reasons import DOES_NOT_PAY, SWITCHED_OFF, reasons_in_call, why_no_noise
 from .report import PLAINLY
 
 
@@ -37,8 +43,6 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-SWITCHED_OFF = "num_draft_tokens=0, given or of a pair whose draft was slower; pass 'auto' to draft nevertheless"
-DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def make_call(
     fallback_reason = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
     if queue is None and not fallback_reason:  # else each request was asked by itself
         processors = _with_masks(prompt, stopping)
-        fallback_reason = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced_gpus))
+        if_sampled = options.verification or ("block" if drafter.has_probs else "coupled")
+        fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, if_sampled, synced_gpus))
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
     if fallback_reason:
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
@@ -209,7 +214,7 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
     if drafter.model is not None and drafter.has_other_tokenizer:
-        check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
+        check_other_tokenizer(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:
         check_pair(model, drafter.model, *tokenizers)
 
@@ -219,26 +224,6 @@ def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
     if all(type(each) in WARPERS for each in prompt.processors):
         return prompt.processors
     return masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-
-
-def _reasons(
-    options: Any, prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, drafter: Drafter, synced: bool
-) -> list[str]:
-    """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
-    config, reasons = prompt.generation_config, reasons_of(prompt, stopping.max_new_tokens)
-    stateful = [type(p).__name__ for p in processors if not can_look_ahead(p) and type(p) not in RARE_PROCESSORS]
-    if stateful or stopping.stateful:
-        names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
-        remedy = "(set its attribute stateless = True if it keeps none)"
-        reasons.append(f"{names} may keep state, and must be shown each token once, in order {remedy}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name):
-            reasons.append(f"{name}=True wants what the model gives for each token alone")
-    verification = options.verification or ("block" if drafter.has_probs else "coupled")
-    reasons.append(why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy"))
-    if synced and not any(reasons):
-        reasons.append(why_out_of_step(prompt.model))
-    return [why for why in reasons if why]
 
 
 def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
@@ -256,7 +241,7 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
     else:
         of_draft = layouts_of(draft_model, drafts=True)
     if drafter.has_other_tokenizer:
-        of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
+        of_draft = [layout for layout in of_draft if layout in OTHER_TOKENIZER_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
     notes, past_has_tokens = [reason], past is not None and num_cached_tokens(past) > 0
     whole = _why_whole([model] if drafter.model is None else [model, drafter.model], layout) if queued else ""

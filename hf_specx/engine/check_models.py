@@ -2,34 +2,24 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import transformers
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_specx.common.architectures import ENCODERS, READS_WHOLE
 from hf_specx.common.checkpoints import find_file
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import logical_parameters, vocabulary
-from hf_specx.models.choose import layouts_of, why_no_layout
-from hf_specx.models.prompts import Prompt
-from hf_specx.models.self_check import tokens_of_a_round
-from hf_specx.models.slots import num_cached_tokens
+from hf_specx.models.choose import layouts_of
+
+from .reasons import why_training
 
 
-OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
-OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
-CHECKPOINTS_KEEP_CACHE = (5, 24)  # of transformers
+OTHER_TOKENIZER_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 TOKENIZER_FILE = "tokenizer.json"
-BY_ROW = {"adapter_names", "alora_offsets", "task_ids"}  # what hooks of PEFT's `generate` hand to layers
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
@@ -40,55 +30,6 @@ TokenizerOrNone = PreTrainedTokenizerBase | None
 def check_target(model: PreTrainedModel) -> None:
     """Raise ValueError if the weights of the target are not there."""
     _check_weights("target", model)
-
-
-def why_model_plain(model: PreTrainedModel) -> Iterator[str]:
-    """Reasons why transformers itself decodes with this target, each with its remedy, whatever it is given to read."""
-    yield why_learned_prompt(model)
-    yield why_training("target", model)
-    yield why_no_layout(model)
-    config = model.config.get_text_config(decoder=True)
-    if config.model_type in ENCODERS and not config.is_decoder:
-        both = f"{type(model).__name__} attends in both directions, so that candidates would change what stands before"
-        yield f"{both} them; set is_decoder=True in its config"
-
-
-def why_plain(prompt: Prompt) -> str:
-    """Why transformers' own sampler has to decode with this model; empty if ours can."""
-    name, kind, past = type(prompt.model).__name__, prompt.model.config.model_type, prompt.past
-    in_parts = prompt.generation_config.prefill_chunk_size is not None or (
-        past is not None and num_cached_tokens(past)
-    )
-    if kind in READS_WHOLE and in_parts:
-        return f"{name} reads whole prompts without its window, and parts of prompts with it"
-    fits = tokens_of_a_round(prompt.model)
-    if fits is not None and fits < 2:
-        shared = "shared by all rows" if fits == 0 else f"{fits} token of a row in a forward"
-        return f"the experts of {name} have a capacity ({shared}), which several tokens would exceed"
-    if adapts_rows(prompt.model):
-        return (
-            "PEFT says what adapter each row has (as by adapter_names), or where it begins (aLoRA), for whole batches"
-        )
-    return ""
-
-
-def adapts_rows(model: PreTrainedModel) -> bool:
-    """Whether rows of a call of PEFT's `generate` have adapters of their own, or such as begin at some token."""
-    for hook in [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]:
-        names: Any = getattr(hook, "keywords", None) or getattr(getattr(hook, "__code__", None), "co_freevars", ())
-        if not BY_ROW.isdisjoint(names):
-            return True
-    return False
-
-
-def why_learned_prompt(inner: PreTrainedModel) -> str:
-    """Why PEFT's own preparation has to feed the target; empty if its adapters are in its weights."""
-    wrapper = getattr(inner.prepare_inputs_for_generation, "__self__", None)  # put there while PEFT's `generate` runs
-    config = getattr(wrapper, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False):
-        return ""
-    learned = f"the target has a learned prompt ({type(config).__name__}), which PEFT's own generate alone puts before"
-    return f"{learned} the text; use adapters in the weights, as LoRA"
 
 
 def _check_weights(role: str, model: PreTrainedModel) -> None:
@@ -104,48 +45,6 @@ def _check_draft(model: PreTrainedModel) -> None:
     _check_weights("draft", model)
     why = why_training("draft", model)
     require(not why, f"{why}.")
-
-
-def why_training(role: str, model: PreTrainedModel) -> str:
-    """What in a model that is in training mode is random, or turns its cache off; empty if nothing is."""
-    if not any(map(attrgetter("training"), model.modules())):
-        return ""
-    training = {name: module for name, module in model.named_modules() if module.training}
-    random = list(_active_dropout(training))
-    if random:
-        shown = ", ".join(random[:3]) + f" and {len(random) - 3} more" * (len(random) > 3)
-        mode = f"the {role} is in training mode, where its text is random or its statistics change ({shown})"
-        return f"{mode}; call {role}.eval(), or set these probabilities to 0"
-    if any(_loses_cache(module) for module in training.values()):
-        mode = f"the {role} is in training mode with gradient checkpointing, which turns its cache off"
-        return f"{mode}; call {role}.eval() or gradient_checkpointing_disable() while it generates"
-    return ""
-
-
-def _loses_cache(module: nn.Module) -> bool:
-    """Whether gradient checkpointing takes a module's cache away where there are no gradients.
-
-    From transformers 5.24 on its layers keep the cache then, but for models whose own forward looks at the setting.
-    """
-    if not getattr(module, "gradient_checkpointing", False):
-        return False
-    forward = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    looks = forward is None or "gradient_checkpointing" in forward.co_names
-    return looks or tuple(map(int, transformers.__version__.split(".")[:2])) < CHECKPOINTS_KEEP_CACHE
-
-
-def _active_dropout(training: dict[str, nn.Module]) -> Iterator[str]:
-    """Of modules in training mode those that draw random numbers or change in a forward, and what they are set to."""
-    for name, module in training.items():
-        if isinstance(module, _BatchNorm):
-            yield name
-        of_config = {} if (config := getattr(module, "config", None)) is None else vars(config)
-        for key, value in (of_config | vars(module)).items():
-            is_rate = isinstance(value, float) and value > 0
-            if is_rate and ("drop" in key or "jitter" in key) and not key.startswith(OF_OTHER_HEADS):
-                yield f"{name}.{key}={value}".removeprefix(".")
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            yield f"{name}.p={module.p}"
 
 
 def check_pair(
@@ -229,7 +128,7 @@ def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
         require(None in (width, draft_width) or width == draft_width, message)
 
 
-def check_own_text(
+def check_other_tokenizer(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, other: TokenizerOrNone, width: int
 ) -> None:
     """Raise ValueError if a draft with another tokenizer cannot run.
@@ -241,7 +140,7 @@ def check_own_text(
     require(not encodes, f"{message} {why}draft, or one with the target's tokenizer.")
     message = f"{message} another tokenizer than the target"
     why = "so that its rows grow by unequal numbers of tokens, which it can only take one row at a time; choose a "
-    able = not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS)
+    able = not set(layouts_of(draft, drafts=True)).isdisjoint(OTHER_TOKENIZER_LAYOUTS)
     require(able, f"{message}, {why}draft with attention alone, or one with the target's tokenizer.")
     require(width > 0, f"{message} and cannot read inputs_embeds; pass input_ids= as well.")
     _check_draft(draft)

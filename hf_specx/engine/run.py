@@ -29,7 +29,7 @@ from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
-from .requests import Entry
+from .requests import PreparedRequest
 
 
 DRAWN_BY_LENGTH = ("token", "block")  # verifications that draw other tokens for another number of candidates
@@ -226,7 +226,7 @@ class Run:
         """
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
             state = done.batch.table[row]
-            if state.request is None or not state.request.has_processors:
+            if state.request is None or not state.request.has_own_processors:
                 raise error
             if state.stopped_at is None:
                 state.stopped_at = done.batch.counts[row]
@@ -237,7 +237,7 @@ class Run:
     def admit(self, done: Round) -> None:
         """Drop the rows that ended, or put the next requests of the queue in their places."""
         call, batch = self.call, self.batch
-        requests: dict[int, Entry] = {}  # by the row whose place each takes
+        requests: dict[int, PreparedRequest] = {}  # by the row whose place each takes
         if call.queue is not None and call.layout.refills:
             requests = call.queue.next_requests(batch, done.ended)
         dropped = [row for row in done.ended if row not in requests]
@@ -326,18 +326,18 @@ def make_batch(call: Call) -> Batch:
         independent_lengths = call.seeds is not None and call.verification in DRAWN_BY_LENGTH
         table = [Row(limit=prompt.longest, seed=seed, independent_lengths=independent_lengths) for seed in seeds]
     else:
-        table = [request_row(call, entry) for entry in call.queue.entries]
+        table = [request_row(call, request) for request in call.queue.batch_requests]
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
 
 
-def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
+def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> Row:
     """The row of a request, as it begins."""
     return Row(
-        limit=entry.limit,
-        seed=entry.seed,
-        independent_lengths=entry.seeded and call.verification in DRAWN_BY_LENGTH,
+        limit=request.limit,
+        seed=request.seed,
+        independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
-        stopping=entry.stopping,
-        request=entry,
+        processors=RowProcessors(request.processors, call.stopping.eos_token_ids),
+        stopping=request.stopping,
+        request=request,
     )

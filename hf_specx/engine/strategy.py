@@ -19,7 +19,7 @@ from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
-from hf_specx.drafting.auto import PROBE_SHARE, Costs
+from hf_specx.drafting.auto import TRIAL_SHARE, Costs
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
@@ -28,7 +28,7 @@ from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import Prompt, prepare
 
-from .call import DOES_NOT_PAY, Call, make_call, warn_once
+from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode
 from .entry import (
@@ -40,9 +40,10 @@ from .entry import (
     repository_of,
     withheld_arguments,
 )
+from .measured_target import with_measured_target
 from .plain import decode_plainly
-from .proven import proven
 from .queue import RequestQueue, in_order
+from .reasons import DOES_NOT_PAY
 from .report import SpeculationReport
 from .requests import Completion, Request
 from .run import Run, would_not_draft
@@ -210,20 +211,20 @@ class SpeculativeDecoding(NoModel):
         filled again, they are completed first, and another batch begins.
         """
         earlier: SpeculationReport | None = None
-        while queue.begin(batch_size):
-            prompt = queue.prepared()
-            if queue.entries[0].alone:
+        while queue.begin_batch(batch_size):
+            prompt = queue.batch_inputs()
+            if queue.batch_requests[0].needs_own_batch:
                 try:
-                    queue.take_up(self.complete(self.call(prompt), earlier))
+                    queue.complete_single(self.complete(self.call(prompt), earlier))
                 except (ValueError, RuntimeError) as error:
                     if not queue.is_request_error(error):
                         raise
-                    queue.refuse(queue.entries[0].index, error)
+                    queue.refuse(queue.batch_requests[0].index, error)
                     self.report = earlier
             else:
-                call, target = proven(self.call(prompt, queue))
+                call, target = with_measured_target(self.call(prompt, queue))
                 if call.fallback_reason:  # which transformers' own sampler has no queue for
-                    queue.decode_each_alone()
+                    queue.decode_one_by_one()
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._rounds(run, earlier):
@@ -232,8 +233,8 @@ class SpeculativeDecoding(NoModel):
             earlier = self.report
             yield from queue.pop_completed()
         yield from queue.pop_completed()
-        if queue.failed is not None:
-            raise queue.failed
+        if queue.iterable_error is not None:
+            raise queue.iterable_error
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -298,7 +299,7 @@ class SpeculativeDecoding(NoModel):
         """Decode a call to its end; the report goes on from an earlier one."""
         if not call.fallback_reason and would_not_draft(call, self.costs):
             call = replace(call, fallback_reason=DOES_NOT_PAY)
-        call, target = proven(call)
+        call, target = with_measured_target(call)
         if not call.fallback_reason:
             run = Run(call, self.costs, target)
             for _ in self._rounds(run, earlier):
@@ -306,7 +307,8 @@ class SpeculativeDecoding(NoModel):
             return run.output()
         warn_once(call, self.layout, self._warned)
         output, report = decode_plainly(call)
-        self.costs.saved += PROBE_SHARE * report.plain_steps if call.fallback_reason == DOES_NOT_PAY else 0.0
+        if call.fallback_reason == DOES_NOT_PAY:
+            self.costs.trial_budget += TRIAL_SHARE * report.plain_steps
         self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = report

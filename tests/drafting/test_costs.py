@@ -16,11 +16,11 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
 from hf_specx.drafting.auto import (
-    ENOUGH,
+    ALPHA_MEMORY,
     MAX_DRAFT_TOKENS,
-    MEMORY,
+    MIN_SAMPLES,
     PRIOR_ALPHA,
-    WEIGHT,
+    PRIOR_WEIGHT,
     Costs,
     RoundTimer,
     expected_tokens,
@@ -34,7 +34,7 @@ RESTING = Costs(
     {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}},
     {"coupled": 0.02},
     {2: {0: 1.0, 2: 4.0}},
-    saved=9.0,  # of some 10 plain steps that a trial is expected to lose
+    trial_budget=9.0,  # of some 10 plain steps that a trial is expected to lose
     clock=count().__next__,
 )
 PRIOR = {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}
@@ -146,10 +146,10 @@ def test_round_trip_through_json():
 def test_acceptance_is_remembered_by_verification():
     """What is assumed gives way to what was seen; then 100 judged candidates weigh as much as all before."""
     costs = Costs()
-    costs.remember("block", 0.1, judged=WEIGHT)
+    costs.remember("block", 0.1, judged=PRIOR_WEIGHT)
     costs.remember("token", 0.5, judged=0)
     assert costs.alpha == {"block": pytest.approx((PRIOR_ALPHA + 0.1) / 2)}  # nothing was seen of the other
-    costs.remember("block", 0.8, judged=MEMORY)
+    costs.remember("block", 0.8, judged=ALPHA_MEMORY)
     assert costs.alpha["block"] == pytest.approx((0.4 + 0.8) / 2)
 
 
@@ -163,8 +163,8 @@ def test_rounds_are_remembered():
         ({2: 3.0}, {0: 1.0, 2: 3.0}),
     ]
     for seen, remembered in calls:
-        costs.remember_rounds({(4, number): [seconds] * ENOUGH for number, seconds in seen.items()})
-        costs.remember_rounds({(4, 5): [9.0] * (ENOUGH - 1)})
+        costs.remember_rounds({(4, number): [seconds] * MIN_SAMPLES for number, seconds in seen.items()})
+        costs.remember_rounds({(4, 5): [9.0] * (MIN_SAMPLES - 1)})
         assert costs.rounds == {4: pytest.approx(remembered, rel=0.03)}
 
 
@@ -181,14 +181,14 @@ def test_rounds_take_what_they_were_seen_to_take():
     """Plain steps, and rounds with any number of candidates, each in relation to their forwards."""
     costs = Costs({4: ROW})
     bare = [costs.forwards(4, number) for number in range(6)]
-    seen = [(0, 9.0)] + [(0, 3 * bare[0])] * ENOUGH
-    seen += [(3, 5.0)] + [(1, 2 * bare[1])] * ENOUGH + [(3, 8 * bare[3])] * ENOUGH
+    seen = [(0, 9.0)] + [(0, 3 * bare[0])] * MIN_SAMPLES
+    seen += [(3, 5.0)] + [(1, 2 * bare[1])] * MIN_SAMPLES + [(3, 8 * bare[3])] * MIN_SAMPLES
     for rows in (4, 2):  # another batch size goes by the nearest
         forwards = [costs.forwards(rows, number) for number in range(6)]
         ratios = [t / b for t, b in zip(lasting(costs, seen, online=True).times(rows, 5), forwards, strict=True)]
         assert ratios == pytest.approx([3, 4, 4, 4, 4, 4], rel=0.02)
     assert lasting(costs, seen, online=False).times(4, 5) == bare
-    short = lasting(costs, seen[:ENOUGH], online=True)  # of which the first one does not count
+    short = lasting(costs, seen[:MIN_SAMPLES], online=True)  # of which the first one does not count
     assert short.times(4, 5) == bare
     assert not short.has_seen_plain(4)
     assert RoundTimer(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]
@@ -242,9 +242,9 @@ def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
         plainly.append(strategy.report.layout == "plain")
         if seed == 0:
             assert "would not pay" in strategy.report.layout_reason
-            saved = RESTING.saved + 0.01 * strategy.report.plain_steps
+            saved = RESTING.trial_budget + 0.01 * strategy.report.plain_steps
             target.generate(**prompts(2), **SAMPLED, logits_processor=[Stateful()], custom_generate=strategy)
-            assert costs.saved == pytest.approx(saved)  # what is plain in any case saves nothing up
+            assert costs.trial_budget == pytest.approx(saved)  # what is plain in any case saves nothing up
     assert plainly[:3] == [True] * 3
     assert not plainly[-1]
     assert strategy.report.accepted > 0

@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
 from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.drafter import no_candidates
-from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OwnText
+from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerRunner
 from hf_specx.hub.pair_config import CONFIG_NAME
 
 
@@ -55,7 +55,7 @@ PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES)
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the draft's logits in each step are from those of a forward of all that it has read, without a cache."""
     distances = []
-    step = OwnText.decode_step
+    step = OtherTokenizerRunner.decode_step
 
     def checked(text, batch, ahead, skipped=0):
         logits = step(text, batch, ahead, skipped)
@@ -65,7 +65,7 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             distances.append((logits[index] - expected).nan_to_num(0).abs().max().item())
         return logits
 
-    monkeypatch.setattr(OwnText, "decode_step", checked)
+    monkeypatch.setattr(OtherTokenizerRunner, "decode_step", checked)
     return distances
 
 
