@@ -150,9 +150,9 @@ class Costs(ForwardTimes):
     With the same costs and seed, two processes draft the same numbers under token and block verification.
 
     Attributes:
-        table, clock, measured, assumed, unspent: of bare forwards, as in `ForwardTimes`.
+        table, clock, measured, assumed, timing_budget: of bare forwards, as in `ForwardTimes`.
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
-            `survival_rate` of reports.
+            `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
     """
@@ -180,7 +180,7 @@ class Costs(ForwardTimes):
 
     def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
         """Add the acceptance `alpha` of a call, seen at `judged` candidates, and how many `rounds` had candidates."""
-        self.unspent += rounds
+        self.timing_budget += rounds
         if judged:
             old = self.alpha.get(verification, PRIOR_ALPHA)
             weight = ALPHA_MEMORY if verification in self.alpha else PRIOR_WEIGHT

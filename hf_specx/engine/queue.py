@@ -149,7 +149,7 @@ class RequestQueue:
 
     def complete_single(self, output: Any) -> None:
         """Complete the request that had a batch of its own, by the output of its call."""
-        output.speculation_report.keeps = KEPT_ROUNDS
+        output.speculation_report.max_history = KEPT_ROUNDS
         (request,) = self.batch_requests
         new = output.sequences[:, len(request.input_ids) :]
         logprobs: list[tuple[float, float]] = []

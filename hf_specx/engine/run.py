@@ -118,7 +118,7 @@ class Run:
             len(call.prompt.input_ids),
             limit_reason,
             costs=self.costs,
-            keeps=None if call.queue is None else KEPT_ROUNDS,
+            max_history=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
         )
 
@@ -277,7 +277,9 @@ class Run:
         report.compilations, report.copied = self.target.compilations, self.target.reused_tokens
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
-        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
+        self.costs.remember(
+            report.verification, report.conditional_acceptance, report.acceptance_sums[1], report.rounds
+        )
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""

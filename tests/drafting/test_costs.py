@@ -26,7 +26,7 @@ from hf_specx.drafting.auto import (
     expected_tokens,
 )
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.forward_times import GRID, PAYS_FOR_TIMING, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, ROUNDS_PER_TIMING, QUERY_LENGTHS, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
@@ -122,7 +122,7 @@ def test_measure_takes_typical_times():
 def test_forwards_are_timed_once_earlier_rounds_pay_for_it():
     calls, ticks = list[int](), count()
     costs = Costs(clock=lambda: float(next(ticks)))
-    for rounds in (0, PAYS_FOR_TIMING - 1):
+    for rounds in (0, ROUNDS_PER_TIMING - 1):
         costs.remember("block", 0.5, 0, rounds)
         costs.prepare(2, calls.append, calls.append, PRIOR)
         assert costs.table == {2: PRIOR}
@@ -216,7 +216,7 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     hook.remove()
     report, costs = strategy.report, strategy.costs
     assert len(seen) == report.rounds + report.plain_steps
-    assert costs.unspent == report.rounds > 0
+    assert costs.timing_budget == report.rounds > 0
     assert (report.cost_coefficient, report.expected_speedup, report.forward_limited_speedup) == (None, None, None)
     assert (set(costs.table), costs.to_dict()["table"], costs.knows(2)) == ({2}, {}, False)
     strategy.calibrate(target, prompts(2)["input_ids"])

@@ -119,7 +119,7 @@ def test_acceptance_of_the_model_alone_is_remembered():
     run(cyclic(), few_tokens(2), strategy, do_sample=False, max_new_tokens=80)
     sources = strategy.report.sources
     assert sources["suffix"]["accepted"] > 0.8 * sources["suffix"]["drafted"]
-    assert strategy.report.survival_rate < 0.5
+    assert strategy.report.conditional_acceptance < 0.5
 
 
 def test_without_a_model():

@@ -60,7 +60,7 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def checked(text, batch, ahead, skipped=0):
         logits = step(text, batch, ahead, skipped)
         for index, row in enumerate(batch.rows):
-            plain = text.inner.model(text.own.row(row)[None]).logits[:, -1:]
+            plain = text.runner.model(text.draft_batch.row(row)[None]).logits[:, -1:]
             expected = text.vocabularies.logits(plain)[0]
             distances.append((logits[index] - expected).nan_to_num(0).abs().max().item())
         return logits
@@ -197,7 +197,7 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(run(strategy), run())
     assert strategy.report.accepted > 0
     assert 0.5 < strategy.report.tokenizer_match["coverage"] < 0.6
-    monkeypatch.setattr(other_tokenizer, "ENOUGH_COMMON", 0.6)
+    monkeypatch.setattr(other_tokenizer, "MIN_COVERAGE", 0.6)
     with pytest.raises(ValueError, match="tokenizer_match='tokens'"):
         run(strategy)
     strategy.tokenizer_match = "tokens"
