@@ -26,7 +26,7 @@ from hf_specx.drafting.auto import (
     expected_tokens,
 )
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.forward_times import GRID, ROUNDS_PER_TIMING, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ROUNDS_PER_TIMING, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
