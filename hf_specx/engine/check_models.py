@@ -22,8 +22,9 @@ OTHER_TOKENIZER_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, 
 TOKENIZER_FILE = "tokenizer.json"
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
-COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
-WEIGHED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # likewise
+TargetsByDraft = WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]]
+COMPARED_TARGETS: TargetsByDraft = WeakKeyDictionary()  # whose tokens were compared with the draft's
+WARNED_TARGETS: TargetsByDraft = WeakKeyDictionary()  # whose number of parameters was compared with the draft's
 TokenizerOrNone = PreTrainedTokenizerBase | None
 
 
@@ -59,18 +60,18 @@ def check_pair(
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
         message = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
         raise ValueError(f"{message}target's tokenizer, or a model, whose tokens SpeculativeDecoding can match.")
-    compared = COMPARED.setdefault(draft, WeakSet())
-    if target not in compared and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
+    already_compared = COMPARED_TARGETS.setdefault(draft, WeakSet())
+    if target not in already_compared and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
-        compared.add(target)
+        already_compared.add(target)
 
 
 def warn_of_larger_draft(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Warn, once for two models, if the draft is the larger one: the text is that of the smaller one then."""
-    weighed = WEIGHED.setdefault(draft, WeakSet())
-    if target in weighed:
+    already_warned = WARNED_TARGETS.setdefault(draft, WeakSet())
+    if target in already_warned:
         return
-    weighed.add(target)
+    already_warned.add(target)
     sizes = logical_parameters(target), logical_parameters(draft)
     if sizes[1] > sizes[0]:
         message = (
@@ -86,7 +87,7 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if two models score other numbers of tokens, and are not known to have one tokenizer."""
     size, draft_size = vocabulary(target), vocabulary(draft)
-    same_size = size == draft_size or target in COMPARED.get(draft, ())
+    same_size = size == draft_size or target in COMPARED_TARGETS.get(draft, ())
     same_size = same_size or one_tokenizer(target, draft, tokenizer, draft_tokenizer)
     require(same_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
 
@@ -95,10 +96,10 @@ def one_tokenizer(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
 ) -> bool:
     """Whether two models have the same tokens by their tokenizers, given or beside their files; False if not known."""
-    file, draft_file = _file_of(target), _file_of(draft)
+    file, draft_file = _tokenizer_file(target), _tokenizer_file(draft)
     if tokenizer is None and draft_tokenizer is None and file and draft_file and _same_contents(file, draft_file):
         return True
-    tokens, draft_tokens = _tokens(tokenizer, file), _tokens(draft_tokenizer, draft_file)
+    tokens, draft_tokens = _tokens_by_id(tokenizer, file), _tokens_by_id(draft_tokenizer, draft_file)
     return tokens is not None and tokens == draft_tokens
 
 
@@ -152,17 +153,19 @@ def check_other_tokenizer(
 def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if a tokenizer is not that of a model, as far as one can tell."""
     added, size = tokenizer.added_tokens_decoder, vocabulary(model)
-    ids = tokenizer.get_vocab() if vocabulary_of(tokenizer).largest >= size else {}
-    beyond = {number: token for token, number in ids.items() if number >= size and number not in added}
-    message, number = f"the {role}'s tokenizer is not that of {type(model).__name__}:", min(beyond, default=0)
-    shown = f"{beyond.get(number)!r} has id {number}"
-    require(not beyond, f"{message} {shown}, and the model scores {size} tokens; pass its own.")
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    for number in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-        special = number >= size or number in added or number in tokenizer.all_special_ids
-        text = None if special else tokenizer.convert_ids_to_tokens(number)
-        shown = f"the model's texts end at id {number}, which means {text!r} there"
-        require(text is None, f"{message} {shown}; pass its own.")
+    mismatch = f"the {role}'s tokenizer is not that of {type(model).__name__}:"
+    if vocabulary_of(tokenizer).largest >= size:
+        beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= size}
+        unknown = sorted(beyond.keys() - added.keys())
+        if unknown:
+            has = f"{beyond[unknown[0]]!r} has id {unknown[0]}"
+            raise ValueError(f"{mismatch} {has}, and the model scores {size} tokens; pass its own.")
+    end_ids: Any = getattr(model.generation_config, "eos_token_id", None)
+    for end_id in [] if end_ids is None else end_ids if isinstance(end_ids, list) else [end_ids]:
+        is_special = end_id >= size or end_id in added or end_id in tokenizer.all_special_ids
+        text = None if is_special else tokenizer.convert_ids_to_tokens(end_id)
+        ends = f"the model's texts end at id {end_id}, which means {text!r} there"
+        require(text is None, f"{mismatch} {ends}; pass its own.")
 
 
 def compare_vocabularies(
@@ -175,12 +178,13 @@ def compare_vocabularies(
     the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of common.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
-    file, draft_file = _file_of(target), _file_of(draft)
+    file, draft_file = _tokenizer_file(target), _tokenizer_file(draft)
     if file and draft_file and _same_contents(file, draft_file):
         return
-    tokens, draft_tokens = _tokens(tokenizer, file), _tokens(None if shared else draft_tokenizer, draft_file)
+    tokens = _tokens_by_id(tokenizer, file)
+    draft_tokens = _tokens_by_id(None if shared else draft_tokenizer, draft_file)
     if not (tokens and draft_tokens):
-        why = "" if shared else _differ((target, draft), (tokenizer, draft_tokenizer))
+        why = "" if shared else _why_other_tokens((target, draft), (tokenizer, draft_tokenizer))
         if why:
             message = (
                 "target and draft score equally many tokens, and whether these are the same tokens is not known, "
@@ -198,7 +202,7 @@ def compare_vocabularies(
     require(2 * len(differ) <= len(common), f"{message}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
 
 
-def _file_of(model: PreTrainedModel) -> Path | None:
+def _tokenizer_file(model: PreTrainedModel) -> Path | None:
     """The tokenizer's file beside the files that a model was loaded from, if it is on this disk."""
     name, commit = str(getattr(model, "name_or_path", None) or ""), getattr(model.config, "_commit_hash", None)
     try:
@@ -207,7 +211,7 @@ def _file_of(model: PreTrainedModel) -> Path | None:
         return None
 
 
-def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | None:
+def _tokens_by_id(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | None:
     """The tokens by their ids; None where they are not known."""
     if tokenizer is None and file is not None:
         try:
@@ -217,7 +221,7 @@ def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | N
     return None if tokenizer is None else {number: token for token, number in tokenizer.get_vocab().items()}
 
 
-def _differ(
+def _why_other_tokens(
     models: tuple[PreTrainedModel, PreTrainedModel], tokenizers: tuple[TokenizerOrNone, TokenizerOrNone]
 ) -> str:
     """What speaks against one tokenizer of target and draft; empty if nothing does."""
@@ -225,13 +229,13 @@ def _differ(
     if kind != draft_kind:
         return f"the target is of type {kind} and the draft of type {draft_kind}"
     for name, what in (("bos_token_id", "begin with"), ("eos_token_id", "end at")):
-        ids, draft_ids = (_special(name, *known) for known in zip(models, tokenizers, strict=True))
+        ids, draft_ids = (_special_ids(name, *each) for each in zip(models, tokenizers, strict=True))
         if ids and draft_ids and not ids & draft_ids:
             return f"the target's texts {what} id {min(ids)}, and the draft's {what} id {min(draft_ids)}"
     return ""
 
 
-def _special(name: str, model: PreTrainedModel, tokenizer: TokenizerOrNone) -> set[int]:
+def _special_ids(name: str, model: PreTrainedModel, tokenizer: TokenizerOrNone) -> set[int]:
     """The ids of a special token, by both configs of a model and by its tokenizer."""
     special: set[int] = set()
     for config in (model.config.get_text_config(decoder=True), model.generation_config, tokenizer):

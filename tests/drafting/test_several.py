@@ -102,17 +102,6 @@ def test_the_model_reads_what_a_fresh_forward_reads(
     assert sources == {"suffix", "model"}
 
 
-def test_the_report_counts_by_source():
-    target, draft = models()
-    strategy = mixture(draft, num_draft_tokens=4)
-    run(target, few_tokens(4), strategy, **SAMPLED)
-    report, sources = strategy.report, strategy.report.sources
-    assert report.verification == "block"
-    assert sum(counts["drafted"] for counts in sources.values()) == report.drafted
-    assert sum(counts["accepted"] for counts in sources.values()) == report.accepted
-    assert sum(counts["rounds"] for counts in sources.values()) == sum(report.rounds_per_row)
-
-
 def test_acceptance_of_the_model_alone_is_remembered():
     """It is what "auto" goes by in the next call."""
     strategy = mixture(near(cyclic(), 3.0), num_draft_tokens=3, verification="coupled")
