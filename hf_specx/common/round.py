@@ -1,4 +1,4 @@
-"""What passes through one round: a draft, and then the record of what became of it."""
+"""The data of one round: the draft, the verdict on it, and the record of the round that listeners are given."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,11 @@ class Draft(NamedTuple):
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
-        estimate: for each row the drafter's own estimate of the probability that its first i candidates are all kept,
-            i = 1 to its length; None if it has none.
-        model_free: [R] bool, rows whose candidates took no forward of a draft model, as those of a suffix; None if all
-            rows have their candidates from the same place.
-        host_tokens: the first columns of `tokens` as lists, [up to K][R], where the ids were read back from the
-            device already.
+        estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
+            drafter has no such estimate.
+        model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
+            None if all rows are of one kind, as they are unless the draft has several parts.
+        host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
     """
 
     tokens: torch.Tensor
@@ -43,16 +42,16 @@ class Draft(NamedTuple):
 
     @property
     def model_lengths(self) -> list[int]:
-        """[R], the candidates of each row, but 0 where they came without a draft model; forced ones count as well."""
+        """[R], the number of candidates of each row, 0 in those that are `model_free`."""
         if self.model_free is None:
             return self.lengths
         return [0 if is_free else length for is_free, length in zip(self.model_free, self.lengths, strict=True)]
 
     @property
     def steps(self) -> int:
-        """How many steps of the draft the candidates took: positions at which some row has one that is not forced.
+        """How many steps of the draft the candidates took: positions where some row has one that is not forced.
 
-        Rows that are `model_free` take none. Where `model_free` is None, candidates count as steps of any draft.
+        Rows that are `model_free` take none. Where `model_free` is None, steps are counted for any draft.
         """
         if self.forced is None:
             return max(self.model_lengths, default=0)
@@ -62,15 +61,15 @@ class Draft(NamedTuple):
     @property
     def is_candidate(self) -> torch.Tensor | None:
         """[R, K] bool, which of `tokens` are candidates and no fillers; None where all are."""
-        rows, most = self.tokens.shape
-        if sum(self.lengths) == rows * most:
+        rows, max_length = self.tokens.shape
+        if sum(self.lengths) == rows * max_length:
             return None
         device = self.tokens.device
-        return torch.arange(most, device=device) < to_device_async(self.lengths, device)[:, None]
+        return torch.arange(max_length, device=device) < to_device_async(self.lengths, device)[:, None]
 
 
 class Verdict(NamedTuple):
-    """What a verifier decides about a draft, for each of the R rows.
+    """What a verifier says of a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
@@ -90,10 +89,11 @@ class Verdict(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """One row's part in one round, in numbers alone.
+    """The counts of one row in one round.
 
     Attributes:
-        accepted, emitted: as in `Round`; `drafted`: candidates of the row.
+        drafted: candidates of the row.
+        accepted, emitted: as in `Round`.
         forced: positions of candidates that were the only token allowed.
     """
 
@@ -105,21 +105,26 @@ class RoundRecord(NamedTuple):
 
 @dataclass
 class Round:
-    """What a round did; every listener gets it once the text has grown. Lists are of the R rows that took part.
+    """What a round did; every listener gets it once the text has grown. Lists have an entry for each of the R rows.
 
     Attributes:
+        batch: the text after the round.
+        rows: the numbers of the rows that took part.
+        draft: their candidates.
         emitted_before: how many tokens each row had emitted before the round.
-        emitted: how many tokens the round added to its text, after any cut at a stop; `tokens`: their ids.
-        accepted: candidates that the verifier kept, before a cut; `judged`: those whose predecessors were all kept.
-        num_new_tokens: by which the row went on before a cut: accepted candidates and the next token; in lockstep all
-            have the number of the slowest row.
+        emitted: how many tokens it has emitted in the round: `num_new_tokens`, or fewer if it was cut at a stop.
+        tokens: the ids of these.
+        accepted: how many candidates were accepted, whether or not a stop cut them off.
+        judged: how many candidates were judged: the accepted ones, and the first that was rejected.
+        num_new_tokens: accepted candidates and the token after them; in lockstep, of the row that has fewest.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
-        ended: rows that have ended.
-        forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
-        keep_indices: [R'] int64, indices into `rows` of those that go on; None if all do, and where `finished`.
-        finished: whether all rows have ended and nothing comes in their places. Both are set for the schedule, the
-            drafter and the target, which are told last.
+        ended: the numbers of rows that have ended.
+        forward: the target's, with the model's own logits; None in a record made without it.
+        scores: [R, P, V], the same after all processors.
+        keep_indices: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay. It
+            is set for the models only.
+        finished: whether all rows have ended and no request takes their places; set for the models only.
     """
 
     batch: Any
@@ -142,7 +147,7 @@ class Round:
 
     @property
     def draft_acceptance(self) -> list[list[float]]:
-        """`acceptance` of a draft model's candidates, without forced ones, which are kept if those before them are."""
+        """`acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
         lengths, forced = self.draft.model_lengths, self.draft.forced
         acceptance = [chances[:length] for chances, length in zip(self.acceptance, lengths, strict=True)]
         if forced is None:

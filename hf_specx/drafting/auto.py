@@ -388,8 +388,8 @@ class Auto(Schedule):
         self.costs = round_timer.costs
         self.considered = COMPILED_NUMBERS if compiled else range(1, MAX_DRAFT_TOKENS + 1)
         self.num_rows = len(batch.rows)
-        self.max_new_tokens = max(row.limit for row in batch.table)
-        self.prompt_length = self.num_unread = max(row.prompt_length for row in batch.table)
+        self.max_new_tokens = max(row.limit for row in batch.row_states)
+        self.prompt_length = self.num_unread = max(row.prompt_length for row in batch.row_states)
         earlier_alpha = self.costs.alpha.get(verification)
         alpha = PRIOR_ALPHA if earlier_alpha is None else earlier_alpha
         if batch.lockstep:
@@ -406,7 +406,7 @@ class Auto(Schedule):
         return not self._pays_for_trial(self.trial_budget + TRIAL_SHARE * self.max_new_tokens)
 
     def wanted_length(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.table[row].independent_lengths else self.num_draft_tokens
+        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.num_draft_tokens
 
     def observe(self, done: Round) -> None:
         super().observe(done)

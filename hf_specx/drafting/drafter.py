@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.models.prompts import HiddenStateTap, Prompt
+from hf_specx.models.prompts import HiddenStateTap, PreparedInputs
 from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
@@ -56,7 +56,7 @@ class DraftContext:
     verifier: Verifier
     processors: Processors
     threshold: float = 0.0
-    prompt: Prompt | None = None
+    prompt: PreparedInputs | None = None
     layout: str = "ragged"
     compiled: bool = False
     allow_forced_tokens: bool = False
@@ -83,7 +83,7 @@ class Drafter(Protocol):
         has_probs: whether drafts have q, the distribution that candidates were drawn from; without it the default
             verification is "coupled".
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
-            after its final norm; `hidden_of_all`: whether it reads those of all tokens of a prompt, or of the last.
+            after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
         has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
             are matched.
@@ -94,7 +94,7 @@ class Drafter(Protocol):
     runner: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
-    hidden_of_all: bool = True
+    all_prompt_hidden: bool = True
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
     has_other_tokenizer: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
@@ -88,7 +88,7 @@ class OtherTokenizerRunner:
     def prefill(self) -> None:
         self.runner.prefill()
 
-    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target.
 
         What the draft has not read of the text with these is written in its own tokens.
@@ -96,10 +96,10 @@ class OtherTokenizerRunner:
         new, counts = [], list(self.draft_batch.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.table[row].emitted[: batch.counts[row]] + candidates
+            text = batch.row_states[row].emitted[: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
-            self.runner.crop(row, counts[row])
+            self.runner.limit_computed_tokens(row, counts[row])
         if counts != self.draft_batch.counts:
             self.draft_batch.rewind(counts)
         numbers = [len(tokens) for tokens in new]
@@ -109,19 +109,19 @@ class OtherTokenizerRunner:
             self.draft_batch.emit(to_device_async(padded, self.draft_batch.ids.device), numbers, new)
         return self.vocabularies.logits(self.runner.decode_step(self.draft_batch, 0))
 
-    def crop(self, row: int, count: int) -> None:
+    def limit_computed_tokens(self, row: int, count: int) -> None:
         """Keep the first `count` of the target's tokens that a row was fed after its prompt."""
         self.translations[row].crop(count)
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
-        self.runner.drop_rows(stay)
-        staying = set(stay.tolist())
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+        self.runner.drop_rows(keep_indices)
+        staying = set(keep_indices.tolist())
         self.draft_batch.drop_rows([row for index, row in enumerate(self.draft_batch.rows) if index not in staying])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
-            self.draft_batch.admit(row, Row(), torch.tensor(prompt, device=self.draft_batch.ids.device))
+            self.draft_batch.admit(row, RowState(), torch.tensor(prompt, device=self.draft_batch.ids.device))
             self.translations[row] = Translation(self.vocabularies)
         self.runner.admit(self.draft_batch, rows)
 

@@ -103,7 +103,7 @@ class Schedule:
 
     def _row_length(self, batch: Batch, row: int) -> int:
         """Candidates of a row: as many as it should have, where it has room for them."""
-        state = batch.table[row]
+        state = batch.row_states[row]
         # as in a batch of one, whose first round has no candidates; others have some as soon as they have a place
         if not batch.counts[row] and (state.independent_lengths or not state.is_refill):
             return 0

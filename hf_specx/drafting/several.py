@@ -41,7 +41,7 @@ class SeveralDrafts(Drafter):
         self.parts = self.others if self.model_part is None else [*self.others, self.model_part]
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
-        self.hidden_of_all = any(part.needs_hidden and part.hidden_of_all for part in parts)
+        self.all_prompt_hidden = any(part.needs_hidden and part.all_prompt_hidden for part in parts)
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
         limits = [part.max_candidates for part in self.timed if part.max_candidates is not None]
         self.max_candidates = max(limits, default=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
+from hf_specx.common.architectures import LAYOUTS_OF, WINDOW_IN_CACHE
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
@@ -16,11 +16,11 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import DraftSettings, choose_draft_settings
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
-from hf_specx.models.prompts import UNLIMITED, Prompt
+from hf_specx.models.prompts import UNLIMITED, PreparedInputs
 from hf_specx.models.ragged import why_no_prefix_reuse
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
 from hf_specx.sampling.processors import WARPERS, Processor
-from hf_specx.sampling.rewindable import masked
+from hf_specx.sampling.rewindable import with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds
@@ -84,7 +84,7 @@ class Call:
     """
 
     options: Any
-    prompt: Prompt
+    prompt: PreparedInputs
     processors: Sequence[Processor]
     stopping: Stopping
     drafter: Drafter
@@ -102,7 +102,7 @@ class Call:
 
 def make_call(
     options: Any,
-    prompt: Prompt,
+    prompt: PreparedInputs,
     drafter: Drafter,
     queue: RequestQueue | None = None,
     draft_settings: dict[str, Any] | None = None,
@@ -147,12 +147,12 @@ def make_call(
     prompt = replace(
         prompt,
         max_new_tokens=UNLIMITED if has_later_prompts else stopping.max_new_tokens,
-        longest=stopping.max_new_tokens,
-        keeps_past=bool(returns_cache) and not synced_gpus,  # it may take forwards that other ranks do not run
-        gives_hidden=drafter.needs_hidden,
-        hidden_of_all=drafter.hidden_of_all,
+        max_new_tokens_now=stopping.max_new_tokens,
+        returns_cache=bool(returns_cache) and not synced_gpus,  # it may take forwards that other ranks do not run
+        returns_hidden=drafter.needs_hidden,
+        all_prompt_hidden=drafter.all_prompt_hidden,
         hidden_state_taps=drafter.hidden_state_taps,
-        in_step=synced_gpus,
+        synced_gpus=synced_gpus,
     )
     call = Call(
         options=options,
@@ -213,7 +213,7 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQueue | None) -> None:
+def _check_asked(options: Any, prompt: PreparedInputs, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Raise ValueError for what plain `generate` refuses as well, and for a draft that cannot serve."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
     check_target(model)
@@ -230,14 +230,14 @@ def _check_asked(options: Any, prompt: Prompt, drafter: Drafter, queue: RequestQ
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_masks(prompt: Prompt, stopping: Stopping) -> Sequence[Processor]:
+def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processor]:
     """The processors of a call, with `TokenMasks` in place of some."""
     if all(type(each) in WARPERS for each in prompt.processors):
         return prompt.processors
-    return masked(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    return with_token_masks(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
 
 
-def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Layout:
+def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     model, past = prompt.model, prompt.past
     chosen, reason = choose_layout(model, options.layout)
@@ -261,7 +261,7 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
         notes.append(f"whole batches, since {why_no_refill}")
     elif queued and why_no_prefix_reuse(model):
         notes.append(f"prompts that begin alike are read anew, since {why_no_prefix_reuse(model)}")
-    if drafter.needs_hidden and drafter.hidden_of_all and (past_has_tokens or not prompt.input_ids.shape[1]):
+    if drafter.needs_hidden and drafter.all_prompt_hidden and (past_has_tokens or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not why_no_refill)
@@ -272,7 +272,7 @@ def _why_no_refill(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     for model in models:
         if model.config.is_encoder_decoder:
             return f"{type(model).__name__} has an encoder"
-        if model.config.model_type in READS_WHOLE:
+        if model.config.model_type in WINDOW_IN_CACHE:
             return f"{type(model).__name__} reads prompts without its window"
     if layout.target == layout.draft:
         return "" if layout.target == "ragged" else f"the layout is {layout.target!r}"

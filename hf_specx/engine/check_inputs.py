@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
-from hf_specx.models.prompts import Prompt, position_table
+from hf_specx.models.prompts import PreparedInputs, position_table
 from hf_specx.models.slots import num_cached_tokens
 
 
@@ -18,7 +18,7 @@ OF_ASSISTANTS = {  # fields of a config that say what transformers does with a d
 }
 
 
-def check_mode(prompt: Prompt, streamer: Any) -> None:
+def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
     """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
     for name, mode in OF_ASSISTANTS.items():
@@ -37,7 +37,7 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     require(streamer is None or rows == 1 or tags_rows, message)
 
 
-def method_of(prompt: Prompt) -> str:
+def method_of(prompt: PreparedInputs) -> str:
     """The name of the method by which `generate` would decode; of what is no part of transformers, its repository."""
     return GENERATION_MODES_MAPPING[prompt.generation_config.get_generation_mode()]
 
@@ -67,7 +67,7 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
-def check_inputs(prompt: Prompt) -> None:
+def check_inputs(prompt: PreparedInputs) -> None:
     """Check the text that one call of `generate` is given, as `generate` has prepared it."""
     model, input_ids, kwargs = prompt.model, prompt.input_ids, prompt.kwargs
     decodes = "encoder_outputs" in kwargs
@@ -87,7 +87,7 @@ def check_inputs(prompt: Prompt) -> None:
     _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
 
 
-def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
+def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, name: str) -> None:
     """Raise ValueError if mask, positions or a cache are not those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes, mask = name != "attention_mask", kwargs.get(name)
@@ -108,7 +108,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         require(fits, f"{message}{(rows, new)}; pass one a token, or leave it out.")
 
 
-def text_width(prompt: Prompt) -> int:
+def text_width(prompt: PreparedInputs) -> int:
     """Columns of the text before its first new token; it may be in embeddings, or partly in a cache."""
     width, mask = prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
     if prompt.model.config.is_encoder_decoder:
@@ -116,7 +116,7 @@ def text_width(prompt: Prompt) -> int:
     return getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
 
 
-def check_length(prompt: Prompt, new_tokens: int) -> None:
+def check_length(prompt: PreparedInputs, new_tokens: int) -> None:
     """Raise ValueError if a text of so many new tokens is longer than a table of positions."""
     model, width = prompt.model, text_width(prompt)
     table = position_table(model)

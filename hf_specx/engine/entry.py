@@ -23,7 +23,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from hf_specx.common.errors import check_names, is_int, kind, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 
 
 DRAFT_ARGUMENTS = {  # arguments of `generate` for which a strategy object has options, and the remedy
@@ -50,7 +50,7 @@ def prepared_inputs(
     seeds: Any = None,
     tokenizer: Any = None,
     **inputs: Any,
-) -> Prompt:
+) -> PreparedInputs:
     """What `generate` hands to a decoding method, with an argument of ours, `seeds`.
 
     Its parameters are what `generate` may pass on. The `tokenizer` is not used any more: stop strings have become
@@ -61,7 +61,7 @@ def prepared_inputs(
         # with one row the criterion of lm-eval depends on the text of this row alone
         is_of_lm_eval = len(input_ids) == 1 and type(criterion).__name__ == "MultiTokenEOSCriteria"
         criteria.append(StopOfOneRow(criterion) if is_of_lm_eval else criterion)
-    return Prompt(
+    return PreparedInputs(
         model,
         input_ids,
         generation_config,

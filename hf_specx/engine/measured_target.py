@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.models.choose import layouts_of, make_runner
-from hf_specx.models.foreign_code import describe, unproven
+from hf_specx.models.foreign_code import describe, untested_traits
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
@@ -34,10 +34,10 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
         The call; and the runner that has read its prompts, None if the target was not measured just now.
     """
     model = call.prompt.model
-    traits = frozenset() if call.fallback_reason else unproven(model)
+    traits = frozenset() if call.fallback_reason else untested_traits(model)
     if not traits:
         return call, None
-    steps = min(STEPS, call.prompt.longest - 1)  # the last token is not fed
+    steps = min(STEPS, call.prompt.max_new_tokens_now - 1)  # the last token is not fed
     if not steps:
         return call, None
     layouts = [call.layout.target]

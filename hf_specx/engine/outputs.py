@@ -76,7 +76,7 @@ class Stream:
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row, end in zip(done.batch.table, self.stopping.num_final_tokens(done.batch), strict=True):
+        for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
             new.append(row.emitted[row.num_streamed : end])
             row.num_streamed = end
         # where no row is padded, texts end with the call

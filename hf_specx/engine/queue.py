@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
@@ -80,20 +80,20 @@ class RequestQueue:
         """Let the requests of the batch that has begun wait again, and decode all requests in batches of one."""
         self.put_back, self.one_by_one = self.batch_requests, True
 
-    def batch_inputs(self) -> Prompt:
+    def batch_inputs(self) -> PreparedInputs:
         """What `generate` prepares for the batch: rows with pads, or a request in its own batch as any call."""
         texts = [request.text for request in self.batch_requests]
         prompt = self.preparer.prepare_batch(texts, self.stopping.max_new_tokens)
         config = prompt.generation_config
-        prompt.seeds = [request.seed for request in self.batch_requests] if config.do_sample else None
+        prompt = replace(prompt, seeds=[request.seed for request in self.batch_requests] if config.do_sample else None)
         if self.batch_requests[0].needs_own_batch:
-            prompt.criteria = self.batch_requests[0].stopping.all
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
             copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            prompt.processors = LogitsProcessorList([*copying, *self.batch_requests[0].processors])
+            processors = LogitsProcessorList([*copying, *self.batch_requests[0].processors])
+            prompt = replace(prompt, criteria=self.batch_requests[0].stopping.all, processors=processors)
         return prompt
 
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, PreparedRequest]:
@@ -103,21 +103,21 @@ class RequestQueue:
             request = self._peek()
             if request is None or request.needs_own_batch:
                 break
-            others = [requests.get(number, batch.table[number].request) for number in batch.rows if number != row]
+            others = [requests.get(number, batch.row_states[number].request) for number in batch.rows if number != row]
             widest = max(len(each.input_ids) for each in [request, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(MAX_UNUSED_COLUMNS, widest)
-            if not too_wide and self._fits([request, *others], len(batch.table), batch.width):
+            if not too_wide and self._fits([request, *others], len(batch.row_states), batch.width):
                 requests[row] = self._take()
         return requests
 
     def observe(self, done: Round) -> None:
         """Complete the requests of rows that ended in a round."""
-        table = done.batch.table
+        row_states = done.batch.row_states
         for index, row in enumerate(done.rows if self.logprobs else ()):
-            table[row].logprobs += _logprobs(done, index, row)
+            row_states[row].logprobs += _logprobs(done, index, row)
         for row in done.ended:
-            state = table[row]
+            state = row_states[row]
             if state.dead_end is None:
                 self.complete(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
             else:
@@ -135,7 +135,7 @@ class RequestQueue:
         """Complete a request that has ended, with new tokens that are the end of its text [1, L]."""
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if request.stopping.by_limit(text, tokens) else "stop"
+        reason = "length" if request.stopping.ended_by_limit(text, tokens) else "stop"
         self.completed.append(Completion(request.index, tokens, reason, processed, raw))
 
     def is_request_error(self, error: Exception) -> bool:

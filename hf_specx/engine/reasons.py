@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx.common.architectures import ENCODERS, READS_WHOLE
+from hf_specx.common.architectures import ENCODERS, WINDOW_IN_CACHE
 from hf_specx.models.choose import layouts_of, why_no_layout
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import CACHE, num_cached_tokens, unknown_cache
 from hf_specx.sampling.processors import SYNTHID, Processor, can_look_ahead
@@ -72,7 +72,7 @@ RARE_PROCESSORS: dict[type[LogitsProcessor], str] = {
 
 
 def reasons_in_call(
-    prompt: Prompt, processors: Sequence[Processor], stopping: Stopping, verification: str, synced_gpus: bool
+    prompt: PreparedInputs, processors: Sequence[Processor], stopping: Stopping, verification: str, synced_gpus: bool
 ) -> list[str]:
     """All that speaks against candidates in a call; empty if it can be speculated.
 
@@ -94,7 +94,7 @@ def reasons_in_call(
     return _without_empty(reasons)
 
 
-def reasons_in_inputs(prompt: Prompt, new_tokens: int) -> list[str]:
+def reasons_in_inputs(prompt: PreparedInputs, new_tokens: int) -> list[str]:
     """What speaks against candidates in a model and in its prepared inputs, for so many new tokens."""
     return _without_empty(
         [
@@ -178,11 +178,11 @@ def _loses_cache(module: nn.Module) -> bool:
     return looks or tuple(map(int, transformers.__version__.split(".")[:2])) < CHECKPOINTS_KEEP_CACHE
 
 
-def why_not_together(prompt: Prompt) -> str:
+def why_not_together(prompt: PreparedInputs) -> str:
     """Why this model computes several tokens of a row at once otherwise than one by one; empty if it does not."""
     name, model_type, past = type(prompt.model).__name__, prompt.model.config.model_type, prompt.past
     is_continued = past is not None and num_cached_tokens(past) > 0
-    if model_type in READS_WHOLE and (is_continued or prompt.generation_config.prefill_chunk_size is not None):
+    if model_type in WINDOW_IN_CACHE and (is_continued or prompt.generation_config.prefill_chunk_size is not None):
         return f"{name} reads whole prompts without its window, and parts of prompts with it"
     round_size = tokens_of_a_round(prompt.model)
     if round_size is not None and round_size < 2:
@@ -203,7 +203,7 @@ def adapts_rows(model: PreTrainedModel) -> bool:
     return False
 
 
-def reasons_in_mode(prompt: Prompt) -> Iterator[str]:
+def reasons_in_mode(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in how a call generates: not by greedy decoding or sampling, or without a usable cache."""
     config, method = prompt.generation_config, method_of(prompt)
     if method == "_beam_search":
@@ -222,7 +222,7 @@ def reasons_in_mode(prompt: Prompt) -> Iterator[str]:
         yield "prefill_chunk_size= reads tokens in the places of inputs_embeds=; leave one of them out"
 
 
-def reasons_in_text(prompt: Prompt) -> Iterator[str]:
+def reasons_in_text(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in the mask and the cache of a call, which `generate` takes as they are, though they fit no text."""
     (_, width), kwargs = prompt.input_ids.shape, prompt.kwargs
     decodes = "encoder_outputs" in kwargs
@@ -257,7 +257,7 @@ def reasons_in_text(prompt: Prompt) -> Iterator[str]:
         yield f"{name} has {ignores}; pad on the left only"
 
 
-def reasons_in_length(prompt: Prompt, new_tokens: int) -> Iterator[str]:
+def reasons_in_length(prompt: PreparedInputs, new_tokens: int) -> Iterator[str]:
     """Reasons in how long a text with so many new tokens may be: what a model does with it changes on the way."""
     longest, config = text_width(prompt) + new_tokens, prompt.model.config.get_text_config(decoder=True)
     for rope_type, limit in rope_limits(prompt.model):
@@ -286,7 +286,7 @@ def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
             yield kind, limit
 
 
-def is_beyond(prompt: Prompt, limit: int) -> bool:
+def is_beyond(prompt: PreparedInputs, limit: int) -> bool:
     """Whether all forwards of a call have more than `limit` tokens in some row, whichever rows have ended by then."""
     positions = prompt.kwargs.get("position_ids")
     at_once = prompt.generation_config.prefill_chunk_size is None and not (
@@ -295,7 +295,7 @@ def is_beyond(prompt: Prompt, limit: int) -> bool:
     return at_once and positions is not None and positions.ndim == 2 and bool((positions[:, -1] >= limit).all())
 
 
-def reasons_in_processors(prompt: Prompt) -> Iterator[str]:
+def reasons_in_processors(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in the processors of a call: those of transformers that few use, for which nothing is written here."""
     for processor in prompt.processors:
         if type(processor) in RARE_PROCESSORS and not can_look_ahead(processor):
@@ -311,7 +311,7 @@ def reasons_in_state(processors: Sequence[Processor], stopping: Stopping) -> Ite
         yield f"{names} may keep state, and must be shown each token once, in order {remedy}"
 
 
-def reasons_in_outputs(prompt: Prompt) -> Iterator[str]:
+def reasons_in_outputs(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in what a call returns besides its text."""
     config = prompt.generation_config
     for name in ("output_attentions", "output_hidden_states"):

@@ -15,9 +15,9 @@ from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.processors import Processor, can_look_ahead
-from hf_specx.sampling.rewindable import TokenMasks, masked
+from hf_specx.sampling.rewindable import TokenMasks, with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import MAX_SEED, check_encoder_positions, check_length, text_width, unknown_token
@@ -125,7 +125,7 @@ class RequestPreparer:
             options |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
         self._prepare_single(token, options)
 
-    def prepare_batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
+    def prepare_batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
         """The inputs of several requests, [l] tokens each, with pads."""
         side = "right" if self.model.config.is_encoder_decoder else "left"
         padded = padded_rows(texts, side)
@@ -173,16 +173,16 @@ class RequestPreparer:
             check_encoder_positions(self.model, len(ids))
         return prepared
 
-    def _prepare_single(self, ids: torch.Tensor, options: dict[str, Any]) -> Prompt:
+    def _prepare_single(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
         """As `_inputs_from_generate`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             states = torch.zeros(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
             options = options | {"encoder_outputs": BaseModelOutput(states)}
         return _inputs_from_generate(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, prompt: Prompt) -> tuple[Sequence[Processor], bool]:
+    def _with_masks(self, prompt: PreparedInputs) -> tuple[Sequence[Processor], bool]:
         """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
-        ours = masked(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
+        ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
@@ -232,9 +232,9 @@ def _check(request: Request, ids: torch.Tensor) -> None:
 
 def _inputs_from_generate(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
-) -> Prompt:
+) -> PreparedInputs:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
-    prompts: list[Prompt] = []
+    prompts: list[PreparedInputs] = []
 
     @wraps(prepared_inputs)
     def keep_prompt(*args: Any, **kwargs: Any) -> torch.Tensor:

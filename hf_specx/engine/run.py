@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
@@ -93,7 +93,7 @@ class Run:
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.table, self.stopping.eos_token_ids, limit)
+            return RequestProcessors(self.batch.row_states, self.stopping.eos_token_ids, limit)
         return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
     def _make_drafter(self) -> Drafter:
@@ -169,7 +169,7 @@ class Run:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.table):
+        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
@@ -225,7 +225,7 @@ class Run:
             Exception: the error of such a row, as `generate` raises it, unless it is a request with own processors.
         """
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
-            state = done.batch.table[row]
+            state = done.batch.row_states[row]
             if state.request is None or not state.request.has_own_processors:
                 raise error
             if state.stopped_at is None:
@@ -268,7 +268,7 @@ class Run:
 
     def finish(self) -> None:
         """End the call: complete the report, and add to the costs what the call has shown."""
-        columns, report, draft = self.stopping.columns(self.batch), self.report, self.drafter.runner
+        columns, report, draft = self.stopping.num_output_columns(self.batch), self.report, self.drafter.runner
         self.verifier.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
@@ -283,9 +283,9 @@ class Run:
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
-        prompt, columns = self.call.prompt, self.stopping.columns(self.batch)
+        prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
         text = self.batch.output(columns)
-        past = self.target.past_key_values(self.batch, columns) if prompt.keeps_past else None
+        past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
@@ -316,7 +316,7 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
 
 
 def make_batch(call: Call) -> Batch:
-    """The text of a call before its first token, with a `Row` for each prompt."""
+    """The text of a call before its first token, with a `RowState` for each prompt."""
     prompt = call.prompt
     width = prompt.input_ids.shape[1]
     name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
@@ -326,15 +326,18 @@ def make_batch(call: Call) -> Batch:
     if call.queue is None:
         seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
         independent_lengths = call.seeds is not None and call.verification in DRAWN_BY_LENGTH
-        table = [Row(limit=prompt.longest, seed=seed, independent_lengths=independent_lengths) for seed in seeds]
+        row_states = []
+        for seed in seeds:
+            limit = prompt.max_new_tokens_now
+            row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
     else:
-        table = [request_row(call, request) for request in call.queue.batch_requests]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
+        row_states = [request_row(call, request) for request in call.queue.batch_requests]
+    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, row_states)
 
 
-def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> Row:
+def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:
     """The row of a request, as it begins."""
-    return Row(
+    return RowState(
         limit=request.limit,
         seed=request.seed,
         independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,

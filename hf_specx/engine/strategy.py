@@ -26,7 +26,7 @@ from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightl
 from hf_specx.drafting.heads.gemma4 import with_assistant_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
-from hf_specx.models.prompts import Prompt, prepare
+from hf_specx.models.prompts import PreparedInputs, prepare
 
 from .call import Call, make_call, warn_once
 from .check_options import check_options
@@ -146,7 +146,7 @@ class SpeculativeDecoding(NoModel):
     @torch.no_grad()
     def decode(
         self,
-        prompt: Prompt,
+        prompt: PreparedInputs,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
@@ -291,7 +291,7 @@ class SpeculativeDecoding(NoModel):
         return make_drafter(draft, target)
 
     def prepare_call(
-        self, prompt: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any
+        self, prompt: PreparedInputs, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any
     ) -> Call:
         """A call of `generate`, or a batch of a queue, as `make_call` decides and checks it."""
         drafter, options = self._make_drafter(prompt.model), copy.copy(self)  # which may change later

@@ -7,7 +7,7 @@ import torch
 from all_pairs import once
 from rounds import made_round
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.drafting.auto import COMPILED_NUMBERS, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
 
 
@@ -34,7 +34,9 @@ class Line(RoundTimer):
 
 def prompted(rows: int, room: int) -> Batch:
     """Prompts of ten tokens, each with room for so many more."""
-    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, table=[Row(limit=room) for _ in range(rows)])
+    return Batch(
+        torch.ones(rows, 10, dtype=torch.int64), None, 0, row_states=[RowState(limit=room) for _ in range(rows)]
+    )
 
 
 class Call:

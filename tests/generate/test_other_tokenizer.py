@@ -57,8 +57,8 @@ def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     distances = []
     step = OtherTokenizerRunner.decode_step
 
-    def checked(text, batch, ahead, skipped=0):
-        logits = step(text, batch, ahead, skipped)
+    def checked(text, batch, ahead, num_unfed=0):
+        logits = step(text, batch, ahead, num_unfed)
         for index, row in enumerate(batch.rows):
             plain = text.runner.model(text.draft_batch.row(row)[None]).logits[:, -1:]
             expected = text.vocabularies.logits(plain)[0]

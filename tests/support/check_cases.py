@@ -82,7 +82,7 @@ def keeping_within(nats: float) -> Callable:
     def verify(verifier, batch, draft, scores):
         if isinstance(verifier, CoupledVerifier):
             probs, _ = distribution(scores)
-            verifier.dtype = probs.dtype
+            verifier.target_dtype = probs.dtype
             scores = probs.double().log() - verifier.noise(batch, probs, 0).double().log()
         best, undefined = scores.max(-1), torch.zeros(scores.shape[:2], dtype=torch.bool)
         candidates = draft.tokens

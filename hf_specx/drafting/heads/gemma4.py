@@ -39,7 +39,7 @@ class AssistantDraft(Drafter):
 
     has_probs = True
     needs_hidden = True
-    hidden_of_all = False
+    all_prompt_hidden = False
 
     def __init__(self, assistant: PreTrainedModel):
         self.assistant = assistant
@@ -112,7 +112,7 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     source = "assistant"
     needs_hidden = True
-    hidden_of_all = False
+    all_prompt_hidden = False
 
     def __init__(self, assistant: Any, embedding: Any, layers: dict[str, int]):
         super().__init__(None)  # type: ignore[arg-type]
@@ -149,9 +149,9 @@ class AssistantDrafter(SampledCandidateGenerator):
         if done.keep_indices is not None:
             self.newest_states = self.newest_states.index_select(0, done.keep_indices.to(states.device))
 
-    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
-        for index in range(ahead - skipped, ahead + 1):
+    def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; for the `num_unfed` ones before these there were none."""
+        for index in range(ahead - num_unfed, ahead + 1):
             if index == 0:
                 self._read_shared_keys(batch)
             states = self._next_step(batch.last(1, index))
