@@ -1,4 +1,4 @@
-"""What a call gives, its text, masks, positions, cache and ways of generating: what is refused, or decoded plainly."""
+"""Inputs of a call that are refused before any forward: texts, masks, positions, caches, seeds, ways of generating."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from hf_specx.models.slots import num_cached_tokens
 
 
 MAX_SEED = 2**63
-OF_ASSISTANTS = {  # fields of a config that say what transformers does with a draft model of its own
+ASSISTANT_FIELDS = {  # fields of a config that say what transformers does with a draft model of its own
     "speculation_type": "a kind of draft that transformers makes itself",
     "assistant_ensemble_weight": "a mixture of draft and target",
 }
@@ -21,11 +21,11 @@ OF_ASSISTANTS = {  # fields of a config that say what transformers does with a d
 def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
     """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
-    for name, mode in OF_ASSISTANTS.items():
+    for name, mode in ASSISTANT_FIELDS.items():
         value = getattr(config, name, None)
         message = f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
         require(value is None, f"{message}model.generation_config.")
-    method = method_of(prompt)
+    method = decoding_method_of(prompt)
     message = f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also "
     require("/" not in method, f"{message}of model.generation_config, or call generate without a strategy.")
     message = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
@@ -37,13 +37,13 @@ def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
     require(streamer is None or rows == 1 or tags_rows, message)
 
 
-def method_of(prompt: PreparedInputs) -> str:
-    """The name of the method by which `generate` would decode; of what is no part of transformers, its repository."""
+def decoding_method_of(prompt: PreparedInputs) -> str:
+    """The name of the method by which `generate` would decode; a repository of the Hub where the method is there."""
     return GENERATION_MODES_MAPPING[prompt.generation_config.get_generation_mode()]
 
 
-def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
-    """Raise ValueError if a model does not know a token; `encoded` asks its encoder."""
+def check_token_ids(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
+    """Raise ValueError if a model, or its encoder if `encoded`, has no embedding for one of these ids."""
     config, embedding = model.config, _embedding(model, encoded)
     if embedding is None or not input_ids.numel():
         return
@@ -68,10 +68,10 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
 
 
 def check_inputs(prompt: PreparedInputs) -> None:
-    """Check the text that one call of `generate` is given, as `generate` has prepared it."""
+    """Raise ValueError if the text of a call is no batch of tokens or embeddings that the model has."""
     model, input_ids, kwargs = prompt.model, prompt.input_ids, prompt.kwargs
-    decodes = "encoder_outputs" in kwargs
-    embeds = None if decodes else kwargs.get("inputs_embeds")
+    is_encoded = "encoder_outputs" in kwargs
+    embeds = None if is_encoded else kwargs.get("inputs_embeds")
     shape, dtype = tuple(input_ids.shape), input_ids.dtype
     require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
     is_integer = not (dtype.is_floating_point or dtype == torch.bool)
@@ -79,18 +79,18 @@ def check_inputs(prompt: PreparedInputs) -> None:
     message = f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row."
     require(bool(input_ids.numel()) or embeds is not None, message)
     if embeds is None:
-        unknown_token(model, input_ids)
+        check_token_ids(model, input_ids)
     elif (embedding := _embedding(model)) is not None:
         message = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
         message += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
         require(embeds.shape[-1] == embedding.embedding_dim, message)
-    _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
+    _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if is_encoded else "attention_mask")
 
 
 def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, name: str) -> None:
     """Raise ValueError if mask, positions or a cache are not those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    decodes, mask = name != "attention_mask", kwargs.get(name)
+    is_encoded, mask = name != "attention_mask", kwargs.get(name)
     cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
     width = width if embeds is None else max(width, embeds.shape[1])
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
@@ -98,7 +98,7 @@ def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, na
         f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
     )
     require(fits, f"{message}that came with input_ids, 1 for a token and 0 for a pad.")
-    positions = None if decodes else kwargs.get("position_ids")
+    positions = None if is_encoded else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
         new = width - cached
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
@@ -119,29 +119,29 @@ def text_width(prompt: PreparedInputs) -> int:
 def check_length(prompt: PreparedInputs, new_tokens: int) -> None:
     """Raise ValueError if a text of so many new tokens is longer than a table of positions."""
     model, width = prompt.model, text_width(prompt)
-    table = position_table(model)
-    if table is None:
+    num_positions = position_table(model)
+    if num_positions is None:
         return
     positions = None if model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
     if positions is not None and positions.ndim == 2:  # pads have none
         width = int(positions.max()) + 1
-    if width + new_tokens - 1 <= table:  # the last one is not fed
+    if width + new_tokens - 1 <= num_positions:  # the last one is not fed
         return
-    room = table + 1 - width
-    remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
+    room = num_positions + 1 - width
+    shorter = f"shorten the prompt to {num_positions} tokens or fewer"
+    remedy = f"set max_new_tokens={room} or less" if room > 0 else shorter
     message = (
         f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
     )
-    raise ValueError(f"{message}of {table} positions, beyond which plain generate fails; {remedy}.")
+    raise ValueError(f"{message}of {num_positions} positions, beyond which plain generate fails; {remedy}.")
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
     """Raise ValueError if the encoder of a model lacks a position for a token of a prompt."""
-    table = position_table(model, encoder=True)
-    message = (
-        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
-    )
-    require(table is None or prompt_tokens <= table, f"{message}positions; shorten the prompt.")
+    num_positions = position_table(model, encoder=True)
+    message = f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of "
+    message += f"{num_positions} positions; shorten the prompt."
+    require(num_positions is None or prompt_tokens <= num_positions, message)
 
 
 def as_list(seeds: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a target and a draft can be served, and whether the draft's tokens mean what the target's mean."""
+"""Targets and drafts that are refused before any forward: without weights, or with tokens of other meanings."""
 
 import inspect
 import warnings

@@ -10,7 +10,7 @@ from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
 from .call import Call
-from .check_inputs import method_of
+from .check_inputs import decoding_method_of
 from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
 from .run import make_batch
@@ -23,7 +23,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
         ValueError: if several sampled rows have seeds of their own.
     """
     prompt, started = call.prompt, time.perf_counter()
-    ids, config, method = prompt.input_ids, prompt.generation_config, method_of(prompt)
+    ids, config, method = prompt.input_ids, prompt.generation_config, decoding_method_of(prompt)
     message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     has_one_generator = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")

@@ -35,7 +35,7 @@ from hf_specx.models.slots import CACHE, num_cached_tokens, unknown_cache
 from hf_specx.sampling.processors import SYNTHID, Processor, can_look_ahead
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import method_of, text_width
+from .check_inputs import decoding_method_of, text_width
 
 
 SWITCHED_OFF = "num_draft_tokens=0, given or of a pair whose draft was slower; pass 'auto' to draft nevertheless"
@@ -205,7 +205,7 @@ def adapts_rows(model: PreTrainedModel) -> bool:
 
 def reasons_in_mode(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in how a call generates: not by greedy decoding or sampling, or without a usable cache."""
-    config, method = prompt.generation_config, method_of(prompt)
+    config, method = prompt.generation_config, decoding_method_of(prompt)
     if method == "_beam_search":
         yield f"num_beams={config.num_beams} is beam search, which has no candidates; set num_beams=1"
     for name, (mode, draft) in ASSISTED_MODES.items() if method == "_assisted_decoding" else ():

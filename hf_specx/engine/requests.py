@@ -20,7 +20,7 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import MAX_SEED, check_encoder_positions, check_length, text_width, unknown_token
+from .check_inputs import MAX_SEED, check_encoder_positions, check_length, check_token_ids, text_width
 from .entry import bind_stop_strings, prepared_inputs
 from .reasons import adapts_rows, reasons_in_inputs, rope_limits, why_learned_prompt
 
@@ -140,7 +140,7 @@ class RequestPreparer:
         """
         ids = as_ids(request.input_ids)
         _check(request, ids)
-        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
+        check_token_ids(self.model, ids, self.model.config.is_encoder_decoder)
         ids = ids.to(self.device, torch.int64)
         overrides = {
             "max_new_tokens": request.max_new_tokens,
