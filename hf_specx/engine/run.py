@@ -72,7 +72,7 @@ class Run:
         self.round_timer = RoundTimer(timer_costs, online=call.verification in ("greedy", "coupled"))
         own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
         self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
-        # with them rows have other numbers of candidates, and ranks and compiled forwards need the same
+        # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
         self.allow_forced_tokens = not (call.synced_gpus or options.compile)
         self.drafter = self._make_drafter()
         self.report = self._make_report()
