@@ -13,7 +13,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
-from hf_specx.engine.check_models import check_own_text, check_pair, check_sizes, one_tokenizer
+from hf_specx.engine.check_models import check_other_tokenizer, check_pair, check_sizes, one_tokenizer
 from hf_specx.hub.pair_config import WeightlessDraft
 
 
@@ -48,7 +48,7 @@ def find_fit(
         findings.append(_compare_logit_rows(target, draft, tokenizer))
     findings.append(_compare("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
     findings.append(_compare_positions(target, draft))
-    check = check_pair if shares_tokens else partial(check_own_text, width=1)
+    check = check_pair if shares_tokens else partial(check_other_tokenizer, width=1)
     decoding = _or_error("decoding", check, *pair)
     if decoding.verdict == ERROR and decoding.follows not in [finding.follows for finding in findings]:
         findings.append(decoding)

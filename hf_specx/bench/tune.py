@@ -194,8 +194,8 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], settings: TuneSet
     learned: Any = reduce(operator.add, reports)
     if not learned.rounds and not chooses_number:
         warnings.warn(f"nothing was drafted ({learned.layout_reason}), so its speed tells nothing.", stacklevel=2)
-    if learned.survival[1]:
-        strategy.costs.alpha[learned.verification] = learned.survival_rate
+    if learned.acceptance_sums[1]:
+        strategy.costs.alpha[learned.verification] = learned.conditional_acceptance
     if not chooses_number:
         for rows in settings.batches:
             strategy.calibrate(target, batches[rows][0]["input_ids"])

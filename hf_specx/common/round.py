@@ -69,7 +69,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verifier decides about a draft, for each of the R rows.
+    """What a verifier says of a draft, for each of the R rows.
 
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.

@@ -137,7 +137,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if forced_run is not None:
                 draws = forced_run.next_position(draws)
             if any(draws):
-                scores = self._scores(batch, position, num_skipped=position - last_step - 1)
+                scores = self._scores(batch, position, num_unfed=position - last_step - 1)
                 last_step = position
                 num_steps += 1
             elif forced_run is not None and forced_run.has_forced_tokens:
@@ -169,12 +169,12 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         source = self.source if num_steps else "forced"
         return draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
 
-    def _scores(self, batch: Batch, position: int, num_skipped: int) -> torch.Tensor:
+    def _scores(self, batch: Batch, position: int, num_unfed: int) -> torch.Tensor:
         """Processed scores [R, V] at a position of the round, by a step of the draft model.
 
-        For the `num_skipped` positions before this one it took no step.
+        For the `num_unfed` positions before this one it took no step.
         """
-        logits = self._ready(batch).decode_step(batch, position, num_skipped)
+        logits = self._ready(batch).decode_step(batch, position, num_unfed)
         num_missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
         if num_missing:  # cut, if that is negative
             logits = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf)

@@ -83,7 +83,7 @@ class Drafter(Protocol):
         has_probs: whether drafts have q, the distribution that candidates were drawn from; without it the default
             verification is "coupled".
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
-            after its final norm; `all_prompt_hidden`: of prompts, those of all tokens, or of the last alone.
+            after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
         has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
             are matched.

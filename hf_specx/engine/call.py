@@ -19,15 +19,21 @@ from hf_specx.models.compiled import check_compile
 from hf_specx.models.prompts import UNLIMITED, PreparedInputs
 from hf_specx.models.ragged import why_no_prefix_reuse
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
-from hf_specx.sampling.processors import WARPERS, Processor, can_look_ahead
+from hf_specx.sampling.processors import WARPERS, Processor
 from hf_specx.sampling.rewindable import with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds, why_no_noise
-from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, warn_of_larger_draft
+from .check_inputs import as_list, check_inputs, check_length, check_mode, check_seeds
+from .check_models import (
+    OTHER_TOKENIZER_LAYOUTS,
+    check_other_tokenizer,
+    check_pair,
+    check_target,
+    warn_of_larger_draft,
+)
 from .queue import RequestQueue
-from .ranks import check_synced, is_tensor_parallel, synced_by_default, why_out_of_step
-from .reasons import RARE_PROCESSORS, reasons_of
+from .ranks import check_synced, is_tensor_parallel, synced_by_default
+from .reasons import DOES_NOT_PAY, SWITCHED_OFF, reasons_in_call, why_no_noise
 from .report import PLAINLY
 
 
@@ -37,8 +43,6 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-SWITCHED_OFF = "num_draft_tokens=0, given or of a pair whose draft was slower; pass 'auto' to draft nevertheless"
-DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
 
 
 @dataclass(frozen=True)
@@ -105,41 +109,46 @@ def make_call(
     synced_gpus: bool | None = None,
     prompt_streamed: bool = False,
 ) -> Call:
-    """What one call asks for, and how it is decoded; a ValueError if that cannot be done exactly.
+    """The call of `generate`, or of a batch of a queue, with all that is decided before any forward.
 
     Args:
         prompt: what `generate` has prepared.
         options, drafter, queue, prompt_streamed: as in `Call`; a queue has begun a batch of requests.
-        draft_settings: arguments of the call that say how many candidates to draft; None if that is not known.
-        synced_gpus: of the call; transformers does not pass these two on to a strategy.
+        draft_settings: the `explicit_draft_settings` of the call; None if these are not known.
+        synced_gpus: of the call; None if it is not known. transformers passes neither on to a strategy.
+
+    Raises:
+        ValueError: if the call is one that plain `generate` refuses too, or its options contradict each other.
     """
     config = prompt.generation_config
     models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
-    ranks = world_size() > 1
-    synced_gpus = ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
-    tensor_parallel = ranks and is_tensor_parallel(*models)
+    has_ranks = world_size() > 1
+    synced_gpus = has_ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
     stopping = prompt.stopping if queue is None else queue.stopping
     _check_asked(options, prompt, drafter, queue)
     processors: Sequence[Processor] = prompt.processors
-    fallback_reason = SWITCHED_OFF if options.num_draft_tokens == 0 and queue is None else ""
-    if queue is None and not fallback_reason:  # else each request was asked by itself
-        processors = _with_masks(prompt, stopping)
-        fallback_reason = "; ".join(_reasons(options, prompt, processors, stopping, drafter, synced_gpus))
-    seeds = None if prompt.seeds is None else as_list(prompt.seeds)
+    fallback_reason = ""
+    if queue is None:  # else each request was asked by itself
+        if options.num_draft_tokens == 0:
+            fallback_reason = SWITCHED_OFF
+        else:
+            processors = _with_masks(prompt, stopping)
+            verification = _verification(options, drafter)
+            fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, verification, synced_gpus))
     if fallback_reason:
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
     else:
         layout = _layout(options, prompt, drafter, queue is not None)
-    lockstep_with_seeds = seeds is not None and layout.lockstep  # only coupled then has the text of a row alone
-    verification = options.verification or ("coupled" if lockstep_with_seeds or not drafter.has_probs else "block")
-    verification = verification if config.do_sample else "greedy"
-    wants_past = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
-    later_prompts = queue is not None and layout.refills  # which have limits of their own
-    read_by_models = replace(
+    seeds = None if prompt.seeds is None else as_list(prompt.seeds)
+    # in lockstep a row with a seed has the text that it has alone under coupled verification only
+    needs_coupled = seeds is not None and layout.lockstep
+    returns_cache = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
+    has_later_prompts = queue is not None and layout.refills  # which have limits of their own
+    prompt = replace(
         prompt,
-        max_new_tokens=UNLIMITED if later_prompts else stopping.max_new_tokens,
+        max_new_tokens=UNLIMITED if has_later_prompts else stopping.max_new_tokens,
         max_new_tokens_now=stopping.max_new_tokens,
-        returns_cache=bool(wants_past) and not synced_gpus,  # it may take forwards that other ranks do not run
+        returns_cache=bool(returns_cache) and not synced_gpus,  # it may take forwards that other ranks do not run
         returns_hidden=drafter.needs_hidden,
         all_prompt_hidden=drafter.all_prompt_hidden,
         hidden_state_taps=drafter.hidden_state_taps,
@@ -147,22 +156,28 @@ def make_call(
     )
     call = Call(
         options=options,
-        prompt=read_by_models,
+        prompt=prompt,
         processors=processors,
         stopping=stopping,
         drafter=drafter,
         draft_settings=choose_draft_settings(options.num_draft_tokens, draft_settings, config, drafter.model),
-        verification=verification,
+        verification=_verification(options, drafter, needs_coupled) if config.do_sample else "greedy",
         layout=layout,
         fallback_reason=fallback_reason,
         seeds=seeds,
         synced_gpus=synced_gpus,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=has_ranks and is_tensor_parallel(*models),
         queue=queue,
         prompt_streamed=prompt_streamed,
     )
     _check_together(call)
     return call
+
+
+def _verification(options: Any, drafter: Drafter, needs_coupled: bool = False) -> str:
+    """The verification of a call that samples: as asked for, or by whether the draft has probabilities."""
+    default = "coupled" if needs_coupled or not drafter.has_probs else "block"
+    return options.verification or default
 
 
 def in_layout(call: Call, layout: str) -> Call:
@@ -181,9 +196,10 @@ def in_layout(call: Call, layout: str) -> Call:
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
-    """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once.
+    """Warn of a call that is decoded plainly, and of a slow layout that was not asked for; of each once.
 
-    Where a draft does not pay, the report alone says so.
+    Where a draft does not pay, the report alone says so. `asked` is the layout that was asked for, and `said` has the
+    warnings so far.
     """
     if call.fallback_reason == DOES_NOT_PAY:
         return
@@ -209,7 +225,7 @@ def _check_asked(options: Any, prompt: PreparedInputs, drafter: Drafter, queue: 
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
     if drafter.model is not None and drafter.has_other_tokenizer:
-        check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
+        check_other_tokenizer(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:
         check_pair(model, drafter.model, *tokenizers)
 
@@ -219,31 +235,6 @@ def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processo
     if all(type(each) in WARPERS for each in prompt.processors):
         return prompt.processors
     return with_token_masks(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-
-
-def _reasons(
-    options: Any,
-    prompt: PreparedInputs,
-    processors: Sequence[Processor],
-    stopping: Stopping,
-    drafter: Drafter,
-    synced: bool,
-) -> list[str]:
-    """Why transformers itself decodes a call, all that speaks against candidates; none if it is speculated."""
-    config, reasons = prompt.generation_config, reasons_of(prompt, stopping.max_new_tokens)
-    stateful = [type(p).__name__ for p in processors if not can_look_ahead(p) and type(p) not in RARE_PROCESSORS]
-    if stateful or stopping.stateful:
-        names = ", ".join(dict.fromkeys(stateful + stopping.stateful))
-        remedy = "(set its attribute stateless = True if it keeps none)"
-        reasons.append(f"{names} may keep state, and must be shown each token once, in order {remedy}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name):
-            reasons.append(f"{name}=True wants what the model gives for each token alone")
-    verification = options.verification or ("block" if drafter.has_probs else "coupled")
-    reasons.append(why_no_noise(prompt.input_ids.device, verification if config.do_sample else "greedy"))
-    if synced and not any(reasons):
-        reasons.append(why_out_of_step(prompt.model))
-    return [why for why in reasons if why]
 
 
 def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool) -> Layout:
@@ -261,21 +252,22 @@ def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool
     else:
         of_draft = layouts_of(draft_model, drafts=True)
     if drafter.has_other_tokenizer:
-        of_draft = [layout for layout in of_draft if layout in OWN_TEXT_LAYOUTS]
+        of_draft = [layout for layout in of_draft if layout in OTHER_TOKENIZER_LAYOUTS]
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
     notes, past_has_tokens = [reason], past is not None and num_cached_tokens(past) > 0
-    whole = _why_whole([model] if drafter.model is None else [model, drafter.model], layout) if queued else ""
-    if whole:
-        notes.append(f"whole batches, since {whole}")
+    models = [model] if drafter.model is None else [model, drafter.model]
+    why_no_refill = _why_no_refill(models, layout) if queued else ""
+    if why_no_refill:
+        notes.append(f"whole batches, since {why_no_refill}")
     elif queued and why_no_prefix_reuse(model):
         notes.append(f"prompts that begin alike are read anew, since {why_no_prefix_reuse(model)}")
     if drafter.needs_hidden and drafter.all_prompt_hidden and (past_has_tokens or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
-    return replace(layout, reason="; ".join(notes), refills=not whole)
+    return replace(layout, reason="; ".join(notes), refills=not why_no_refill)
 
 
-def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
+def _why_no_refill(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     """Why prompts cannot be read in the places of rows that have ended; empty if they can."""
     for model in models:
         if model.config.is_encoder_decoder:

@@ -14,7 +14,8 @@ from hf_specx.common.devices import world_size
 from hf_specx.common.errors import require
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import DraftSettings
-from hf_specx.models.choose import layouts_of
+
+from .reasons import why_out_of_step
 
 
 def of_first_rank(number: int, device: torch.device) -> int:
@@ -63,13 +64,3 @@ def check_synced(settings: DraftSettings, drafter: Drafter) -> None:
         "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     )
     require(not drafter.has_other_tokenizer, message)
-
-
-def why_out_of_step(model: PreTrainedModel) -> str:
-    """Why ranks with parts of a model would run different forwards; empty if they keep step."""
-    if layouts_of(model, drafts=True)[0] != "lockstep":
-        return ""
-    same = "synced_gpus=True needs the same forwards on every rank"
-    again = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often"
-    remedy = "use a target and a draft that take another layout, or replicas without synced_gpus"
-    return f"{same}, and {again}; {remedy}"

@@ -36,15 +36,16 @@ class SpeculationReport:
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
-            that the forward was made for); `new_tokens_in_steps`: tokens by which rows went on in these.
+        steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
+            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
-        survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
-            chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
+        acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
+            accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
-        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
+        history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
+            step.
     """
 
     verification: str
@@ -68,7 +69,7 @@ class SpeculationReport:
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
     new_tokens_in_steps: int = 0
     num_draft_tokens: int = 0
-    survival: tuple[float, float] = (0.0, 0.0)
+    acceptance_sums: tuple[float, float] = (0.0, 0.0)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compilations: int = 0
@@ -76,7 +77,7 @@ class SpeculationReport:
     costs: Costs | None = None
     matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
-    keeps: int | None = None
+    max_history: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
@@ -90,11 +91,11 @@ class SpeculationReport:
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        accepted_mass, drafted_mass = self.survival
+        accepted_mass, drafted_mass = self.acceptance_sums
         for chances in done.draft_acceptance:
             accepted_mass += sum(chances)
             drafted_mass += sum([1.0, *chances][: len(chances)])
-        self.survival = accepted_mass, drafted_mass
+        self.acceptance_sums = accepted_mass, drafted_mass
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
@@ -105,8 +106,8 @@ class SpeculationReport:
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
-            if self.keeps is not None and len(history) > 2 * self.keeps:
-                del history[: self.keeps]
+            if self.max_history is not None and len(history) > 2 * self.max_history:
+                del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
@@ -140,7 +141,7 @@ class SpeculationReport:
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         total = copy.copy(other if self.layout == PLAINLY else self)
-        total.keeps = other.keeps if self.keeps is None else self.keeps
+        total.max_history = other.max_history if self.max_history is None else self.max_history
         for name in (each.name for each in fields(self)):
             first, second = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
@@ -149,14 +150,17 @@ class SpeculationReport:
                 setattr(total, name, max(first, second))
             elif name.endswith(("_per_row", "_per_position")):
                 setattr(total, name, [a + b for a, b in zip_longest(first, second, fillvalue=0)])
-            elif isinstance(first, int | float | Counter) and name != "keeps":
+            elif isinstance(first, int | float | Counter) and name != "max_history":
                 setattr(total, name, first + second)
-        total.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        total.acceptance_sums = (
+            self.acceptance_sums[0] + other.acceptance_sums[0],
+            self.acceptance_sums[1] + other.acceptance_sums[1],
+        )
         total.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         total.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        total.history = [(a + b)[None if total.keeps is None else -2 * total.keeps :] for a, b in pairs]
+        total.history = [(a + b)[None if total.max_history is None else -2 * total.max_history :] for a, b in pairs]
         return total
 
     @property
@@ -196,9 +200,9 @@ class SpeculationReport:
         return self.overlap / self.judged if self.judged else 0.0
 
     @property
-    def survival_rate(self) -> float:
-        """The chance that a candidate is kept if those before it are, estimated at all candidates of all rounds."""
-        return self.survival[0] / self.survival[1] if self.survival[1] else 0.0
+    def conditional_acceptance(self) -> float:
+        """The probability that a candidate is accepted if those before it are, by all candidates of all rounds."""
+        return self.acceptance_sums[0] / self.acceptance_sums[1] if self.acceptance_sums[1] else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -29,7 +29,7 @@ from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
-from .requests import Entry
+from .requests import PreparedRequest
 
 
 DRAWN_BY_LENGTH = ("token", "block")  # verifications that draw other tokens for another number of candidates
@@ -72,7 +72,7 @@ class Run:
         self.round_timer = RoundTimer(timer_costs, online=call.verification in ("greedy", "coupled"))
         own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
         self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
-        # with them rows have other numbers of candidates, and ranks and compiled forwards need the same
+        # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
         self.allow_forced_tokens = not (call.synced_gpus or options.compile)
         self.drafter = self._make_drafter()
         self.report = self._make_report()
@@ -118,7 +118,7 @@ class Run:
             len(call.prompt.input_ids),
             limit_reason,
             costs=self.costs,
-            keeps=None if call.queue is None else KEPT_ROUNDS,
+            max_history=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
         )
 
@@ -226,7 +226,7 @@ class Run:
         """
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
             state = done.batch.row_states[row]
-            if state.request is None or not state.request.has_processors:
+            if state.request is None or not state.request.has_own_processors:
                 raise error
             if state.stopped_at is None:
                 state.stopped_at = done.batch.counts[row]
@@ -237,7 +237,7 @@ class Run:
     def admit(self, done: Round) -> None:
         """Drop the rows that ended, or put the next requests of the queue in their places."""
         call, batch = self.call, self.batch
-        requests: dict[int, Entry] = {}  # by the row whose place each takes
+        requests: dict[int, PreparedRequest] = {}  # by the row whose place each takes
         if call.queue is not None and call.layout.refills:
             requests = call.queue.next_requests(batch, done.ended)
         dropped = [row for row in done.ended if row not in requests]
@@ -277,7 +277,9 @@ class Run:
         report.compilations, report.copied = self.target.compilations, self.target.reused_tokens
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
-        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
+        self.costs.remember(
+            report.verification, report.conditional_acceptance, report.acceptance_sums[1], report.rounds
+        )
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
@@ -324,23 +326,23 @@ def make_batch(call: Call) -> Batch:
     if call.queue is None:
         seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
         independent_lengths = call.seeds is not None and call.verification in DRAWN_BY_LENGTH
-        row_states = [
-            RowState(limit=prompt.max_new_tokens_now, seed=seed, independent_lengths=independent_lengths)
-            for seed in seeds
-        ]
+        row_states = []
+        for seed in seeds:
+            limit = prompt.max_new_tokens_now
+            row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
     else:
-        row_states = [request_row(call, entry) for entry in call.queue.entries]
+        row_states = [request_row(call, request) for request in call.queue.batch_requests]
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, row_states)
 
 
-def request_row(call: Call, entry: Entry, is_refill: bool = False) -> RowState:
+def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:
     """The row of a request, as it begins."""
     return RowState(
-        limit=entry.limit,
-        seed=entry.seed,
-        independent_lengths=entry.seeded and call.verification in DRAWN_BY_LENGTH,
+        limit=request.limit,
+        seed=request.seed,
+        independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
-        stopping=entry.stopping,
-        request=entry,
+        processors=RowProcessors(request.processors, call.stopping.eos_token_ids),
+        stopping=request.stopping,
+        request=request,
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from hf_specx.common.devices import execution_device
-from hf_specx.engine.requests import Preparing, Request
+from hf_specx.engine.requests import Request, RequestPreparer
 
 from .settings import POWER
 
@@ -76,7 +76,8 @@ class Reference:
 
     def processors(self) -> LogitsProcessorList:
         """New logits processors, since some keep state."""
-        return LogitsProcessorList(Preparing(self.target, self.options).entry(0, Request(self.text.padded)).processors)
+        request = RequestPreparer(self.target, self.options).prepare_request(0, Request(self.text.padded))
+        return LogitsProcessorList(request.processors)
 
     def processed(self, processors: LogitsProcessorList, position: int, logits: Tensor) -> Tensor:
         """The scores [V] that processors make of logits [V] at a position."""

@@ -13,7 +13,7 @@ from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.auto import Costs
-from hf_specx.engine.call import DOES_NOT_PAY
+from hf_specx.engine.reasons import DOES_NOT_PAY
 from hf_specx.engine.report import PLAINLY
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.complete import token_ids

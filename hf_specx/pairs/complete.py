@@ -262,5 +262,5 @@ class Completer:
         check_generate_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
         queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
-        if not queue.begin(1):
+        if not queue.begin_batch(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))

@@ -22,8 +22,9 @@ from hf_specx.common.drafts import NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
-from hf_specx.engine.check_models import check_pair, check_target, why_model_plain
+from hf_specx.engine.check_models import check_pair, check_target
 from hf_specx.engine.entry import check_entry
+from hf_specx.engine.reasons import reasons_in_model
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.secrets import without_secrets
@@ -110,7 +111,7 @@ def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[
     """
     check_entry(target)
     check_target(target)
-    for reason in filter(None, why_model_plain(target)):
+    for reason in filter(None, reasons_in_model(target)):
         raise ValueError(f"{reason}.")
     options = {name: value for name, value in options.items() if name not in GENERATION_OPTIONS or value is not None}
     generation_options = {name: options[name] for name in GENERATION_OPTIONS if name in options}

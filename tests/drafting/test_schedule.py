@@ -48,7 +48,7 @@ def test_rounds_that_are_not_typical_do_not_count():
         lengths, forced = kinds[kind]
         done = made_round(lengths, lengths)
         schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
-    assert {kind: list(seconds) for kind, seconds in round_timer.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
+    assert {kind: list(seconds) for kind, seconds in round_timer.samples.items()} == {(1, 0): [1], (1, 4): [1, 1]}
 
 
 def test_no_row_drafts_more_than_can_be_taken_back():

@@ -39,7 +39,7 @@ def test_a_wrong_target_has_the_text_of_plain_generate(name: str, rows: int):
 @pytest.mark.parametrize("name", WRONG)
 def test_it_would_have_another_text_if_it_were_trusted(name: str, monkeypatch: pytest.MonkeyPatch):
     """So the faults are such that a text shows them."""
-    monkeypatch.setattr("hf_specx.engine.proven.untested_traits", lambda model: frozenset())
+    monkeypatch.setattr("hf_specx.engine.measured_target.untested_traits", lambda model: frozenset())
     target, strategy = WRONG[name](), coupled(tiny(), 0.1)
     settings = SAMPLED | {"max_new_tokens": 60, "eos_token_id": 3}  # so that rows leave the batch
     texts = []

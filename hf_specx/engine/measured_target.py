@@ -1,4 +1,8 @@
-"""A target that the tests have not shown to be right is measured before its first candidates count."""
+"""Whether a target computes several tokens at once as one by one: measured where no test has shown it.
+
+Speculation rests on that. `with_measured_target` measures before the first candidates of a call count, by the
+[self-check](../models/self_check.py).
+"""
 
 import copy
 from dataclasses import replace
@@ -15,21 +19,19 @@ from hf_specx.models.slots import cache_name
 
 from .call import Call, in_layout
 from .ranks import any_rank
+from .reasons import why_measured_wrong
 from .report import PLAINLY
 from .run import make_batch, max_draft_tokens
 
 
-SILENCE = "num_draft_tokens=0 decodes plainly without this warning"
+def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
+    """The call in a layout where its target is right, or with the reason why transformers decodes it.
 
-
-def proven(call: Call) -> tuple[Call, ModelRunner | None]:
-    """A call whose target is right with several tokens at once: in this layout, in another, or decoded plainly.
-
-    A target is measured once for the `Conditions` of a call; what was found stays known as long as the model exists. A
-    type that is in no table is tried in all layouts that its attention may take, best first.
+    A target is measured once for the `Conditions` of a call; the result is kept as long as the model exists. A type
+    that is in no table is tried in all layouts that its attention may take, best first.
 
     Returns:
-        The call; and what has read its prompts, if the target was measured just now.
+        The call; and the runner that has read its prompts, None if the target was not measured just now.
     """
     model = call.prompt.model
     traits = frozenset() if call.fallback_reason else untested_traits(model)
@@ -42,12 +44,12 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
     if model.config.model_type not in LAYOUTS_OF and call.options.layout == "auto":
         layouts = layouts_of(model)
     candidates = max(steps, max_draft_tokens(call))
-    reasons = []
+    differences = []
     for layout in layouts:
         try:
             tried = call if layout == call.layout.target else in_layout(call, layout)
         except ValueError as error:  # what was asked for does not go with this layout
-            reasons.append(f"{layout}: {error}")
+            differences.append(f"{layout}: {error}")
             continue
         conditions = conditions_of(call.prompt, traits, layout, candidates, steps)
         difference, runner = _difference(tried, conditions)
@@ -58,9 +60,8 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
             return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
-        reasons.append(f"{layout}: {difference}")
-    reason = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
-    reason = f"{reason}({'; '.join(reasons)}); {SILENCE}"
+        differences.append(f"{layout}: {difference}")
+    reason = why_measured_wrong(describe(traits), differences)
     layout_plain = replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=reason)
     return replace(call, fallback_reason=reason, layout=layout_plain), None
 
