@@ -31,7 +31,7 @@ class RowState:
         stopping: its own `Stopping`; None where that of the call holds for all rows.
         request: the request of a queue that it answers; None outside of a queue.
         prompt_length: tokens of its prompt, without pads.
-        emitted: the ids of its tokens after the prompt.
+        emitted_ids: its tokens after the prompt.
         stopped_at: how many of these there are up to its stop; None as long as it goes on.
         dead_end: (n, error) if no token can follow its first n emitted ones, as where processors exclude all; the
             error is the one to raise. None otherwise.
@@ -48,7 +48,7 @@ class RowState:
     stopping: Any = None
     request: Any = None
     prompt_length: int = 0
-    emitted: list[int] = field(default_factory=list)
+    emitted_ids: list[int] = field(default_factory=list)
     stopped_at: int | None = None
     dead_end: tuple[int, Exception] | None = None
     num_streamed: int = 0
@@ -214,7 +214,9 @@ class Batch:
         num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
         self.emit(tokens, num_to_emit, ids)
         ended = stopping.remove_ended(self)
-        new_tokens = [self.row_states[row].emitted[count:] for row, count in zip(rows, emitted_before, strict=True)]
+        new_tokens = [
+            self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
+        ]
         return Round(
             batch=self,
             rows=rows,
@@ -241,13 +243,13 @@ class Batch:
         ids = tokens.tolist() if ids is None else ids
         for row, number, row_ids in zip(self.rows, num_to_emit, ids, strict=True):
             self.counts[row] += number
-            self.row_states[row].emitted += row_ids[:number]
+            self.row_states[row].emitted_ids += row_ids[:number]
 
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
         for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted[count:]
+            del state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -284,7 +286,7 @@ class Batch:
         """Cut a row that is about to leave to its first `count` emitted tokens, and pad it, as `generate` does."""
         self.ids[row, self.width + count :] = self.pad_token_id
         self.counts[row] = count
-        del self.row_states[row].emitted[count:]
+        del self.row_states[row].emitted_ids[count:]
 
     def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
         """Replace a row that has ended by another, with its state and prompt [l]."""

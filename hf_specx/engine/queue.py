@@ -109,7 +109,7 @@ class RequestQueue:
         for row in done.ended:
             state = table[row]
             if state.dead_end is None:
-                self.close(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
+                self.close(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
             else:
                 _, error = state.dead_end
                 state.dead_end = None
