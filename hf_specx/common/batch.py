@@ -94,8 +94,8 @@ class Batch:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for row, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            row.prompt_length = self.width - start
+        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -155,15 +155,15 @@ class Batch:
             columns += self.last(count - len(columns), count).T.tolist()
         return [[column[index] for column in columns[:count]] for index in range(len(self.rows))]
 
-    def prefix(self, emitted: int) -> torch.Tensor:
-        """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
-        self.reserve(emitted - max(self.counts))
-        return self.ids[:, : self.width + emitted]
+    def prefix(self, num_columns: int) -> torch.Tensor:
+        """[B, L + num_columns]: prompts and so many emitted columns after them, as `generate` gives to processors."""
+        self.reserve(num_columns - max(self.counts))
+        return self.ids[:, : self.width + num_columns]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The last `count` tokens of each decoding row, [R, count], of which the last `ahead` are candidates.
+        """[R, count] consecutive tokens of each decoding row, up to its candidate number `ahead` (1 for the first).
 
-        Where a row has fewer tokens, its first one is repeated before it.
+        By default the last emitted ones. Where a row has fewer tokens, its first one is repeated before it.
         """
         if len(self.counts) == 1 and (end := self.width + self.counts[0] + ahead) >= count:
             # a plain clone of one row keeps the stride of the whole text, for which torch would compile again

@@ -235,7 +235,7 @@ class ModelRunner:
         return None if self.hidden is None else self.hidden.last(logits_to_keep)
 
     def decode_tokens(self, batch: Batch, count: int, ahead: int, logits_to_keep: int) -> torch.Tensor:
-        """Feed `count` tokens of each row, of which the last `ahead` are candidates; returns their last logits.
+        """Feed `count` tokens of each row, up to its candidate number `ahead`; returns the last of their logits.
 
         A token that was fed before is fed again in the same slot.
 
@@ -416,7 +416,7 @@ class ModelRunner:
         return tokens if self.draft_vocab_size is None else tokens.clamp(max=self.draft_vocab_size - 1)
 
     def _positions(self, batch: Batch, emitted_index: torch.Tensor) -> torch.Tensor | None:
-        """Positions [..., R, q] of tokens, by which emitted ones of their rows they are: `emitted_index` [R, q], from 0.
+        """Positions [..., R, q] of the tokens of rows with `emitted_index` [R, q], 0 for the first after the prompt.
 
         None where the model counts positions itself. A candidate beyond the row's limit, which cannot be emitted, gets
         the position of the last token that can, since its own may not exist.
