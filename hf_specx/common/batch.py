@@ -31,7 +31,7 @@ class RowState:
         stopping: its own `Stopping`; None where that of the call holds for all rows.
         request: the request of a queue that it answers; None outside of a queue.
         prompt_length: tokens of its prompt, without pads.
-        emitted: the ids of its tokens after the prompt.
+        emitted_ids: its tokens after the prompt.
         stopped_at: how many of these there are up to its stop; None as long as it goes on.
         dead_end: (n, error) if no token can follow its first n emitted ones, as where processors exclude all; the
             error is the one to raise. None otherwise.
@@ -48,7 +48,7 @@ class RowState:
     stopping: Any = None
     request: Any = None
     prompt_length: int = 0
-    emitted: list[int] = field(default_factory=list)
+    emitted_ids: list[int] = field(default_factory=list)
     stopped_at: int | None = None
     dead_end: tuple[int, Exception] | None = None
     num_streamed: int = 0
@@ -94,8 +94,8 @@ class Batch:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for row, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            row.prompt_length = self.width - start
+        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -155,15 +155,15 @@ class Batch:
             columns += self.last(count - len(columns), count).T.tolist()
         return [[column[index] for column in columns[:count]] for index in range(len(self.rows))]
 
-    def prefix(self, emitted: int) -> torch.Tensor:
-        """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
-        self.reserve(emitted - max(self.counts))
-        return self.ids[:, : self.width + emitted]
+    def prefix(self, num_columns: int) -> torch.Tensor:
+        """[B, L + num_columns]: prompts and so many emitted columns after them, as `generate` gives to processors."""
+        self.reserve(num_columns - max(self.counts))
+        return self.ids[:, : self.width + num_columns]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The last `count` tokens of each decoding row, [R, count], of which the last `ahead` are candidates.
+        """[R, count] consecutive tokens of each decoding row, up to its candidate number `ahead` (1 for the first).
 
-        Where a row has fewer tokens, its first one is repeated before it.
+        By default the last emitted ones. Where a row has fewer tokens, its first one is repeated before it.
         """
         if len(self.counts) == 1 and (end := self.width + self.counts[0] + ahead) >= count:
             # a plain clone of one row keeps the stride of the whole text, for which torch would compile again
@@ -214,7 +214,9 @@ class Batch:
         num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
         self.emit(tokens, num_to_emit, ids)
         ended = stopping.remove_ended(self)
-        new_tokens = [self.row_states[row].emitted[count:] for row, count in zip(rows, emitted_before, strict=True)]
+        new_tokens = [
+            self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
+        ]
         return Round(
             batch=self,
             rows=rows,
@@ -241,13 +243,13 @@ class Batch:
         ids = tokens.tolist() if ids is None else ids
         for row, number, row_ids in zip(self.rows, num_to_emit, ids, strict=True):
             self.counts[row] += number
-            self.row_states[row].emitted += row_ids[:number]
+            self.row_states[row].emitted_ids += row_ids[:number]
 
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
         for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted[count:]
+            del state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -284,7 +286,7 @@ class Batch:
         """Cut a row that is about to leave to its first `count` emitted tokens, and pad it, as `generate` does."""
         self.ids[row, self.width + count :] = self.pad_token_id
         self.counts[row] = count
-        del self.row_states[row].emitted[count:]
+        del self.row_states[row].emitted_ids[count:]
 
     def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
         """Replace a row that has ended by another, with its state and prompt [l]."""

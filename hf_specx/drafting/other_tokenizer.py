@@ -96,7 +96,7 @@ class OtherTokenizerRunner:
         new, counts = [], list(self.draft_batch.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.row_states[row].emitted[: batch.counts[row]] + candidates
+            text = batch.row_states[row].emitted_ids[: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
             self.runner.limit_computed_tokens(row, counts[row])

@@ -77,7 +77,7 @@ class Stream:
         """Hand over what will surely be in the text."""
         new = []
         for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
-            new.append(row.emitted[row.num_streamed : end])
+            new.append(row.emitted_ids[row.num_streamed : end])
             row.num_streamed = end
         # where no row is padded, texts end with the call
         self.hand_on(new, done.ended if self.stopping.pads_finished_rows else ())

@@ -119,7 +119,7 @@ class RequestQueue:
         for row in done.ended:
             state = row_states[row]
             if state.dead_end is None:
-                self.complete(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
+                self.complete(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
             else:
                 _, error = state.dead_end
                 state.dead_end = None

@@ -69,8 +69,8 @@ class HostCacheRunner(ModelRunner):
     ) -> torch.Tensor:
         """As `_forward`, where the cache holds the first `before` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], how many are before each token
-        kwargs = self._inputs(batch, tokens, emitted)
+        emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
+        kwargs = self._inputs(batch, tokens, emitted_index)
         total = self.length + count
         lengths = [self.width - self.pad_counts[row] + n + count for row, n in zip(batch.rows, before, strict=True)]
         has_hidden_slots = min(lengths) < total or self.gaps is not None
@@ -83,7 +83,7 @@ class HostCacheRunner(ModelRunner):
         if "logits_to_keep" in self.parameters:
             inputs["logits_to_keep"] = logits_to_keep
         for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
-            table.columns = (self.width + emitted).clamp(max=self.last_column)
+            table.columns = (self.width + emitted_index).clamp(max=self.last_column)
             table.numbers = {min(self.width + n + i, self.last_column) for n in before for i in range(count)}
         # a decoder beside an encoder may make a mask itself, for which transformers would wait for the device too
         needs_mask = has_hidden_slots or (self.model.config.is_encoder_decoder and self.device.type != "cpu")
@@ -103,10 +103,10 @@ class HostCacheRunner(ModelRunner):
             is_visible &= ~is_gap | (columns >= self.width)
         return is_visible.long()
 
-    def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        """The arguments of `prepare_inputs_for_generation` for tokens [R, q]; `emitted` [R, q] are before each."""
+    def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted_index: torch.Tensor) -> dict[str, Any]:
+        """The arguments of `prepare_inputs_for_generation` for tokens [R, q] at `emitted_index` [R, q]."""
         count, kwargs = tokens.shape[1], dict(self.kwargs)
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         if positions is not None:
             kwargs[self.position_name] = positions
         elif self._counts_slots:
@@ -115,7 +115,7 @@ class HostCacheRunner(ModelRunner):
             if config.is_encoder_decoder and config.model_type == "whisper":
                 absent = self.pads if self.gaps is None else self.pads + self.gaps.sum(-1)
             first = self.width - absent[batch.index, None]
-            kwargs[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
+            kwargs[self.position_name] = first + emitted_index.clamp(max=self.last_column - self.width)
         kwargs |= self._token_types(count)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim == 4:
@@ -127,7 +127,7 @@ class HostCacheRunner(ModelRunner):
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         """As in `ModelRunner`; rejected candidates are taken back here, which else the next forward would do."""
         self._rewind(batch, [max(0, batch.counts[row] - 1) for row in batch.rows])
-        emitted = self._newest_computed(batch)
+        emitted_index = self._newest_computed(batch)
         is_visible = self._mask(batch, -1 if any(batch.counts) else 0, self.length).bool()
         is_visible = is_visible[:, None, None].to(self.device)
         masks, keys, windows = {}, {}, Masks(self.model).windows
@@ -139,7 +139,7 @@ class HostCacheRunner(ModelRunner):
             first = -windows.get(kind, 0)
             keys[kind] = layer.keys[:, :, :end][:, :, first:], layer.values[:, :, :end][:, :, first:]
             masks[kind] = is_visible[..., -keys[kind][0].shape[2] :]
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         return SharedKeys(positions, masks, keys)
 

@@ -81,14 +81,14 @@ class LockstepRunner(HostCacheRunner):
         for layer in layers:
             yield layer.keys[index, :, :end].clone(), layer.values[index, :, :end].clone()
 
-    def past_key_values(self, batch: Batch, emitted: int) -> Cache | None:
+    def past_key_values(self, batch: Batch, num_columns: int) -> Cache | None:
         """The cache itself if all rows ended together; else one made of their keys, None if some are lost."""
         rows = len(batch.counts)
         if len(self.saved_keys_values) + len(self.last_rows) == rows:
-            return super().past_key_values(batch, emitted)
+            return super().past_key_values(batch, num_columns)
         if self.saved_keys_values or self.num_rows < rows or len(set(batch.counts)) > 1:
             return None
-        self._rewind(batch.view_at(batch.counts, list(range(rows))), [emitted - 1] * rows)
+        self._rewind(batch.view_at(batch.counts, list(range(rows))), [num_columns - 1] * rows)
         return self.cache
 
 

@@ -93,13 +93,13 @@ class PackedRunner(ModelRunner):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         rows, count = tokens.shape
         counts = [batch.counts[row] for row in batch.rows]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], how many are before each token
-        positions = self._positions(batch, emitted)
+        emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         start = sum(self.lengths)
         kv_length = start + (max(counts) + ahead) * rows
         self._assign_slots(kv_length)
-        slots = start + emitted * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
+        slots = start + emitted_index * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
         is_aligned = len(set(counts)) == 1
         with grouped_queries():
@@ -129,18 +129,18 @@ class PackedRunner(ModelRunner):
         return self._logits(tokens[None], logits_to_keep, attention_mask=mask, position_ids=positions[None])[0]
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
-        rows, emitted = len(batch.rows), self._newest_computed(batch)
+        rows, emitted_index = len(batch.rows), self._newest_computed(batch)
         longest = max([batch.counts[row] for row in batch.rows])
         kv_length = sum(self.lengths) + max(0, longest - 1) * rows
         index = torch.arange(rows, device=self.device)
-        numbers = to_device_async(self.lengths, self.device) + emitted[:, 0].to(self.device)  # [R], of the queries
+        numbers = to_device_async(self.lengths, self.device) + emitted_index[:, 0].to(self.device)  # [R]
         is_of_row = self.row_of_slot[:kv_length] == index[:, None]
         masks: Any = self.masks.between(numbers[None, None, :, None], self.number_in_row[:kv_length], is_of_row)
         keys = {}
         for kind, number in layers.items():
             layer = self.cache.layers[number]
             keys[kind] = layer.keys[:, :, :kv_length], layer.values[:, :, :kv_length]
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         return SharedKeys(positions.T, masks, keys)
 
@@ -150,9 +150,9 @@ class PackedRunner(ModelRunner):
         if kv_length <= assigned:
             return
         start, rows = sum(self.lengths), len(self.lengths)
-        emitted = torch.arange((assigned - start) // rows, 2 * (kv_length - start) // rows, device=self.device)
-        row = torch.arange(rows, device=self.device).repeat(len(emitted))
-        numbers = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
+        emitted_index = torch.arange((assigned - start) // rows, 2 * (kv_length - start) // rows, device=self.device)
+        row = torch.arange(rows, device=self.device).repeat(len(emitted_index))
+        numbers = torch.tensor(self.lengths, device=self.device)[row] + emitted_index.repeat_interleave(rows)
         self.row_of_slot = torch.cat([self.row_of_slot, row])
         self.number_in_row = torch.cat([self.number_in_row, numbers])
 

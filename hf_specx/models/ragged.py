@@ -154,7 +154,7 @@ class RaggedRunner(ModelRunner):
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], how many are before each token
+        emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
         is_aligned = len(set(counts)) == 1
         num_missing = self.num_missing_tokens(batch)
         num_emitted = count - ahead  # of the tokens that are fed; the others are candidates
@@ -162,16 +162,16 @@ class RaggedRunner(ModelRunner):
             # a row that lacks fewer is fed its first missing token several times, and none before it: a sliding window
             # may have lost what those attended to
             num_present = [num_emitted - number for number in num_missing]
-            first_missing = to_device_async(num_present, emitted.device)[:, None]
-            index = torch.arange(count, device=emitted.device).maximum(first_missing)
-            emitted, tokens, is_aligned = emitted.gather(1, index), tokens.gather(1, index), False
-        slots, kv_length = (self.width + emitted).to(self.device), self.width + max(counts) + ahead
+            first_missing = to_device_async(num_present, emitted_index.device)[:, None]
+            index = torch.arange(count, device=emitted_index.device).maximum(first_missing)
+            emitted_index, tokens, is_aligned = emitted_index.gather(1, index), tokens.gather(1, index), False
+        slots, kv_length = (self.width + emitted_index).to(self.device), self.width + max(counts) + ahead
         ring = self.masks.longest_window + count + ahead
         if 0 < self.cache.slots.ring < ring:
             self._enlarge_rings(ring, slots[:, :1] - 1)
         self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         if positions is not None and "position_ids" in self.parameters:
             inputs["position_ids"] = positions.to(self.device)
         mask = self._mask(batch, slots, kv_length, is_aligned)
@@ -179,14 +179,14 @@ class RaggedRunner(ModelRunner):
             return self._logits(tokens.to(self.device), logits_to_keep, attention_mask=mask, **inputs)
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
-        emitted, max_count = self._newest_computed(batch), max([batch.counts[row] for row in batch.rows])
+        emitted_index, max_count = self._newest_computed(batch), max([batch.counts[row] for row in batch.rows])
         kv_length = self.width + max(0, max_count - 1)
-        masks: Any = self._mask(batch, (self.width + emitted).to(self.device), kv_length, is_aligned=False)
+        masks: Any = self._mask(batch, (self.width + emitted_index).to(self.device), kv_length, is_aligned=False)
         keys, rows = {}, len(batch.rows)
         for kind, number in layers.items():
             layer, slots = self.cache.layers[number], masks[kind].shape[-1]
             keys[kind] = layer.keys[:rows, :, :slots], layer.values[:rows, :, :slots]
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         return SharedKeys(positions, masks, keys)
 

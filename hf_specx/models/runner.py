@@ -235,7 +235,7 @@ class ModelRunner:
         return None if self.hidden is None else self.hidden.last(logits_to_keep)
 
     def decode_tokens(self, batch: Batch, count: int, ahead: int, logits_to_keep: int) -> torch.Tensor:
-        """Feed `count` tokens of each row, of which the last `ahead` are candidates; returns their last logits.
+        """Feed `count` tokens of each row, up to its candidate number `ahead`; returns the last of their logits.
 
         A token that was fed before is fed again in the same slot.
 
@@ -329,7 +329,7 @@ class ModelRunner:
         raise NotImplementedError
 
     def _newest_computed(self, batch: Batch) -> torch.Tensor:
-        """[R, 1], the number of the newest emitted token in the cache, from 0 on; -1 for the last of a prompt."""
+        """[R, 1], the `emitted_index` of the newest token in the cache; -1 if that is the last of a prompt."""
         return (batch.ends - batch.width - 2).clamp(min=-1)[:, None]
 
     def observe(self, done: Round) -> None:
@@ -386,13 +386,13 @@ class ModelRunner:
         """
         return None
 
-    def past_key_values(self, batch: Batch, emitted: int) -> Cache | None:
+    def past_key_values(self, batch: Batch, num_columns: int) -> Cache | None:
         """The cache that `generate` would return, of all columns except the last; None if that cannot be made.
 
         It is made of this runner's cache, which is empty afterwards.
         """
-        ends = [self.width + min(count, emitted - 1) for count in batch.counts]
-        length = self.width + emitted - 1
+        ends = [self.width + min(count, num_columns - 1) for count in batch.counts]
+        length = self.width + num_columns - 1
         slots = getattr(self_attention(self.cache), "slots", None)
         has_lost = slots is not None and slots.has_lost  # else layers with a window hold the whole text too
         past = DynamicCache(config=self.model.config) if has_lost else DynamicCache()
@@ -415,8 +415,8 @@ class ModelRunner:
     def _clamp_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.draft_vocab_size is None else tokens.clamp(max=self.draft_vocab_size - 1)
 
-    def _positions(self, batch: Batch, emitted: torch.Tensor) -> torch.Tensor | None:
-        """Positions [..., R, q] of tokens, from how many emitted ones are before each, `emitted` [R, q].
+    def _positions(self, batch: Batch, emitted_index: torch.Tensor) -> torch.Tensor | None:
+        """Positions [..., R, q] of the tokens of rows with `emitted_index` [R, q], 0 for the first after the prompt.
 
         None where the model counts positions itself. A candidate beyond the row's limit, which cannot be emitted, gets
         the position of the last token that can, since its own may not exist.
@@ -426,5 +426,5 @@ class ModelRunner:
         first = self.first_position
         if len(batch.rows) < first.shape[-2]:
             first = first.index_select(-2, batch.index)
-        positions = first + emitted.clamp(max=self.prompt.max_new_tokens - 2)
+        positions = first + emitted_index.clamp(max=self.prompt.max_new_tokens - 2)
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)

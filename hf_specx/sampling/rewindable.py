@@ -160,7 +160,7 @@ class TokenMasks(RoundProcessor):
         """Feed the first `count` emitted tokens of a row, and drop the masks before their end."""
         fed = self.fed_tokens.setdefault(row, FedTokens())
         for number in range(min(fed.num_emitted, count), count):  # a text may have been cut
-            self._feed(row, number, batch.row_states[row].emitted[number])
+            self._feed(row, number, batch.row_states[row].emitted_ids[number])
         if fed.num_emitted != count:
             fed.num_emitted = count
             fed.masks = {length: mask for length, mask in fed.masks.items() if length >= count}
@@ -208,7 +208,7 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost_rows = []
         for row, fed in self.fed_tokens.items():
-            text = batch.row_states[row].emitted[:-1]
+            text = batch.row_states[row].emitted_ids[:-1]
             common = list(takewhile(lambda pair: pair[0] == pair[1], zip(fed.tokens, text, strict=False)))
             if self.is_updating or len(fed.tokens) - len(common) > self.max_rollback:
                 lost_rows.append(str(row))

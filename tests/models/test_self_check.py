@@ -1,7 +1,6 @@
 """What no table knows is measured before its candidates count: wrong targets have plain's text, right ones a draft."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -152,7 +151,7 @@ def test_a_warning_says_why_and_how_to_silence_it():
         target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
 
 
-def test_registered_models_are_trusted(tmp_path: Any):
+def test_registered_models_are_trusted():
     for model_type in RIGHT:
         assert not untested_traits(tiny(model_type))
 

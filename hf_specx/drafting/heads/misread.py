@@ -90,7 +90,7 @@ class MisreadWatch:
         for proposed in self.rounds:
             num_columns = proposed.tokens.shape[1]
             for row, length, before in zip(proposed.rows, proposed.lengths, proposed.before, strict=True):
-                text = batch.row_states[row].emitted
+                text = batch.row_states[row].emitted_ids
                 for column in range(num_columns):
                     token, index = next(tokens), before + column + shift
                     # the first position of a block may be trained for nothing

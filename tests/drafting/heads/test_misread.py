@@ -35,7 +35,7 @@ def watched(
         num_accepted = int(torch.rand((), generator=draws) < accepted)
         done: Any = SimpleNamespace(draft=draft, rows=[0], emitted_before=[1 + 3 * number], accepted=[num_accepted])
         watch.observe(done, "head")
-    return watch, SimpleNamespace(row_states=[RowState(emitted=TEXT)])
+    return watch, SimpleNamespace(row_states=[RowState(emitted_ids=TEXT)])
 
 
 def test_layouts_are_named_by_where_candidates_fit():
