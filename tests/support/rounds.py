@@ -46,7 +46,7 @@ def made_round(
         "batch": None,
         "rows": list(range(len(lengths))) if rows is None else rows,
         "draft": Draft(torch.zeros(len(lengths), max(lengths), dtype=torch.int64), lengths),
-        "before": [1] * len(lengths),
+        "emitted_before": [1] * len(lengths),
         "emitted": gained if emitted is None else emitted,
         "tokens": [[0] * number for number in (gained if emitted is None else emitted)],
         "accepted": accepted,
