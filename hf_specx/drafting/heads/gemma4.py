@@ -18,10 +18,10 @@ from hf_specx.drafting.forward_times import ForwardSize, size_of
 from hf_specx.models.attention import grouped_queries
 from hf_specx.models.runner import SharedKeys
 
+from .config import ASSISTANTS
 from .layers import to_device_of
 
 
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # their text models
 UNLIKELY = -1e30  # a logit that gives probability 0 beside any other; among such alone, all tokens have the same
 

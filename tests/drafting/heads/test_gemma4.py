@@ -50,8 +50,8 @@ class Beside(Aligned):
         super().__init__(assistant, target)  # type: ignore[arg-type]
         self.variant = variant
 
-    def states(self, text: Sequence[int]) -> Any:
-        return target_read(self.target, text)
+    def states(self, texts: dict[int, list[int]]) -> list[Any]:
+        return [target_read(self.target, text) for text in texts.values()]
 
     def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> torch.Tensor:
         return assistant_logits(self.head, self.target, states, text, drafted, **self.variant)
