@@ -251,7 +251,7 @@ def resumption(folder: Path, phases: int, initial_alpha: float, tell: Tell) -> t
 
 @contextmanager
 def target_unchanged(target: PreTrainedModel) -> Iterator[None]:
-    """No gradients reach a target whose tables a head reads, and generators that the Trainer seeds are as before."""
+    """No gradients reach a target whose embedding a head has, and generators that the Trainer seeds are as before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())
