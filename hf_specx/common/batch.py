@@ -13,6 +13,7 @@ import torch
 
 from .devices import to_device_async
 from .round import Draft, Round, Verdict
+from .tree import Tree, at_nodes, tree_of
 
 
 @dataclass(eq=False)
@@ -65,6 +66,8 @@ class Batch:
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
+        takes_trees: whether candidates may branch; else those of first choice are taken.
+        tree: how the candidates that stand behind the ends branch; None if each follows the one before.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Batch:
         pad_token_id: int,
         lockstep: bool = False,
         table: list[Row] | None = None,
+        takes_trees: bool = False,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep = lockstep
+        self.lockstep, self.takes_trees = lockstep, takes_trees
         rows, device = input_ids.shape[0], input_ids.device
         self.table = [Row() for _ in range(rows)] if table is None else table
         if attention_mask is None:
@@ -94,6 +98,7 @@ class Batch:
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
+        self.tree: Tree | None = None
         self.read_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
         self.index = to_device_async(rows, self.ids.device, torch.int64)
         self.ends = to_device_async([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
@@ -111,6 +116,7 @@ class Batch:
 
         `known_ids` [up to n][R] are the ids of the first of these columns, as far as they were read back.
         """
+        self.tree = None
         self.reserve(ahead + tokens.shape[1])
         del self.read_candidates[ahead:]
         if len(self.read_candidates) == ahead:
@@ -122,7 +128,13 @@ class Batch:
         self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
 
     def write_draft(self, draft: Draft) -> Draft:
-        """The same draft, whose candidates are written after each row's end, where the target reads them."""
+        """The same draft, whose candidates are written after each row's end, where the target reads them.
+
+        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
+        choices.
+        """
+        if draft.parents is not None and not self.takes_trees:
+            draft = draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
@@ -130,7 +142,24 @@ class Batch:
             raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
             self.write(draft.tokens, known_ids=draft.known)
+            if draft.parents is not None:
+                self.tree = self._tree_of(draft)
         return draft
+
+    def _tree_of(self, draft: Draft) -> Tree | None:
+        """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
+        parents = tuple(map(tuple, draft.parents or ()))
+        numbers = list(map(len, parents))
+        if numbers != draft.lengths:
+            message = f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths "
+            raise ValueError(f"{message}{draft.lengths}; give each row one parent a candidate.")
+        if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
+            return None
+        return tree_of(parents, draft.tokens.shape[1], self.ids.device)
+
+    def candidates_before(self, index: int, node: int) -> Sequence[int]:
+        """The numbers of the candidates of row index `index` on the way to a node, itself the last."""
+        return range(node) if self.tree is None else self.tree.rows[index].paths[node]
 
     def candidates(self, count: int) -> list[list[int]]:
         """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
@@ -182,32 +211,41 @@ class Batch:
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
         models are fed by the ends of the rows. `stopping` is a `Stopping`.
         """
-        rows, lengths = self.rows, draft.lengths
+        rows, tree, chain = self.rows, self.tree, draft.first_choices()
+        lengths = chain.lengths
         before = [self.counts[row] for row in rows]
-        accepted, next_token, *figures = verdict
+        accepted, next_token, *figures, path = verdict
         tokens = next_token[:, None]
         if draft.tokens.shape[1]:
-            tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
+            candidates = draft.tokens
+            if path is not None:
+                candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), path)[:, 1:]
+            tokens = torch.nn.functional.pad(candidates, (0, 1)).scatter(1, accepted[:, None], tokens)
         stops = stopping.stop_flags(self, tokens, accepted)
-        new_ids, accepted_columns, acceptance, overlap, undefined, stops_of_rows = _as_lists(
-            tokens, accepted[:, None], *figures, stops
+        taken = tokens.new_zeros(len(rows), 0) if path is None else path[:, 1:]
+        new_ids, accepted_columns, acceptance, overlap, undefined, stops_of_rows, nodes_taken = _as_lists(
+            tokens, accepted[:, None], *figures, stops, taken
         )
         num_accepted = [number for (number,) in accepted_columns]
+        paths = [list(range(number)) for number in num_accepted]
+        if path is not None:
+            paths = [[node - 1 for node in nodes_taken[row][:number]] for row, number in enumerate(num_accepted)]
+            forward, scores = forward.at_nodes(path), at_nodes(scores, path)
         gained = [number + 1 for number in num_accepted]
         if self.lockstep:
             gained = [min(gained)] * len(gained)
         self.emit(tokens, stopping.num_to_emit(self, new_ids, gained, stops_of_rows), new_ids)
         ended = stopping.remove_ended(self)
         emitted = [self.table[row].emitted[count:] for row, count in zip(rows, before, strict=True)]
-        return Round(
+        done = Round(
             batch=self,
             rows=rows,
-            draft=draft,
+            draft=chain,
             before=before,
             emitted=list(map(len, emitted)),
             tokens=emitted,
             accepted=num_accepted,
-            judged=[min(number + 1, length) for number, length in zip(num_accepted, lengths, strict=True)],
+            judged=[],
             gained=gained,
             acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
@@ -215,7 +253,11 @@ class Batch:
             ended=ended,
             forward=forward,
             scores=scores,
+            tree=tree,
+            paths=paths,
         )
+        done.judged = [min(number + 1, length) for number, length in zip(done.first_accepted, lengths, strict=True)]
+        return done
 
     def emit(self, tokens: torch.Tensor, numbers: list[int], ids: list[list[int]] | None = None) -> None:
         """Emit the first `numbers` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
@@ -258,6 +300,7 @@ class Batch:
         view.rows, view.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
         view.starts = view.index
         view.ends = view.index + width + self.counts[row]
+        view.tree = None if self.tree is None else self.tree.row(view.parent[1])
         return view
 
     def truncate(self, row: int, count: int) -> None:

@@ -39,6 +39,7 @@ class SeveralDrafts(Drafter):
         self.timed = self.others if self.model_part is None else [self.model_part]  # "auto" goes by the cost of these
         self.parts = self.others if self.model_part is None else [*self.others, self.model_part]
         self.has_probs = any(part.has_probs for part in parts)
+        self.proposes_trees = any(part.proposes_trees for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         self.hidden_of_all = any(part.needs_hidden and part.hidden_of_all for part in parts)
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
@@ -198,10 +199,15 @@ def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> 
         probs = torch.nn.functional.pad(probs, (0, 0, 0, longest - probs.shape[1]))  # cut, if that is negative
         certain = torch.zeros_like(probs).scatter_(-1, tokens[..., None], 1)
         probs = torch.where(to_device_async(free, probs.device)[:, None, None], certain, probs)
-    forced = None
+    forced = parents = None
     if any(drafts[part].forced for part in taken):
         forced = []
         for row, part in enumerate(taken):
             flags = drafts[part].forced
             forced.append([False] * lengths[row] if flags is None else flags[row])
-    return Draft(tokens, lengths, probs, sources, forced, free=free)
+    if any(drafts[part].parents for part in taken):
+        parents = []
+        for row, part in enumerate(taken):
+            of_part = drafts[part].parents
+            parents.append(tuple(range(-1, lengths[row] - 1)) if of_part is None else of_part[row])
+    return Draft(tokens, lengths, probs, sources, forced, free=free, parents=parents)

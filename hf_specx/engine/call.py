@@ -76,6 +76,8 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
         shown: whether the streamer has the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
+        nodes: the most candidates of a row in a round where they may branch; 0 where each follows the one before.
+        tree_reason: why they do not branch though that was asked for; empty if they do, or it was not.
     """
 
     options: Any
@@ -93,6 +95,8 @@ class Call:
     queue: RequestQueue | None = None
     shown: bool = False
     measured_candidates: int | None = None
+    nodes: int = 0
+    tree_reason: str = ""
 
 
 def make_call(
@@ -129,8 +133,11 @@ def make_call(
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
     else:
         layout = _layout(options, prompt, drafter, queue is not None)
+    tree_reason = why_no_tree(options, prompt, drafter, layout, synced or shared)
+    nodes = 0 if tree_reason or options.tree is False else options.tree
     lockstep_with_seeds = seeds is not None and layout.lockstep  # only coupled then has the text of a row alone
-    verification = options.verification or ("coupled" if lockstep_with_seeds or not drafter.has_probs else "block")
+    is_coupled = lockstep_with_seeds or not drafter.has_probs or nodes > 0
+    verification = options.verification or ("coupled" if is_coupled else "block")
     verification = verification if config.do_sample else "greedy"
     wants_past = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
     later_prompts = queue is not None and layout.refills  # which have limits of their own
@@ -159,6 +166,8 @@ def make_call(
         shared=shared,
         queue=queue,
         shown=shown,
+        nodes=nodes,
+        tree_reason=tree_reason,
     )
     _check_together(call)
     return call
@@ -260,6 +269,22 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter, queued: bool) -> Lay
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not whole)
+
+
+def why_no_tree(options: Any, prompt: Prompt, drafter: Drafter, layout: Layout, ranks: bool) -> str:
+    """Why candidates of a call do not branch though that was asked for; empty if they may, or it was not."""
+    if options.tree is False or layout.target == PLAINLY:
+        return ""
+    name, positions = type(prompt.model).__name__, prompt.kwargs.get("position_ids")
+    if not drafter.proposes_trees:
+        return "no tree: the draft does not know what else it could have proposed"
+    if layout.target != "ragged":
+        return f"no tree: the layout of {name} is {layout.target!r}, and only 'ragged' has a mask for nodes"
+    if positions is not None and positions.ndim == 3:
+        return f"no tree: {name} has positions of images"
+    if options.verification in ("token", "block") and prompt.generation_config.do_sample:
+        return f"no tree: verification={options.verification!r} judges a chain; 'coupled' takes trees"
+    return "no tree: other ranks run the same forwards" if ranks else ""
 
 
 def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:

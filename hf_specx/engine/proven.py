@@ -59,7 +59,10 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
             if call.queue is not None and not conditions.hold_for_later_prompts:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
-            return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
+            proven_call = replace(tried, layout=layout_shown, measured_candidates=candidates)
+            if tried.nodes:
+                proven_call = replace(proven_call, nodes=0, tree_reason="no tree: the target was measured with chains")
+            return proven_call, runner
         reasons.append(f"{layout}: {difference}")
     reason = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
     reason = f"{reason}({'; '.join(reasons)}); {SILENCE}"

@@ -15,6 +15,7 @@ from hf_specx.drafting.drafter import DraftContext
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.drafting.several import SeveralDrafts
+from hf_specx.drafting.trees import Trees
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
@@ -54,6 +55,7 @@ class Run:
         self.call, self.costs, self.stopping = call, costs, call.stopping
         self.batch, self.finished = make_batch(call), False
         self.has_read = target is not None
+        self.trees = Trees(call.nodes) if call.nodes else None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors = self._make_processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
@@ -80,12 +82,13 @@ class Run:
             costs=costs,
             keeps=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
+            tree_reason=call.tree_reason,
         )
         config = prompt.generation_config
         self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)
         self.listeners: list[Listener] = [self.report]
-        for listener in (self.outputs, self.stream, *options.listeners, call.queue):
+        for listener in (self.trees, self.outputs, self.stream, *options.listeners, call.queue):
             if listener is not None:
                 self.listeners.append(listener)
         self.started = self.lapped = time.perf_counter()
@@ -123,6 +126,7 @@ class Run:
             round_timer=self.round_timer,
             number=call.drafting.number,
             alpha=None if call.shared else self.costs.alpha.get(call.verification),
+            trees=self.trees,
         )
         self.drafter.start(context)
         self.schedule = self._make_schedule()
@@ -280,7 +284,8 @@ def make_batch(call: Call) -> Batch:
         table = [Row(limit=prompt.longest, seed=seed, drafts_alone=drafts_alone) for seed in seeds]
     else:
         table = [request_row(call, entry) for entry in call.queue.entries]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
+    pad_token_id = 0 if pad is None else int(pad)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, table, takes_trees=call.nodes > 0)
 
 
 def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:

@@ -12,8 +12,9 @@ from transformers.generation import utils
 from hf_specx.common.architectures import READS_WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
+from hf_specx.common.round import Round
 
-from .attention import SLIDING, Mask, Masks, grouped_queries
+from .attention import SLIDING, Mask, Masks, VisibleNodes, grouped_queries
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, Prompt, prepare
 from .runner import ModelRunner, SharedKeys
@@ -161,12 +162,24 @@ class RaggedRunner(ModelRunner):
             self._enlarge_rings(ring, slots[:, :1] - 1)
         self.cache.slots.set_write_slots(None if even else slots, extent - count, extent)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
+        nodes = self._visible_nodes(batch, count, ahead)
+        if nodes is not None:  # their positions follow from their depths
+            emitted = batch.columns(-1, 1) - batch.width + nodes.depths[:, 1 + ahead - count :].to(emitted.device)
         positions = self._positions(batch, emitted)
         if positions is not None and "position_ids" in self.parameters:
             inputs["position_ids"] = positions.to(self.device)
-        mask = self._mask(batch, slots, extent, even)
+        mask = self._mask(batch, slots, extent, even, nodes)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), keep, attention_mask=mask, **inputs)
+
+    def _visible_nodes(self, batch: Batch, count: int, ahead: int) -> VisibleNodes | None:
+        """What the last `count` of a tree's nodes see, where `ahead` candidates are fed with them; None in a chain."""
+        if batch.tree is None or not ahead:
+            return None
+        root = (batch.ends - 1 + self.width - batch.width)[:, None].to(self.device)
+        depths = batch.tree.depths[:, : 1 + ahead]
+        sees = batch.tree.sees[:, 1 + ahead - count : 1 + ahead, : 1 + ahead]
+        return VisibleNodes(root, depths.to(self.device), sees.to(self.device))
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         emitted, longest = self._newest(batch), max([batch.counts[row] for row in batch.rows])
@@ -187,22 +200,34 @@ class RaggedRunner(ModelRunner):
                 layer.enlarge(ring, newest)
         self.cache.slots.ring = ring
 
-    def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
+    def _mask(
+        self, batch: Batch, slots: torch.Tensor, extent: int, even: bool, nodes: VisibleNodes | None = None
+    ) -> Mask | None:
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
         pads = holes = None
         if self.holes is not None:
             holes = nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
         if holes is not None or max([self.pad_counts[row] for row in batch.rows]):
             pads = self.pads[batch.index].to(self.device)
-        elif even and slots.shape[1] == 1 and self.masks.only_causal:
+        elif even and slots.shape[1] == 1 and self.masks.only_causal and nodes is None:
             return None
-        return self.masks(slots, pads, extent, holes, self.cache.slots.ring)
+        return self.masks(slots, pads, extent, holes, self.cache.slots.ring, nodes)
 
     def _row_inputs(self, count: int) -> dict[str, Any]:
         """What else the forward is given for each row, as `generate` gives it to the next tokens."""
         names = self.per_row_inputs & self.parameters.keys() - PREFILL_INPUTS
         inputs = {name: value for name, value in self.kwargs.items() if name in names}
         return inputs | self._token_types(count)
+
+    def observe(self, done: Round) -> None:
+        """Have what was accepted on branches in the slots of a chain, and then as in other layouts."""
+        moved = []
+        for index, (path, before) in enumerate(zip(done.paths, done.before, strict=False)):
+            end = self.width + before
+            moved += [(index, end + number, end + place) for place, number in enumerate(path) if place != number]
+        if moved and (self.prompt.keeps_past or not done.finished):
+            self.cache.move(*to_device_async(moved, self.device).unbind(1))
+        super().observe(done)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:

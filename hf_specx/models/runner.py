@@ -18,6 +18,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import cat_on, execution_device, last_device, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.tree import at_nodes
 from hf_specx.common.wrappers import keeping_cache, text_decoder
 
 from .prompts import UNLIMITED, HiddenStateTap, Prompt, gather_input_rows, has_rows, position_table
@@ -35,6 +36,11 @@ class Forward(NamedTuple):
     hidden: torch.Tensor | None = (
         None  # [R, K + 1, H], of the last layer, or those of all taps joined; if they are read
     )
+
+    def at_nodes(self, nodes: torch.Tensor) -> "Forward":
+        """What it gave after nodes [R, n] of a tree alone, as a forward of a chain of these would have."""
+        hidden = None if self.hidden is None else at_nodes(self.hidden, nodes)
+        return Forward(at_nodes(self.logits, nodes), hidden)
 
 
 class SharedKeys(NamedTuple):
@@ -221,7 +227,8 @@ class ModelRunner:
     def decode_tokens(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.
 
-        One that was fed before is fed again in the same slot. Returns logits [R, keep, V] after the last `keep`.
+        One that was fed before is fed again in the same slot. Returns logits [R, keep, V] after the last `keep`. In a
+        tree, of which only the ragged layout knows, these are its last nodes, each fed to a slot of its own.
         """
         tokens = self._clamp_ids(batch.last(count, ahead))
         with self.hidden or contextlib.nullcontext():

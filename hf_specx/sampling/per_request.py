@@ -20,7 +20,7 @@ from hf_specx.common.round import Draft
 
 from .processors import NO_LIMIT, OF_TEXT, SYNTHID, WARPERS, Positions, Processor, Processors, TopTokensWarper, warp
 from .stopping import Stopping
-from .vectorized import Prefixes
+from .vectorized import Prefixes, PrefixNodes
 
 
 # of processors that ask only how long a text is: the settings of which the sum is a length
@@ -106,8 +106,8 @@ class GroupPrefixes(Prefixes):
         lengths = []
         for index, shift in zip(group.indices, group.shifts, strict=True):
             lengths.append(batch.width + batch.counts[batch.rows[index]] - shift)
-        self.shortest = min(lengths) + ahead
-        self.longest = max(lengths) + ahead + positions - 1
+        fewest, most = self.candidates_before
+        self.shortest, self.longest = min(lengths) + fewest, max(lengths) + most
         self.read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what `tokens` gave, by its start
 
     @cached_property
@@ -121,26 +121,31 @@ class GroupPrefixes(Prefixes):
         return self.cached(key, lambda: to_device_async(shifts, self.row_numbers.device, torch.int64)[:, None])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
-        """[R, count], the columns of the batch from `first` after the end of each row on."""
         columns = self.batch.columns(first, count)
         return columns if self.group.selection is None else columns[self.group.selection]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        return self._columns(self.ahead, self.positions) - self.shift
+    def nodes(self) -> PrefixNodes | None:
+        nodes = super().nodes
+        if nodes is None or self.group.selection is None:
+            return nodes
+        return PrefixNodes(*(x[self.group.selection] for x in nodes))
 
-    def last(self, count: int) -> torch.Tensor:
-        self.batch.reserve(self.ahead + self.positions)
-        columns = self._columns(self.ahead - count, count + self.positions - 1)
-        return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return super().lengths - self.shift
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         if start not in self.read:
             self.batch.reserve(self.ahead + self.positions - 1)
             columns = torch.arange(start, self.longest, device=self.row_numbers.device)
             # what lies behind the end of a row is not counted by anyone
-            places = (columns[None] + self.shift).clamp_(max=self.batch.ids.shape[1] - 1)
-            self.read[start] = self.batch.ids[self.row_numbers[:, None], places], columns
+            places = (columns[None] + self.shift)[:, None]
+            if self.nodes is not None:
+                end = self._end[..., None]
+                places = end + self.nodes.behind_end((places - end).expand(-1, self.positions, -1))
+            places = places.clamp(max=self.batch.ids.shape[1] - 1)
+            self.read[start] = self.batch.ids[self.row_numbers[:, None, None], places], columns
         return self.read[start]
 
 
@@ -155,7 +160,7 @@ class RequestProcessors(Processors):
         """`table` has the rows of the batch, with their `RowProcessors`; `limit` as in `Processors`."""
         self.table, self.eos_token_ids, self.limit = table, eos_token_ids, limit
         self.applied: list[Any] = []
-        self.prefix_errors = ChainMap[tuple[int, int], Exception]()
+        self.prefix_errors = ChainMap[tuple[int, tuple[int, ...]], Exception]()
         self.plan: Plan | None = None
 
     @property

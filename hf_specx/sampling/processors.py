@@ -7,7 +7,7 @@ candidates: see `rewindable`. A call with any other is decoded by transformers' 
 """
 
 import sys
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Hashable, Sequence, Set
 from functools import cached_property, reduce
 from typing import Any
@@ -56,7 +56,7 @@ class RoundProcessor:
     name: str = ""
     max_rollback: int = sys.maxsize
     vocab_size: int = 0
-    prefix_errors: dict[tuple[int, int], Exception] | None = None
+    prefix_errors: dict[tuple[int, tuple[int, ...]], Exception] | None = None
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
@@ -83,8 +83,8 @@ class Processors:
     Attributes:
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` says what takes no more.
         mask_size: V of their masks; 0 if none of them has any.
-        prefix_errors: those of `prefix_allowed_tokens_fn`, by row and by tokens emitted before: it allowed no token,
-            or raised. Where that text has a rejected candidate in it, the error does not count.
+        prefix_errors: those of `prefix_allowed_tokens_fn`, by row and the tokens emitted before: it allowed no token,
+            or raised. Where that is not what the row has emitted, the error does not count.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Processors:
         self.applied = fuse_warpers(processors)
         self.max_rollback, self.limited_by = limit
         self.mask_size = 0
-        self.prefix_errors: ChainMap[tuple[int, int], Exception] = ChainMap()
+        self.prefix_errors: ChainMap[tuple[int, tuple[int, ...]], Exception] = ChainMap()
         for processor in self.applied:
             if isinstance(processor, RoundProcessor):
                 if processor.max_rollback < self.max_rollback:
@@ -141,18 +141,23 @@ class Positions:
         return Prefixes(self.batch, self.ahead, self.number, self.processors.cache)
 
     @cached_property
-    def cells(self) -> dict[int, list[tuple[int, int]]]:
-        """The (row index, position) pairs that `generate` could reach, by the number of tokens emitted before them."""
-        batch, cells = self.batch, dict[int, list[tuple[int, int]]]()
+    def cells(self) -> dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]:
+        """The (row index, position, candidates before it) that `generate` could reach.
+
+        They are by the number of tokens emitted before them. Of a tree, where a row has several with as many, by their
+        number among these as well.
+        """
+        batch, cells = self.batch, dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]()
         for index, candidates in enumerate(batch.candidates(self.ahead + self.number - 1)):
-            row = batch.rows[index]
+            row, seen = batch.rows[index], Counter[int]()
             last = self.number - 1 if self.draft is None else self.draft.lengths[index]
             for position in range(last + 1):
-                before = self.ahead + position
-                emitted = batch.counts[row] + before
-                goes_on = self.processors.eos_token_ids.isdisjoint(candidates[:before])
+                before = tuple(candidates[number] for number in batch.candidates_before(index, self.ahead + position))
+                emitted = batch.counts[row] + len(before)
+                goes_on = self.processors.eos_token_ids.isdisjoint(before)
                 if goes_on and emitted < batch.table[row].limit:
-                    cells.setdefault(emitted, []).append((index, position))
+                    cells.setdefault((emitted, seen[emitted]), []).append((index, position, before))
+                    seen[emitted] += 1
         return cells
 
     def apply(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -167,17 +172,34 @@ class Positions:
         return self._by_length(processor, scores) if result is None else result
 
     def _by_length(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
-        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
+        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V].
+
+        In a tree one for each set of prefixes that are of as many rows.
+        """
         batch, result = self.batch, scores.clone()
-        for emitted, members in self.cells.items():
-            index, position = to_device_async(members, scores.device).unbind(-1)
+        for (emitted, _), members in self.cells.items():
+            numbers = [(index, position) for index, position, _ in members]
+            index, position = to_device_async(numbers, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
+            if batch.tree is not None:
+                prefix = self._on_branches(prefix, members)
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
             processed = processor(prefix, every)[row]
             result = result.to(processed.dtype)  # later processors get the precision that they get in `generate`
             result[index, position] = processed
         return result
+
+    def _on_branches(self, prefix: torch.Tensor, members: list[tuple[int, int, tuple[int, ...]]]) -> torch.Tensor:
+        """Prefixes [B, n] that end with the candidates before each member, of which each is in a row of its own."""
+        batch, width, cells = self.batch, prefix.shape[1], []
+        for index, _, before in members:
+            row, first = batch.rows[index], width - len(before)
+            cells += [(row, first + number, token) for number, token in enumerate(before)]
+        if not cells:
+            return prefix
+        rows, columns, tokens = to_device_async(cells, prefix.device).unbind(-1)
+        return prefix.index_put((rows, columns), tokens)
 
 
 def can_look_ahead(processor: Processor) -> bool:

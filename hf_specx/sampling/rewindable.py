@@ -56,16 +56,16 @@ class ShownTokens:
 
     Attributes:
         tokens: emitted ones, the first `num_emitted` of them, and then candidates.
-        masks: [V] bool, by the number of tokens before.
+        masks: [V] bool, by the candidates before.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_emitted: int = 0
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def excludes(self, number: int, token: int) -> bool:
-        """Whether the mask of token `number` does not have it, or no mask was asked for, as where a row ends."""
-        mask = self.masks.get(number)
+    def excludes(self, candidates: Sequence[int], token: int) -> bool:
+        """Whether the mask after these does not have a token, or no mask was asked for, as where a row ends."""
+        mask = self.masks.get(tuple(candidates))
         return mask is None or token >= len(mask) or not mask[token]
 
 
@@ -107,7 +107,8 @@ class TokenMasks(RoundProcessor):
         all_allowed = torch.ones(self.vocab_size, dtype=torch.bool, device="cpu")
         masks = []
         for of_row in self.masks_after(batch, ahead, wanted):
-            masks += of_row + [all_allowed] * (positions - len(of_row))
+            masks += [all_allowed if mask is None else mask for mask in of_row]
+            masks += [all_allowed] * (positions - len(of_row))
         excluded = to_device(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
         masked_scores = scores.masked_fill(excluded, -torch.inf)
         if not self.readmits:
@@ -120,55 +121,67 @@ class TokenMasks(RoundProcessor):
         masks = self.masks_after(batch, ahead, [int(is_wanted) for is_wanted in wanted])
         return [of_row[0] if of_row else None for of_row in masks]
 
-    def masks_after(self, batch: Batch, ahead: int, wanted: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates.
+    def masks_after(self, batch: Batch, ahead: int, wanted: Sequence[int]) -> list[list[torch.Tensor | None]]:
+        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates; of a tree, at nodes.
 
         Args:
-            wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
+            wanted: [R], how many. One is None where a candidate before ends the row, or is one that a strict processor
                 excludes, or where its text has no room.
         """
         candidates = batch.candidates(ahead + max(wanted) - 1)
-        masks: list[list[torch.Tensor]] = [[] for _ in wanted]
+        masks: list[list[torch.Tensor | None]] = [[] for _ in wanted]
         for row in batch.rows:
             self._show_emitted(batch, row, batch.counts[row])
         for position in range(max(wanted)):
-            lengths = {}  # by row: how many tokens it has here, if it wants a mask
+            shown = {}  # by row: the candidates that it has been shown, if a mask is to follow
             for index, row in enumerate(batch.rows):
-                length = batch.counts[row] + ahead + position
-                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.table[row].limit
-                if is_wanted and self._show_candidates(row, batch.counts[row], candidates[index][: ahead + position]):
-                    lengths[row] = length
-            self._compute_masks(lengths)
+                if position >= wanted[index]:
+                    continue
+                numbers = batch.candidates_before(index, ahead + position)
+                before = tuple(candidates[index][number] for number in numbers)
+                has_room = batch.counts[row] + len(before) < batch.table[row].limit
+                if has_room and self._show_candidates(row, batch.counts[row], before):
+                    shown[row] = before
+            self._compute_masks(shown)
             for index, row in enumerate(batch.rows):
-                if row in lengths:
-                    masks[index].append(self.shown[row].masks[lengths[row]])
+                if position < wanted[index]:
+                    masks[index].append(self.shown[row].masks[shown[row]] if row in shown else None)
         return masks
 
-    def _compute_masks(self, lengths: dict[int, int]) -> None:
-        """Ask the processor for the masks after so many tokens of each row that it was not asked for yet."""
-        missing = {row: length for row, length in lengths.items() if length not in self.shown[row].masks}
-        for row, length in missing.items():
-            self._rewind(row, length)
+    def _compute_masks(self, shown: dict[int, tuple[int, ...]]) -> None:
+        """Ask the processor for the masks after these candidates of each row that it was not asked for yet."""
+        missing = {row: before for row, before in shown.items() if before not in self.shown[row].masks}
+        for row, before in missing.items():
+            self._rewind(row, self.shown[row].num_emitted + len(before))
         if missing:
             masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
-            for (row, length), mask in zip(missing.items(), masks, strict=True):
-                self.shown[row].masks[length] = mask
+            for (row, before), mask in zip(missing.items(), masks, strict=True):
+                self.shown[row].masks[before] = mask
 
     def _show_emitted(self, batch: Batch, row: int, count: int) -> None:
-        """Show the first `count` emitted tokens of a row, of which masks before their end are not needed again."""
+        """Show the first `count` emitted tokens of a row; of the masks only those behind them are needed again."""
         shown = self.shown.setdefault(row, ShownTokens())
+        emitted = batch.table[row].emitted
         for number in range(min(shown.num_emitted, count), count):  # a text may have been cut
-            self._show(row, number, batch.table[row].emitted[number])
+            self._show(row, number, emitted[number])
         if shown.num_emitted != count:
+            new = tuple(emitted[shown.num_emitted : count])
+            behind = {before: mask for before, mask in shown.masks.items() if before[: len(new)] == new}
+            shown.masks = {before[len(new) :]: mask for before, mask in behind.items()} if new else {}
             shown.num_emitted = count
-            shown.masks = {length: mask for length, mask in shown.masks.items() if length >= count}
 
-    def _show_candidates(self, row: int, count: int, candidates: Sequence[int]) -> bool:
-        """Show candidates after `count` emitted tokens; False before one that ends the row or is not shown."""
-        for number, token in enumerate(candidates, count):
-            if token in self.eos_token_ids or (self.strict and self.shown[row].excludes(number, token)):
+    def _show_candidates(self, row: int, count: int, candidates: tuple[int, ...]) -> bool:
+        """Show candidates after `count` emitted tokens; False before one that ends the row or is not shown.
+
+        Nothing is taken back where their mask is there already, as that of a draft is.
+        """
+        for number, token in enumerate(candidates):
+            is_excluded = self.strict and self.shown[row].excludes(candidates[:number], token)
+            if token in self.eos_token_ids or is_excluded:
                 return False
-            self._show(row, number, token)
+        if candidates not in self.shown[row].masks:
+            for number, token in enumerate(candidates, count):
+                self._show(row, number, token)
         return True
 
     def _show(self, row: int, number: int, token: int) -> None:
@@ -188,7 +201,6 @@ class TokenMasks(RoundProcessor):
             self.is_moving = True
             self.processor.rollback(row, len(shown.tokens) - length)
             del shown.tokens[length:]
-            shown.masks = {before: mask for before, mask in shown.masks.items() if before <= length}
             self.is_moving = False
 
     def begin(self, rows: int) -> None:
@@ -200,7 +212,7 @@ class TokenMasks(RoundProcessor):
             f"the mask of {self.name} is {masks.dtype} of shape {tuple(masks.shape)}, and the target needs torch.bool "
             f"of shape {shape}; make the processor for the target's vocabulary and batch.",
         )
-        self.shown = {row: ShownTokens(masks={0: masks[row]}) for row in range(rows)}
+        self.shown = {row: ShownTokens(masks={(): masks[row]}) for row in range(rows)}
 
     def finish(self, batch: Batch) -> None:
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""

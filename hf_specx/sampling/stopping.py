@@ -156,7 +156,9 @@ class Stopping:
         """How many columns `generate` has emitted when the last row has stopped."""
         return max(row.stopped_at for row in batch.table if row.stopped_at is not None)
 
-    def row_errors(self, done: Round, prefix_errors: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
+    def row_errors(
+        self, done: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+    ) -> dict[int, Exception]:
         """The errors that `generate` would raise for rows: without a token to choose, as soon as that is in the text.
 
         A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
@@ -166,8 +168,9 @@ class Stopping:
         for number, first, emitted, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
             row = table[number]
             for count in range(first, first + emitted) if prefix_errors else ():
-                if row.dead_end is None and (number, count) in prefix_errors:
-                    row.dead_end = count, prefix_errors[number, count]
+                error = prefix_errors.get((number, tuple(row.emitted[:count])))
+                if row.dead_end is None and error is not None:
+                    row.dead_end = count, error
             count = first + position
             if position < emitted and (row.dead_end is None or count < row.dead_end[0]):
                 message = (
