@@ -19,7 +19,8 @@ MODELS = {
     "gpt2": {},
     "mistral": {},
     "smollm3": {},
-    "gemma2": {},
+    "qwen2": {},
+    "gpt_neox": {},
     "llama4_text": {
         "attention_chunk_size": WINDOW,
         "layer_types": ["chunked_attention", "full_attention"],
