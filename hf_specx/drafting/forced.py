@@ -104,9 +104,9 @@ def within_masks(
 ) -> Draft:
     """The candidates of a draft before the first that a mask excludes; if this `joins` them, with forced tokens.
 
-    They are written after the rows' ends.
+    They are written after the rows' ends. A tree stays as it is.
     """
-    if not processors.mask_size:
+    if not processors.mask_size or draft.parents is not None:  # a tree has other candidates where one is excluded
         return draft
     batch.write_draft(draft)
     candidates = batch.candidates(draft.tokens.shape[1])

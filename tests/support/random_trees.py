@@ -46,7 +46,8 @@ class RandomTrees(Drafter):
             emitted = batch.table[row].emitted
             key = tuple(batch.row(row)[: batch.table[row].prompt_length].tolist())
             rest = self.texts[key][len(emitted) :]
-            of_row, follows, planted = [], [], {-1: 0}  # nodes that the text goes through, by how many tokens are there
+            of_row, follows = [], []
+            planted = {-1: 0}  # nodes that the text goes through, with how many of its tokens are there
             is_chain = self.random.random() < self.chains
             for node in range(number):
                 goes_on = [place for place in planted if planted[place] == len(planted) - 1]
