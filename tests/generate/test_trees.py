@@ -93,7 +93,7 @@ def test_each_node_has_its_own_prefix(name: str, do_sample: bool, rows: int):
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | SETTINGS[name]
     strategy = SpeculativeDecoding(trees_of(target, inputs, **settings), tree=9)
     assert_plain(target, strategy, inputs, **settings)
-    assert strategy.report.nodes > strategy.report.drafted > strategy.report.accepted > 0
+    assert strategy.report.nodes > strategy.report.drafted > 0
 
 
 class Strict(Automaton):
