@@ -131,6 +131,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
+        choice_ids: list[list[list[int]]] = []  # the same as lists, where a mask asks for candidates on the host
         fed = -1  # the candidates before the last forward of this round
         while True:
             ahead = len(tokens)
@@ -158,7 +159,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 ranked, drawn_from = self.verifier.rank(batch, scores, ahead, number)
                 token = ranked[:, 0]
                 choices.append(ranked)
-            batch.write(token[:, None], ahead)
+                if forced_run is not None:
+                    choice_ids.append(ranked.tolist())
+            known_ids = [[ids[0] for ids in row_ids] for row_ids in choice_ids[ahead:]]
+            batch.write(token[:, None], ahead, known_ids)
             tokens.append(token)
             if drawn_from is not None:
                 probs.append(drawn_from[:, None])
@@ -177,7 +181,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             source = self.source if steps else "forced"
             draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
         draft = self._confident_part(draft)
-        return draft if self.trees is None else with_leaves(draft, choices, self.trees)
+        return draft if self.trees is None else with_leaves(draft, choices, self.trees, choice_ids)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first that the draft itself takes back."""
@@ -231,11 +235,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """Does nothing: the text of the next `get_candidates` tells what was kept."""
 
 
-def with_leaves(draft: Draft, choices: Sequence[torch.Tensor], trees: Trees) -> Draft:
+def with_leaves(
+    draft: Draft, choices: Sequence[torch.Tensor], trees: Trees, choice_ids: Sequence[list[list[int]]] = ()
+) -> Draft:
     """A chain of candidates with next best choices beside it, of which no candidate follows: a comb.
 
     Args:
         choices: at each position [R, n], best first; the first are the candidates of the chain.
+        choice_ids: the same as lists, if they were read back.
     """
     numbers = [ranked.shape[1] for ranked in choices]
     widest, shapes = max(numbers), []
@@ -253,7 +260,15 @@ def with_leaves(draft: Draft, choices: Sequence[torch.Tensor], trees: Trees) -> 
     ranked_tokens = torch.stack([nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices], 1)
     tokens = ranked_tokens.flatten(1).gather(1, to_device_async(index, ranked_tokens.device))
     parents = [shape.parents for shape in shapes]
-    known = draft.known[: min(draft.lengths)]
+    known: list[list[int]] = []
+    if choice_ids:
+        for number in range(most):
+            known.append(
+                [
+                    choice_ids[of_row[number] // widest][row][of_row[number] % widest]
+                    for row, of_row in enumerate(index)
+                ]
+            )
     return draft._replace(tokens=tokens, lengths=lengths, parents=parents, known=known)
 
 
