@@ -101,7 +101,7 @@ class Verdict(NamedTuple):
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
         path: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what lies
             behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this branch;
-            `acceptance` and `overlap` are of the chain of first choices.
+            `acceptance` and `overlap` are of the chain of first choices, behind whose end they are not read.
     """
 
     accepted: torch.Tensor
