@@ -1,4 +1,4 @@
-"""How one text came about: each round's candidates with p and q, what was kept of them, and the token after them."""
+"""A record of how one text was generated: the candidates of each round with p and q, and which were accepted."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from hf_specx.sampling.verifiers import distribution
 
 
 class Recorder:
-    """Listens to the rounds of a call for one row, after a token; `rounds` are as `trace` gives them."""
+    """A listener that records the rounds of a call for one row; `rounds` are those that `trace` returns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, last_token: list[int]):
         self.tokenizer, self.last_token = tokenizer, last_token
@@ -22,7 +22,7 @@ class Recorder:
         """Record one round of one row."""
         accepted, drafted = done.accepted[0], done.draft.lengths[0]
         proposed = done.draft.tokens[0].tolist()
-        first = done.batch.width + done.before[0]
+        first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]
@@ -61,7 +61,7 @@ def trace(
     options: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Generate one text for `inputs`, input_ids and attention_mask [1, L], and say how.
+    """Generate one text for `inputs`, input_ids and attention_mask [1, L]; returns a record of its rounds.
 
     Returns:
         Plain values: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens", each of
@@ -82,7 +82,7 @@ def trace(
 
 
 def text_added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
-    """The text of a token after another one, since some tokenizers strip the space at the start of a text."""
+    """The text that a token adds after another one; some tokenizers strip a space at the start of a text."""
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

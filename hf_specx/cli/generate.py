@@ -92,7 +92,7 @@ def generate(
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
-    """The options of the strategy that were typed."""
+    """The options of `SpeculativeDecoding` that were typed."""
     number: Any = num_draft_tokens
     if number is not None and number.removeprefix("-").isdecimal():
         number = int(number)
@@ -112,7 +112,7 @@ def check_json_schema(file: Path) -> None:
 
 
 def check_out_alone(out: Path | None, batch_size: int | None, timed: bool) -> None:
-    """Raise ValueError for options that exclude each other, for a file that cannot be gone on with or is in use."""
+    """Raise ValueError for options that exclude each other, and for a file that is in use or is no file of results."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --repeats out.")
     if out is not None:

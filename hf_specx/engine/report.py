@@ -39,17 +39,18 @@ class SpeculationReport:
         accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
-        gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
+        num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
-            that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
+        steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
+            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
-        survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
-            chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
+        acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
+            accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
-        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
+        history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
+            step.
     """
 
     verification: str
@@ -65,7 +66,7 @@ class SpeculationReport:
     accepted_per_rank: list[int] = field(default_factory=list)
     forced: int = 0
     overlap: float = 0.0
-    gained: int = 0
+    num_new_tokens: int = 0
     rounds_per_row: list[int] = field(default_factory=list)
     drafted_per_row: list[int] = field(default_factory=list)
     accepted_per_row: list[int] = field(default_factory=list)
@@ -74,9 +75,9 @@ class SpeculationReport:
     judged_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
-    gained_in_steps: int = 0
+    new_tokens_in_steps: int = 0
     num_draft_tokens: int = 0
-    survival: tuple[float, float] = (0.0, 0.0)
+    acceptance_sums: tuple[float, float] = (0.0, 0.0)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compilations: int = 0
@@ -84,7 +85,7 @@ class SpeculationReport:
     costs: Costs | None = None
     matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
-    keeps: int | None = None
+    max_history: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
@@ -98,24 +99,24 @@ class SpeculationReport:
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        accepted_mass, drafted_mass = self.survival
-        for chances in done.chances:
+        accepted_mass, drafted_mass = self.acceptance_sums
+        for chances in done.draft_acceptance:
             accepted_mass += sum(chances)
             drafted_mass += sum([1.0, *chances][: len(chances)])
-        self.survival = accepted_mass, drafted_mass
+        self.acceptance_sums = accepted_mass, drafted_mass
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
-            gained = done.gained[index]
+            num_new_tokens = done.num_new_tokens[index]
             if drafted or self.emitted_per_row[row]:
                 self.steps[drafted, steps, width] += 1
-                self.gained_in_steps += gained
+                self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             branch = tuple(branches[index])
             history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch))
-            if self.keeps is not None and len(history) > 2 * self.keeps:
-                del history[: self.keeps]
+            if self.max_history is not None and len(history) > 2 * self.max_history:
+                del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
@@ -124,7 +125,7 @@ class SpeculationReport:
             for rank in branch:
                 self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
                 self.accepted_per_rank[rank] += 1
-            self.gained += gained
+            self.num_new_tokens += num_new_tokens
             self.overlap += sum(done.overlap[index][:judged])
             self.rounds_per_row[row] += 1
             self.drafted_per_row[row] += drafted
@@ -153,7 +154,7 @@ class SpeculationReport:
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         total = copy.copy(other if self.layout == PLAINLY else self)
-        total.keeps = other.keeps if self.keeps is None else self.keeps
+        total.max_history = other.max_history if self.max_history is None else self.max_history
         for name in (each.name for each in fields(self)):
             first, second = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
@@ -162,14 +163,17 @@ class SpeculationReport:
                 setattr(total, name, max(first, second))
             elif name.endswith(("_per_row", "_per_position", "_per_rank")):
                 setattr(total, name, [a + b for a, b in zip_longest(first, second, fillvalue=0)])
-            elif isinstance(first, int | float | Counter) and name != "keeps":
+            elif isinstance(first, int | float | Counter) and name != "max_history":
                 setattr(total, name, first + second)
-        total.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        total.acceptance_sums = (
+            self.acceptance_sums[0] + other.acceptance_sums[0],
+            self.acceptance_sums[1] + other.acceptance_sums[1],
+        )
         total.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         total.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        total.history = [(a + b)[None if total.keeps is None else -2 * total.keeps :] for a, b in pairs]
+        total.history = [(a + b)[None if total.max_history is None else -2 * total.max_history :] for a, b in pairs]
         return total
 
     @property
@@ -209,9 +213,9 @@ class SpeculationReport:
         return self.overlap / self.judged if self.judged else 0.0
 
     @property
-    def survival_rate(self) -> float:
-        """The chance that a candidate is kept if those before it are, estimated at all candidates of all rounds."""
-        return self.survival[0] / self.survival[1] if self.survival[1] else 0.0
+    def conditional_acceptance(self) -> float:
+        """The probability that a candidate is accepted if those before it are, by all candidates of all rounds."""
+        return self.acceptance_sums[0] / self.acceptance_sums[1] if self.acceptance_sums[1] else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -223,7 +227,7 @@ class SpeculationReport:
     def tokens_per_round(self) -> float:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
         rounds = sum(self.rounds_per_row)
-        return self.gained / rounds if rounds else 1.0
+        return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
@@ -252,7 +256,7 @@ class SpeculationReport:
     def forward_limited_speedup(self) -> float | None:
         """The speed-up if all steps after the prompt took no more time than their forwards; None if not measured.
 
-        That is the number of tokens that rows gained in them, over the number of plain steps that take as long.
+        That is the number of tokens that rows got in them, over the number of plain steps that take as long.
         """
         costs = self._costs
         if costs is None or not self.steps:
@@ -262,7 +266,7 @@ class SpeculationReport:
             n * (costs.target(self.rows, width + 1) + draft_steps * draft)
             for (_, draft_steps, width), n in self.steps.items()
         )
-        return self.gained_in_steps * plain / taken
+        return self.new_tokens_in_steps * plain / taken
 
     @property
     def _costs(self) -> Costs | None:

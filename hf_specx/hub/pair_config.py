@@ -34,7 +34,7 @@ NO_ID = (
     "the pair with it inside"
 )
 MEASURE = "measure it anew with specx tune"
-SLOWER = "its draft was slower than plain generate at every batch size, so the pair decodes plainly"
+SLOWER = "its draft was slower than plain generate at every batch size, so it is not used"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
@@ -70,7 +70,7 @@ LayoutName = Annotated[str, validator(LAYOUTS.__contains__, f"none of {', '.join
 
 @dataclass
 class ModelSource:
-    """Where one model of a pair is, and facts from its files; None is "not checked"."""
+    """The place of one model of a pair, and facts about it; None is "not checked"."""
 
     name: HubId = None  # None is the pair's own folder
     revision: CommitOrBranch = None  # commit on the Hub, so that the files are always the same
@@ -108,7 +108,7 @@ class EarlyExitOptions:
 
 @dataclass
 class TokenizerFacts:
-    """How the two tokenizers were compared."""
+    """The result of comparing the two tokenizers."""
 
     method: str  # "content": each token and its id; "one": both models share one; "own": the draft has another one
     tokens: int  # how many there are
@@ -128,7 +128,7 @@ class DraftTokenizer:
 
 @dataclass
 class Measurement:
-    """One measured batch size, in turns with plain `generate`, all turns together; None is "not known"."""
+    """The figures of one batch size over all turns, in each of which plain `generate` ran too; None is "not known"."""
 
     batch: Number  # rows
     dtype: str  # of the target, such as "float32"
@@ -262,7 +262,7 @@ class PairConfig:
         return None if self.early_exit is None else EarlyExitDraft(self.early_exit.exit_layer)
 
     def set_draft(self, draft: WeightlessDraft | None) -> None:
-        """Note the options of a draft without weights, in place of a draft model; None is a draft model."""
+        """Record the options of a draft without weights; None: the draft is a model."""
         self.suffix = SuffixOptions(**draft.options) if isinstance(draft, SuffixDraft) else None
         self.early_exit = None
         if isinstance(draft, EarlyExitDraft):
@@ -278,7 +278,7 @@ class PairConfig:
     def speeds(self) -> list[str]:
         """Lines that say how fast it was at each batch size, and whether that is worth it."""
         lines = [str(measurement) for measurement in self.measurements]
-        return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' makes it draft"]
+        return lines if self.pays else [*lines, f"{SLOWER} unless you pass num_draft_tokens='auto'"]
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""

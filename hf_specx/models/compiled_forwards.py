@@ -33,7 +33,7 @@ from .foreign_code import identity_of
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_packed_weights
 from .runner import HiddenStates
-from .slots import CACHE, Columns, Pool
+from .slots import CACHE, LayersKeysValues, Pool
 
 
 TRIED = "2.13" <= torch.__version__ < "2.15"  # with which forwards are recorded; with another torch Dynamo traces them
@@ -246,14 +246,14 @@ def forward(
     model: PreTrainedModel,
     hidden: HiddenStates | None,
     masks: Masks,
-    buffers: Columns,
+    buffers: LayersKeysValues,
     tokens: torch.Tensor,
     starts: torch.Tensor,
     offsets: torch.Tensor,
     last: torch.Tensor,
     pads: torch.Tensor,
     *,
-    holes: torch.Tensor | None = None,
+    gaps: torch.Tensor | None = None,
     depths: torch.Tensor | None = None,
     sees: torch.Tensor | None = None,
     capacity: int,
@@ -264,7 +264,7 @@ def forward(
     """One forward over buffers of `capacity` slots, or a `ring` of less; no value in it is known before it runs.
 
     Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
-    go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `holes` [R, C], have no token.
+    go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `gaps` [R, C], have no token.
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
     the same. Tokens of a tree have `depths` [R, q] and `sees` [R, q, q] of `VisibleNodes`.
     """
@@ -279,7 +279,7 @@ def forward(
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,
-        attention_mask=masks(slots, pads, capacity, holes, ring, nodes),
+        attention_mask=masks(slots, pads, capacity, gaps, ring, nodes),
         position_ids=offsets + torch.minimum(columns, last),
         **{CACHE: Cache(layers=layers)},
         use_cache=True,

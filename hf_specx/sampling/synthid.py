@@ -13,7 +13,7 @@ LARGEST_TABLE = 1 << 16  # of g-values, for each key; the default of transformer
 
 
 def is_usual_synthid(processor: Any) -> bool:
-    """Whether `synthid` computes a processor: one that is unused, and has the default of what is for tests or rare."""
+    """Whether `synthid` can stand in for a processor: an unused one without rare settings or those for tests."""
     size = len(processor.sampling_table)
     has_table = size & (size - 1) == 0 and size <= LARGEST_TABLE  # by the lowest bits of a hash
     is_usual = not (processor.debug_mode or processor.skip_first_ngram_calls)
@@ -21,7 +21,7 @@ def is_usual_synthid(processor: Any) -> bool:
 
 
 def synthid(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Scores follow g-values of the last n - 1 tokens, but not where these stood before.
+    """The watermarked scores [R, P, V]: changed by the g-values of the last n - 1 tokens, unless these stood before.
 
     The processor's own state after k emitted tokens is a function of these: zeros and then the tokens, of which the
     last n - 1 are the context, and the hashes of the contexts so far, of which it keeps the last

@@ -1,4 +1,4 @@
-"""What is trained: an EAGLE-3 or DSpark head, from nothing or from one that was given."""
+"""Draft heads that are trained: a new EAGLE-3 or DSpark head, or one that was given."""
 
 import copy
 import itertools
@@ -131,7 +131,7 @@ class HeadDraft(Learner):
 
 
 class HeadOnTexts(nn.Module):
-    """A head that is trained, over whole texts; its weights are those of this module.
+    """A module that applies a head to whole texts, as training needs it; its weights are those of the head.
 
     Args:
         draft_head: in evaluation mode.
@@ -206,7 +206,7 @@ def new_config(
 
 
 def _number(config: PreTrainedConfig, name: str, default: float) -> Any:
-    """A field of a target's config; the default where it has none, or one for each layer."""
+    """A field of a target's config; the default if it has none, or a list with one value for each layer."""
     try:
         value = getattr(config, name, None)
     except Exception:  # of a type that transformers has for fields by layer

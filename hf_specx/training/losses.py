@@ -102,10 +102,11 @@ class Estimate(NamedTuple):
 
 @torch.no_grad()
 def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
-    """How much of a draft the target accepts on each of its texts: [T, 2, 2] float64, sums and what to divide them by.
+    """The sums from which α and tokens a round follow, for each of T texts: [T, 2, 2] float64, sum and count.
 
-    First Σₓ min(p, q) over all predictions, and their number; then the tokens of rounds that begin at each new token
-    of the text, and the number of these. Tokens of a round are 1 + Σᵢ Πⱼ Σₓ min(p, q) over the candidates up to each.
+    [:, 0] is the sum of Σₓ min(p, q) over all predictions, and their number. [:, 1] is the sum of tokens of rounds,
+    one of which begins at each new token of a text, and the number of these rounds. The tokens of a round are
+    1 + Σᵢ Πⱼ Σₓ min(p, q), with i over its candidates and j over the candidates up to i.
     """
     recipe = learner.recipe
     sums: list[list[list[float]]] = []
@@ -123,7 +124,10 @@ def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: 
 
 
 def _sums(overlaps: torch.Tensor) -> list[list[float]]:
-    """For one text: [K, n] overlaps of each of its n new tokens as the first, second, ... candidate, nan for none."""
+    """The sums and counts of `measure` for one text.
+
+    `overlaps` [K, n] has Σₓ min(p, q) of each of its n new tokens as the first, second, ... candidate; nan for none.
+    """
     num_steps, num_tokens = overlaps.shape
     padded = nn.functional.pad(overlaps.nan_to_num(0), (0, num_steps))
     along_draft = torch.stack([padded[step, step : step + num_tokens] for step in range(num_steps)])
@@ -133,12 +137,12 @@ def _sums(overlaps: torch.Tensor) -> list[list[float]]:
 
 
 def alpha(sums: torch.Tensor) -> float:
-    """The mean that [T, 2] sums and numbers make."""
+    """The mean over all texts of [T, 2] sums and counts."""
     return float(sums[:, 0].sum() / sums[:, 1].sum())
 
 
 def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate:
-    """A mean with its percentile bootstrap interval over prompts, whose tokens are not independent (Efron 1979).
+    """A mean with its percentile bootstrap interval; prompts are resampled, since their tokens are not independent.
 
     With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """

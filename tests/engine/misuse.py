@@ -229,6 +229,7 @@ PLAIN = [
     ("typical", partial(strategy, verification="typical")),
     ("num_assistant_tokens=-1", partial(function, num_assistant_tokens=-1, num_draft_tokens=...)),
     ("threshold=1.5", partial(function, assistant_confidence_threshold=1.5)),
+    ("linear", partial(function, num_assistant_tokens_schedule="linear", num_draft_tokens=...)),
     # What a call asks for
     ("prefill_chunk_size=0", partial(call, prefill_chunk_size=0)),
     ("TextStreamer", lambda: call({"streamer": TextStreamer(tokenizer=None)})),

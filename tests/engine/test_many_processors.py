@@ -25,7 +25,7 @@ from hf_specx import Request, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.sampling import per_request
 from hf_specx.sampling.per_request import settings_of
-from hf_specx.sampling.processors import OF_TEXT
+from hf_specx.sampling.processors import ALL_VECTORIZED
 
 
 SETTINGS = {
@@ -100,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     counts = Counter[type]()
 
     def counted(kind: type):
-        compute = OF_TEXT[kind]
+        compute = ALL_VECTORIZED[kind]
 
         def call(*args):
             counts[kind] += 1
@@ -108,8 +108,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
         return call
 
-    for kind in list(OF_TEXT):
-        monkeypatch.setitem(OF_TEXT, kind, counted(kind))
+    for kind in list(ALL_VECTORIZED):
+        monkeypatch.setitem(ALL_VECTORIZED, kind, counted(kind))
     return counts
 
 
@@ -158,7 +158,7 @@ def test_a_row_is_replaced_in_one_place():
     replaced, admit = [], Batch.admit
 
     def noted(batch, number, row, prompt):
-        replaced.append((batch.table[number], row))
+        replaced.append((batch.row_states[number], row))
         admit(batch, number, row, prompt)
 
     target = tiny()

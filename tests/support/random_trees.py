@@ -43,8 +43,8 @@ class RandomTrees(Drafter):
         tokens, parents = [], []
         for row, length in zip(batch.rows, lengths, strict=True):
             number = self.random.randint(0, self.nodes) if length else 0
-            emitted = batch.table[row].emitted
-            key = tuple(batch.row(row)[: batch.table[row].prompt_length].tolist())
+            emitted = batch.row_states[row].emitted_ids
+            key = tuple(batch.row(row)[: batch.row_states[row].prompt_length].tolist())
             rest = self.texts[key][len(emitted) :]
             of_row, follows = [], []
             planted = {-1: 0}  # nodes that the text goes through, with how many of its tokens are there

@@ -20,18 +20,6 @@ from .domino import domino_fields
 from .tensors import Weights, check_vocabulary, medusa_sizes, pairs_to_halves, with_standard_names
 
 
-HEAD_TENSORS = re.compile(
-    r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
-)
-HEAD_OPTIONS = {
-    "speculators_model_type",
-    "medusa_num_heads",
-    "eagle_config",
-    "dflash_config",
-    "draft_vocab_size",
-    "target_layer_ids",
-    "dspark_config",
-}
 CONFIG_PARTS = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
 GIVE_LAYER_IDS = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
 CHOOSE_PLAIN = "choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers"
@@ -163,20 +151,6 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
         isinstance(factor, int | float) and 0 < factor <= 1,
         f"partial_rotary_factor={factor!r}: give a number above 0, at most 1.",
     )
-
-
-def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
-    """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
-    by_tensors = any(HEAD_TENSORS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
-    architectures = str(raw.get("architectures"))
-    named_head = re.search("eagle3|dflash|dspark|medusa", architectures, re.IGNORECASE)
-    by_config = bool(HEAD_OPTIONS & raw.keys()) or named_head
-    require(
-        by_tensors or not by_config,
-        f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "
-        "yourself, by DraftHead.from_pretrained(...) or as a model.",
-    )
-    return by_tensors
 
 
 class FormatReader:

@@ -49,9 +49,9 @@ class Aligned:
     def observe(self, done: Round) -> None:
         self.lengths.append(list(done.draft.lengths))
         for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-            if length or (self.cut and done.before[index]):  # nothing is known behind a prompt alone
+            if length or (self.cut and done.emitted_before[index]):  # nothing is known behind a prompt alone
                 text = done.batch.row(row)
-                text = text[: done.batch.table[row].prompt_length + done.before[index]]
+                text = text[: done.batch.row_states[row].prompt_length + done.emitted_before[index]]
                 self._compare(done, index, text.tolist(), length)
 
     def _compare(self, done: Round, index: int, text: list[int], length: int) -> None:
@@ -68,9 +68,9 @@ class Aligned:
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {self.row}, candidate {place}")
         if self.cut:
-            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.table[self.row].limit - 1
+            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.row_states[self.row].limit - 1
             sure = confidences(self.head, embeddings, text, states, [*drafted, 0])[: self.most] >= self.cut
-            wanted = min(self.most, wanted - done.before[index])
+            wanted = min(self.most, wanted - done.emitted_before[index])
             assert sure[:wanted].tolist() == [True] * length + [False] * (wanted > length)
 
     def check(self, least: int = 0) -> None:
