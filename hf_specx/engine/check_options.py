@@ -21,8 +21,9 @@ NEEDED = {  # option: (attributes that it must have, remedy)
 
 def check_tree(tree: Any, where: str = "") -> None:
     """Raise ValueError if this is no number of nodes."""
-    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, or False for a chain."
-    require_option(tree is False or (is_int(tree) and 1 <= tree <= MOST_NODES), f"{where}tree", tree, rest)
+    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, 'auto', or False for a chain."
+    is_number = is_int(tree) and 1 <= tree <= MOST_NODES
+    require_option(tree is False or is_number or tree == "auto", f"{where}tree", tree, rest)
 
 
 def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> None:
