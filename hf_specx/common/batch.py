@@ -13,6 +13,7 @@ import torch
 
 from .devices import to_device_async
 from .round import Draft, Round, Verdict
+from .tree import Tree, at_nodes, tree_of
 
 
 @dataclass(eq=False)
@@ -70,6 +71,8 @@ class Batch:
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
+        takes_trees: whether candidates may branch; else those of first choice are taken.
+        tree: how the candidates that stand behind the ends branch; None if each follows the one before.
         host_candidates: [n][R], ids of candidates after the ends of the rows, as far as they were read back from the
             device in this round.
         parent: of a `row_view` the batch that it shows, and the row index there; None otherwise.
@@ -82,12 +85,13 @@ class Batch:
         pad_token_id: int,
         lockstep: bool = False,
         row_states: list[RowState] | None = None,
+        takes_trees: bool = False,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep = lockstep
+        self.lockstep, self.takes_trees = lockstep, takes_trees
         rows, device = input_ids.shape[0], input_ids.device
         self.row_states = [RowState() for _ in range(rows)] if row_states is None else row_states
         if attention_mask is None:
@@ -103,6 +107,7 @@ class Batch:
     def _set_rows(self, rows: list[int]) -> None:
         """Let these rows be the decoding ones."""
         self.rows = rows
+        self.tree: Tree | None = None
         self.host_candidates = list[list[int]]()
         self.index = to_device_async(rows, self.ids.device, torch.int64)
         self.ends = to_device_async([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
@@ -120,6 +125,7 @@ class Batch:
 
         `host_tokens` [up to n][R] are the first of these columns as lists, if they were read back from the device.
         """
+        self.tree = None
         self.reserve(ahead + tokens.shape[1])
         del self.host_candidates[ahead:]
         if len(self.host_candidates) == ahead:
@@ -133,9 +139,14 @@ class Batch:
     def write_draft(self, draft: Draft) -> Draft:
         """Write the candidates of a draft after each row's end, where the target reads them; returns the draft.
 
+        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
+        choices.
+
         Raises:
-            ValueError: if its shapes do not fit.
+            ValueError: if its shapes or parents do not fit.
         """
+        if draft.parents is not None and not self.takes_trees:
+            draft = draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
@@ -143,7 +154,24 @@ class Batch:
             raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
             self.write(draft.tokens, host_tokens=draft.host_tokens)
+            if draft.parents is not None:
+                self.tree = self._tree_of(draft)
         return draft
+
+    def _tree_of(self, draft: Draft) -> Tree | None:
+        """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
+        parents = tuple(map(tuple, draft.parents or ()))
+        numbers = list(map(len, parents))
+        if numbers != draft.lengths:
+            message = f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths "
+            raise ValueError(f"{message}{draft.lengths}; give each row one parent a candidate.")
+        if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
+            return None
+        return tree_of(parents, draft.tokens.shape[1], self.ids.device)
+
+    def candidates_before(self, index: int, node: int) -> Sequence[int]:
+        """The numbers of the candidates of row index `index` on the way to a node, itself the last."""
+        return range(node) if self.tree is None else self.tree.rows[index].paths[node]
 
     def candidates(self, count: int) -> list[list[int]]:
         """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
@@ -199,15 +227,21 @@ class Batch:
             stopping: a `Stopping`, which cuts tokens behind a stop and says which rows have ended.
             forward, scores: the target's, for the record.
         """
-        rows, lengths = self.rows, draft.lengths
+        rows, tree, path, chain = self.rows, self.tree, verdict.path, draft.first_choices()
         emitted_before = [self.counts[row] for row in rows]
         tokens = _with_next_token(draft, verdict)  # [R, K + 1]
         stop_flags = stopping.stop_flags(self, tokens, verdict.accepted)
+        figures = verdict.acceptance, verdict.overlap, verdict.undefined
+        nodes = tokens[:, :0] if path is None else path
         # the round waits for the device here alone, so all that is read back goes in one transfer
-        ids, accepted, acceptance, overlap, undefined, stop_flag_lists = _as_lists(
-            tokens, verdict.accepted[:, None], verdict.acceptance, verdict.overlap, verdict.undefined, stop_flags
+        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, node_lists = _as_lists(
+            tokens, verdict.accepted[:, None], *figures, stop_flags, nodes
         )
         num_accepted = [number for (number,) in accepted]
+        paths = [list(range(number)) for number in num_accepted]
+        if path is not None:
+            paths = [[node - 1 for node in node_lists[row][1 : 1 + number]] for row, number in enumerate(num_accepted)]
+            forward, scores = forward.at_nodes(path), at_nodes(scores, path)
         num_new_tokens = [number + 1 for number in num_accepted]
         if self.lockstep:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
@@ -217,15 +251,16 @@ class Batch:
         new_tokens = [
             self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
         ]
-        return Round(
+        lengths = chain.lengths
+        done = Round(
             batch=self,
             rows=rows,
-            draft=draft,
+            draft=chain,
             emitted_before=emitted_before,
             emitted=list(map(len, new_tokens)),
             tokens=new_tokens,
             accepted=num_accepted,
-            judged=[min(number + 1, length) for number, length in zip(num_accepted, lengths, strict=True)],
+            judged=[],
             num_new_tokens=num_new_tokens,
             acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
@@ -233,7 +268,11 @@ class Batch:
             ended=ended,
             forward=forward,
             scores=scores,
+            tree=tree,
+            paths=paths,
         )
+        done.judged = [min(number + 1, length) for number, length in zip(done.first_accepted, lengths, strict=True)]
+        return done
 
     def emit(self, tokens: torch.Tensor, num_to_emit: list[int], ids: list[list[int]] | None = None) -> None:
         """Emit the first `num_to_emit` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
@@ -280,6 +319,7 @@ class Batch:
         view.rows, view.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
         view.starts = view.index
         view.ends = view.index + width + self.counts[row]
+        view.tree = None if self.tree is None else self.tree.row(view.parent[1])
         return view
 
     def truncate(self, row: int, count: int) -> None:
@@ -328,10 +368,12 @@ class Batch:
 
 def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     """[R, K + 1], the candidates of each row, and in place of the first that was not accepted the token after them."""
-    next_token = verdict.next_token[:, None]
-    if not draft.tokens.shape[1]:
+    next_token, candidates = verdict.next_token[:, None], draft.tokens
+    if not candidates.shape[1]:
         return next_token
-    return torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
+    if verdict.path is not None:
+        candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path)[:, 1:]
+    return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
 
 
 def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:

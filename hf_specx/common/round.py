@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import eq
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .devices import to_device_async
+from .tree import Parents, Tree, branches_of
 
 
 class Draft(NamedTuple):
-    """Candidates of the R decoding rows, each row with its own number of them.
+    """Candidates of the R decoding rows, each row with its own number of them: a chain, or a tree.
 
     Attributes:
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
         lengths: [R], the number of candidates of each row, 0 to K.
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
+            Of a tree, those of the chain of first choices alone.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
         estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
@@ -24,6 +27,9 @@ class Draft(NamedTuple):
         model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
             None if all rows are of one kind, as they are unless the draft has several parts.
         host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
+        parents: of each row as many numbers as it has candidates: the candidate that each follows, -1 for the last
+            emitted token. Parents stand before their children, and a better choice before its siblings. None if each
+            candidate follows the one before. `forced`, `estimate` and `model_free` are of the chain of first choices.
     """
 
     tokens: torch.Tensor
@@ -34,6 +40,21 @@ class Draft(NamedTuple):
     estimate: list[list[float]] | None = None
     model_free: list[bool] | None = None
     host_tokens: Sequence[list[int]] = ()
+    parents: Sequence[Parents] | None = None
+
+    def first_choices(self) -> "Draft":
+        """The chain of first choices, which is the draft itself if that is no tree."""
+        if self.parents is None:
+            return self
+        chains = [branches_of(tuple(of_row)).first for of_row in self.parents]
+        lengths = list(map(len, chains))
+        longest = max(lengths, default=0)
+        tokens = self.tokens[:, :longest]
+        if any(chain != tuple(range(len(chain))) for chain in chains):
+            index = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
+            tokens = self.tokens.gather(1, to_device_async(index, tokens.device))
+        host_tokens = self.host_tokens[: min(lengths, default=0)]
+        return self._replace(tokens=tokens, lengths=lengths, host_tokens=host_tokens, parents=None)
 
     @property
     def sources(self) -> list[str]:
@@ -79,6 +100,9 @@ class Verdict(NamedTuple):
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
+        path: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what lies
+            behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this branch;
+            `acceptance` and `overlap` are of the chain of first choices, behind whose end they are not read.
     """
 
     accepted: torch.Tensor
@@ -86,26 +110,34 @@ class Verdict(NamedTuple):
     acceptance: torch.Tensor
     overlap: Any = None
     undefined: Any = None
+    path: torch.Tensor | None = None
 
 
 class RoundRecord(NamedTuple):
     """The counts of one row in one round.
 
     Attributes:
-        drafted: candidates of the row.
+        drafted: candidates of the row; of a tree, those of first choice.
         accepted, emitted: as in `Round`.
         forced: positions of candidates that were the only token allowed.
+        nodes: all candidates of the row, those on branches among them.
+        branch: the ranks of the accepted candidates among their siblings; 0 is the draft's first choice.
     """
 
     drafted: int
     accepted: int
     emitted: int
     forced: tuple[int, ...] = ()
+    nodes: int = 0
+    branch: tuple[int, ...] = ()
 
 
 @dataclass
 class Round:
     """What a round did; every listener gets it once the text has grown. Lists have an entry for each of the R rows.
+
+    Of a tree, `draft` is the chain of first choices, and `forward` and `scores` are those on the branch that was
+    taken, so that whoever reads a round need not know of trees.
 
     Attributes:
         batch: the text after the round.
@@ -125,6 +157,8 @@ class Round:
         keep_indices: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay. It
             is set for the models only.
         finished: whether all rows have ended and no request takes their places; set for the models only.
+        tree: the candidates with their branches; None for a chain.
+        paths: the numbers of the accepted candidates in the draft that was judged.
     """
 
     batch: Any
@@ -144,6 +178,31 @@ class Round:
     scores: Any = None
     keep_indices: torch.Tensor | None = None
     finished: bool = False
+    tree: Tree | None = None
+    paths: list[list[int]] = field(default_factory=list)
+
+    @property
+    def first_accepted(self) -> list[int]:
+        """[R], how many of the accepted candidates are leading ones of the chain of first choices."""
+        if self.tree is None:
+            return self.accepted
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [sum(map(eq, path, branches.first)) for path, branches in pairs]
+
+    @property
+    def nodes(self) -> list[int]:
+        """[R], all candidates of each row."""
+        if self.tree is None:
+            return self.draft.lengths
+        return [len(branches.ranks) for branches in self.tree.rows]
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """[R], the rank of each accepted candidate among its siblings."""
+        if self.tree is None:
+            return [[0] * number for number in self.accepted]
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [[branches.ranks[number] for number in path] for path, branches in pairs]
 
     @property
     def draft_acceptance(self) -> list[list[float]]:

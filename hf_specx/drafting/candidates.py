@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
@@ -21,6 +23,7 @@ from .auto import RoundTimer
 from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
 from .several import SeveralDrafts
+from .trees import Trees
 
 
 AnyDraft = PreTrainedModel | CandidateGenerator | Drafter
@@ -53,6 +56,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """
 
     has_probs = True
+    proposes_trees = True
+    trees: Trees | None = None
     source = "model"  # of its drafts
     draftable: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
     round_timer: RoundTimer | None = None
@@ -84,6 +89,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.vocab_size = context.vocab_size
         self.threshold = context.threshold
         self.allow_forced_tokens = context.allow_forced_tokens
+        self.trees = context.trees
         self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
         self.round_timer = None if context.independent_rows else context.round_timer
         self.runner = self._make_runner(context)
@@ -114,6 +120,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
 
+        Where candidates may branch, the next best choices at each position are candidates as well: see `with_leaves`.
+
         Args:
             batch: the text so far.
             lengths: [R], how many candidates each row may have at most, forced ones aside.
@@ -127,6 +135,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         last_step = -1  # the position of the last step of the draft model
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
+        choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
+        host_choices: list[list[list[int]]] = []  # the same as lists, where masks ask for candidates on the host
         forced_run = None
         if self.allow_forced_tokens and self.processors.mask_size:
             forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
@@ -147,8 +157,17 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if forced_run is not None:
                 scores = forced_run.restrict(scores)
-            token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
-            batch.write(token[:, None], position)
+            if self.trees is None:
+                token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
+            else:
+                number = min(self.trees.choices_at(position, lengths), scores.shape[-1])
+                ranked, drawn_from = self.verifier.rank(batch, scores, position, number)
+                token = ranked[:, 0]
+                choices.append(ranked)
+                if forced_run is not None:
+                    host_choices.append(ranked.tolist())
+            host_tokens = [[ids[0] for ids in row_ids] for row_ids in host_choices[position:]]
+            batch.write(token[:, None], position, host_tokens)
             tokens.append(token)
             if drawn_from is not None:
                 probs.append(drawn_from[:, None])
@@ -164,10 +183,15 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             self.source,
             host_tokens=batch.host_candidates[: len(tokens)],
         )
-        if forced_run is None:
-            return draft
-        source = self.source if num_steps else "forced"
-        return draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
+        if forced_run is not None:
+            source = self.source if num_steps else "forced"
+            draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
+        draft = self._confident_part(draft)
+        return draft if self.trees is None else with_leaves(draft, choices, self.trees, host_choices)
+
+    def _confident_part(self, draft: Draft) -> Draft:
+        """The candidates of each row before the first that the draft itself takes back."""
+        return draft
 
     def _scores(self, batch: Batch, position: int, num_unfed: int) -> torch.Tensor:
         """Processed scores [R, V] at a position of the round, by a step of the draft model.
@@ -196,13 +220,16 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def observe(self, done: Round) -> None:
         """Note how much of the cache is the text by now; the next step rolls back the rest, and feeds what is missing.
 
-        A row whose candidates came from elsewhere was fed others than were judged.
+        A row whose candidates came from elsewhere was fed others than were judged. One that left the chain of first
+        choices was fed what lies on that.
         """
         if self.runner is None or not self.has_prefilled:
             return
         model_free = done.draft.model_free or [False] * len(done.rows)
-        for row, emitted_before, is_free in zip(done.rows, done.emitted_before, model_free, strict=True):
-            self.runner.limit_computed_tokens(row, emitted_before if is_free else done.batch.counts[row] - 1)
+        rows = zip(done.rows, done.emitted_before, done.first_accepted, model_free, strict=True)
+        for row, emitted_before, num_first, is_free in rows:
+            num_fed = emitted_before if is_free else emitted_before + num_first
+            self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
         if done.keep_indices is not None:
             self.runner.drop_rows(done.keep_indices)
 
@@ -231,6 +258,43 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Does nothing: the text of the next `get_candidates` tells what was kept."""
+
+
+def with_leaves(
+    draft: Draft, choices: Sequence[torch.Tensor], trees: Trees, host_choices: Sequence[list[list[int]]] = ()
+) -> Draft:
+    """A chain of candidates with next best choices beside it, of which no candidate follows: a comb.
+
+    Args:
+        choices: at each position [R, n], best first; the first are the candidates of the chain.
+        host_choices: the same as lists, if they were read back.
+    """
+    numbers = [ranked.shape[1] for ranked in choices]
+    widest, shapes = max(numbers), []
+    for row, length in enumerate(draft.lengths):
+        flags = draft.forced[row] if draft.forced is not None else []
+        at_most = [1 if depth < len(flags) and flags[depth] else number for depth, number in enumerate(numbers)]
+        shapes.append(trees.comb(length).with_leaves_below(at_most))
+    lengths = [len(shape.parents) for shape in shapes]
+    if lengths == draft.lengths:
+        return draft
+    most, index = max(lengths), []
+    for shape in shapes:
+        places = [depth * widest + rank for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
+        index.append([*places, *[0] * (most - len(places))])
+    ranked_tokens = torch.stack([nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices], 1)
+    tokens = ranked_tokens.flatten(1).gather(1, to_device_async(index, ranked_tokens.device))
+    parents = [shape.parents for shape in shapes]
+    host_tokens: list[list[int]] = []
+    if host_choices:
+        for number in range(most):
+            host_tokens.append(
+                [
+                    host_choices[of_row[number] // widest][row][of_row[number] % widest]
+                    for row, of_row in enumerate(index)
+                ]
+            )
+    return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
 
 
 class GeneratorDrafter(Drafter):

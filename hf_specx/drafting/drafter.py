@@ -16,6 +16,7 @@ from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
 from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
+from .trees import Trees
 
 
 class TokenizerMatch(NamedTuple):
@@ -48,6 +49,7 @@ class DraftContext:
         round_timer: how long rounds take; it is known before anything is proposed.
         num_draft_tokens: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
+        trees: the shapes of trees, where candidates may branch; None where each follows the one before.
     """
 
     batch: Batch
@@ -63,6 +65,7 @@ class DraftContext:
     round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
     num_draft_tokens: int | None = None
     alpha: float | None = None
+    trees: Trees | None = None
 
     @property
     def independent_rows(self) -> bool:
@@ -82,6 +85,7 @@ class Drafter(Protocol):
         runner: a `ModelRunner` of that model once a call has begun, or what acts as one.
         has_probs: whether drafts have q, the distribution that candidates were drawn from; without it the default
             verification is "coupled".
+        proposes_trees: whether drafts may have `parents`, where a call takes trees; it is then coupled, or greedy.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
@@ -93,6 +97,7 @@ class Drafter(Protocol):
     model: PreTrainedModel | None = None
     runner: Any = None
     has_probs: bool = False
+    proposes_trees: bool = False
     needs_hidden: bool = False
     all_prompt_hidden: bool = True
     hidden_state_taps: Sequence[HiddenStateTap] = ()

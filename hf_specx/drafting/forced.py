@@ -131,9 +131,9 @@ def apply_masks(
 ) -> Draft:
     """The candidates of a draft up to the first that a mask excludes, and forced tokens where these are added.
 
-    They are written after the rows' ends.
+    They are written after the rows' ends. A tree stays as it is.
     """
-    if not processors.mask_size:
+    if not processors.mask_size or draft.parents is not None:  # a tree has other candidates where one is excluded
         return draft
     batch.write_draft(draft)
     candidates = batch.candidates(draft.tokens.shape[1])

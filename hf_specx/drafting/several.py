@@ -40,6 +40,7 @@ class SeveralDrafts(Drafter):
         self.timed = self.others if self.model_part is None else [self.model_part]
         self.parts = self.others if self.model_part is None else [*self.others, self.model_part]
         self.has_probs = any(part.has_probs for part in parts)
+        self.proposes_trees = any(part.proposes_trees for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         self.all_prompt_hidden = any(part.needs_hidden and part.all_prompt_hidden for part in parts)
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
@@ -214,10 +215,15 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
         certain = torch.zeros_like(probs).scatter_(-1, tokens[..., None], 1)
         is_certain = to_device_async(model_free, probs.device)[:, None, None]
         probs = torch.where(is_certain, certain, probs)
-    forced = None
+    forced = parents = None
     if any(drafts[part].forced for part in chosen):
         forced = []
         for row, part in enumerate(chosen):
             flags = drafts[part].forced
             forced.append([False] * lengths[row] if flags is None else flags[row])
-    return Draft(tokens, lengths, probs, sources, forced, model_free=model_free)
+    if any(drafts[part].parents for part in chosen):
+        parents = []
+        for row, part in enumerate(chosen):
+            of_part = drafts[part].parents
+            parents.append(tuple(range(-1, lengths[row] - 1)) if of_part is None else of_part[row])
+    return Draft(tokens, lengths, probs, sources, forced, model_free=model_free, parents=parents)

@@ -81,6 +81,8 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
         prompt_streamed: whether the streamer was given the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
+        nodes: the most candidates of a row in a round where they may branch; 0 where each follows the one before.
+        tree_reason: why they do not branch though that was asked for; empty if they do, or it was not.
     """
 
     options: Any
@@ -98,6 +100,8 @@ class Call:
     queue: RequestQueue | None = None
     prompt_streamed: bool = False
     measured_candidates: int | None = None
+    nodes: int = 0
+    tree_reason: str = ""
 
 
 def make_call(
@@ -139,9 +143,13 @@ def make_call(
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
     else:
         layout = _layout(options, prompt, drafter, queue is not None)
+    is_tensor_parallel_call = has_ranks and is_tensor_parallel(*models)
+    tree_reason = why_no_tree(options, prompt, drafter, layout, synced_gpus or is_tensor_parallel_call)
+    nodes = 0 if tree_reason or options.tree is False else options.tree
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
-    # in lockstep a row with a seed has the text that it has alone under coupled verification only
-    needs_coupled = seeds is not None and layout.lockstep
+    # in lockstep a row with a seed has the text that it has alone under coupled verification only; nor do others judge
+    # trees
+    needs_coupled = (seeds is not None and layout.lockstep) or nodes > 0
     returns_cache = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
     has_later_prompts = queue is not None and layout.refills  # which have limits of their own
     prompt = replace(
@@ -166,9 +174,11 @@ def make_call(
         fallback_reason=fallback_reason,
         seeds=seeds,
         synced_gpus=synced_gpus,
-        tensor_parallel=has_ranks and is_tensor_parallel(*models),
+        tensor_parallel=is_tensor_parallel_call,
         queue=queue,
         prompt_streamed=prompt_streamed,
+        nodes=nodes,
+        tree_reason=tree_reason,
     )
     _check_together(call)
     return call
@@ -265,6 +275,22 @@ def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
         notes.append(f"the draft has no {unknown}")
     return replace(layout, reason="; ".join(notes), refills=not why_no_refill)
+
+
+def why_no_tree(options: Any, prompt: PreparedInputs, drafter: Drafter, layout: Layout, has_ranks: bool) -> str:
+    """Why candidates of a call do not branch though that was asked for; empty if they may, or it was not."""
+    if options.tree is False or layout.target == PLAINLY:
+        return ""
+    name, positions = type(prompt.model).__name__, prompt.kwargs.get("position_ids")
+    if not drafter.proposes_trees:
+        return "no tree: the draft does not know what else it could have proposed"
+    if layout.target != "ragged":
+        return f"no tree: the layout of {name} is {layout.target!r}, and only 'ragged' has a mask for nodes"
+    if positions is not None and positions.ndim == 3:
+        return f"no tree: {name} has positions of images"
+    if options.verification in ("token", "block") and prompt.generation_config.do_sample:
+        return f"no tree: verification={options.verification!r} judges a chain; 'coupled' takes trees"
+    return "no tree: other ranks run the same forwards" if has_ranks else ""
 
 
 def _why_no_refill(models: Sequence[PreTrainedModel], layout: Layout) -> str:

@@ -31,7 +31,7 @@ DRAFT_ARGUMENTS = {  # arguments of `generate` for which a strategy object has o
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
 STRATEGY_ARGUMENTS: tuple[str, ...] = ("draft_model", "num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_ARGUMENTS += ("stream_by", "draft_tokenizer", "tokenizer_match")
+STRATEGY_ARGUMENTS += ("tree", "stream_by", "draft_tokenizer", "tokenizer_match")
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
 GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 SINGLE_CALL_ARGUMENTS = """

@@ -59,7 +59,10 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
             if call.queue is not None and not conditions.hold_for_later_prompts:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
-            return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
+            tried = replace(tried, layout=layout_shown, measured_candidates=candidates)
+            if tried.nodes:
+                tried = replace(tried, nodes=0, tree_reason="no tree: the target was measured with chains")
+            return tried, runner
         differences.append(f"{layout}: {difference}")
     reason = why_measured_wrong(describe(traits), differences)
     layout_plain = replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=reason)

@@ -14,8 +14,10 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
-    verification layout layout_reason limit_reason misread_reason rows rounds rounds_per_row plain_steps compilations
-    copied num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    verification layout layout_reason limit_reason misread_reason tree_reason rows rounds rounds_per_row plain_steps
+    compilations
+    copied num_draft_tokens mean_draft_tokens drafted nodes accepted_per_rank forced judged accepted emitted
+    drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
@@ -31,14 +33,17 @@ class SpeculationReport:
         verification, layout: "plain" where transformers' own sampler decoded; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for, if anything did.
         misread_reason: why the files of a head look as if they were misread, and what to do.
+        tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
+        nodes: all candidates, where they branch; `drafted` and what is by position are those of first choice.
+        accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
             steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
-        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
+        num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
@@ -54,8 +59,11 @@ class SpeculationReport:
     rows: int
     limit_reason: str = ""
     misread_reason: str = ""
+    tree_reason: str = ""
     rounds: int = 0
     plain_steps: int = 0
+    nodes: int = 0
+    accepted_per_rank: list[int] = field(default_factory=list)
     forced: int = 0
     overlap: float = 0.0
     num_new_tokens: int = 0
@@ -86,8 +94,8 @@ class SpeculationReport:
 
     def observe(self, done: Round) -> None:
         """Count a round."""
-        draft, longest = done.draft, max(done.draft.lengths)
-        steps, sources = draft.steps, draft.sources
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
+        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -101,24 +109,29 @@ class SpeculationReport:
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
             num_new_tokens = done.num_new_tokens[index]
             if drafted or self.emitted_per_row[row]:
-                self.steps[drafted, steps, longest] += 1
+                self.steps[drafted, steps, width] += 1
                 self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
+            branch = tuple(branches[index])
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch))
             if self.max_history is not None and len(history) > 2 * self.max_history:
                 del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
             self.forced += len(forced)
+            self.nodes += nodes[index]
+            for rank in branch:
+                self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
+                self.accepted_per_rank[rank] += 1
             self.num_new_tokens += num_new_tokens
             self.overlap += sum(done.overlap[index][:judged])
             self.rounds_per_row[row] += 1
             self.drafted_per_row[row] += drafted
             self.accepted_per_row[row] += accepted
             for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-                counts += [0] * (drafted - len(counts))
+                counts += [0] * (max(drafted, accepted) - len(counts))
                 for position in range(number):
                     counts[position] += 1
             of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
@@ -148,7 +161,7 @@ class SpeculationReport:
                 setattr(total, name, _joined_reasons(first, second))
             elif name in LARGEST:
                 setattr(total, name, max(first, second))
-            elif name.endswith(("_per_row", "_per_position")):
+            elif name.endswith(("_per_row", "_per_position", "_per_rank")):
                 setattr(total, name, [a + b for a, b in zip_longest(first, second, fillvalue=0)])
             elif isinstance(first, int | float | Counter) and name != "max_history":
                 setattr(total, name, first + second)
@@ -191,7 +204,7 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α."""
+        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -270,15 +283,16 @@ class SpeculationReport:
 
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates were the only token allowed" if self.forced else ""
+        nodes = f", {self.nodes} with branches" if self.nodes > self.drafted else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         alpha, rate = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
-            f"over up to {self.num_draft_tokens} candidates a row, {self.plain_steps} over none; "
+            f"over up to {self.num_draft_tokens} candidates a row{nodes}, {self.plain_steps} over none; "
             f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
-        lines += [reason for reason in (self.limit_reason, self.misread_reason) if reason]
+        lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:

@@ -15,6 +15,7 @@ from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.drafting.several import SeveralDrafts
+from hf_specx.drafting.trees import Trees
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
@@ -62,6 +63,7 @@ class Run:
         self.batch = make_batch(call)
         self.finished = False
         self.has_prefilled = target is not None
+        self.trees = Trees(call.nodes) if call.nodes else None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors = self._make_processors()
         self.max_draft_tokens = max_draft_tokens(call)
@@ -79,7 +81,7 @@ class Run:
         config = prompt.generation_config
         self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)
-        listeners = [self.report, self.outputs, self.stream, *options.listeners, call.queue]
+        listeners = [self.report, self.trees, self.outputs, self.stream, *options.listeners, call.queue]
         self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
         self.started = self.phase_started = time.perf_counter()
 
@@ -120,6 +122,7 @@ class Run:
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
+            tree_reason=call.tree_reason,
         )
 
     def begin(self) -> None:
@@ -144,6 +147,7 @@ class Run:
             round_timer=self.round_timer,
             num_draft_tokens=call.draft_settings.num_draft_tokens,
             alpha=None if call.tensor_parallel else self.costs.alpha.get(call.verification),
+            trees=self.trees,
         )
         self.drafter.start(context)
         self.schedule = self._make_schedule()
@@ -332,7 +336,8 @@ def make_batch(call: Call) -> Batch:
             row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, row_states)
+    pad_token_id = 0 if pad is None else int(pad)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=call.nodes > 0)
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:

@@ -73,6 +73,9 @@ class SpeculativeDecoding(NoModel):
             advance together. With `do_sample=False` the verifier is greedy whatever this says.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
+        tree: the most candidates of a row in a round where several may follow one token, of which the text takes the
+            branch that is the target's own; False has each follow the one before. `num_draft_tokens` is then how many
+            follow one another. Sampled text is that of "coupled" verification.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
             on CUDA). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
@@ -104,6 +107,7 @@ class SpeculativeDecoding(NoModel):
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
         layout: str = "auto",
+        tree: str | bool | int = False,
         compile: bool = False,
         streamer: BaseStreamer | None = None,
         stream_by: str = "token",
@@ -115,6 +119,7 @@ class SpeculativeDecoding(NoModel):
     ):
         self.draft_model: Any = unwrapped_draft(with_weightless_drafts(draft_model))
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
+        self.tree = tree
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
         options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
@@ -129,7 +134,7 @@ class SpeculativeDecoding(NoModel):
 
     def __repr__(self) -> str:
         description = label_of(self.draft_model)
-        for name in ("num_draft_tokens", "verification", "layout", "compile"):
+        for name in ("num_draft_tokens", "verification", "layout", "tree", "compile"):
             description += f", {name}={getattr(self, name)!r}"
         return f"SpeculativeDecoding({description})"
 

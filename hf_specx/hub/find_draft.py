@@ -100,7 +100,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
 
 def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
     """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
-    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout", "tree")}
     return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
 
 

@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -148,6 +148,32 @@ def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
     return newest - (newest - torch.arange(ring, device=newest.device)) % ring
 
 
+class VisibleNodes(NamedTuple):
+    """Which nodes of a tree the fed ones see; a row's nodes have consecutive slots, and what lies before is its text.
+
+    Attributes:
+        root: [R, 1] int64, the slot of node 0.
+        depths: [R, n] int64, of all nodes.
+        sees: [R, q, n] bool, which of these each of the q fed nodes follows or is.
+    """
+
+    root: torch.Tensor
+    depths: torch.Tensor
+    sees: torch.Tensor
+
+    def of_keys(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns by position [R, 1, 1, S] of keys in the columns [R or 1, S] of slots, and which are seen.
+
+        Siblings are at one position, in slots of their own; what lies behind all nodes is seen by none.
+        """
+        behind = columns - self.root  # [R, S]
+        nodes = behind.clamp(0, self.depths.shape[1] - 1)
+        positions = columns.minimum(self.root) + self.depths.gather(1, nodes)
+        follows = self.sees.gather(2, nodes[:, None].expand(-1, self.sees.shape[1], -1))
+        is_text, is_behind = (behind <= 0)[:, None], (behind >= self.depths.shape[1])[:, None]
+        return positions[:, None, None], (is_text | follows & ~is_behind)[:, None]
+
+
 class Masks:
     """Makes the 4D masks of one model, by position: bool under sdpa, additive under eager attention.
 
@@ -181,6 +207,7 @@ class Masks:
         kv_length: int,
         gaps: torch.Tensor | None = None,
         ring: int = 0,
+        nodes: VisibleNodes | None = None,
     ) -> Mask:
         """The mask [R, 1, q, S] of queries at `slots` [R, q] over the first S = `kv_length` slots.
 
@@ -188,18 +215,26 @@ class Masks:
             pads: [R], leading slots without a token; None if no row has any, nor gaps.
             gaps: [R, S] bool, other hidden slots.
             ring: if it is not 0 and less than S, layers with a window hold only so many slots, in a ring buffer.
+            nodes: where queries are nodes of a tree; each sees those that it follows, and windows are of positions.
         """
         keys, queries = torch.arange(kv_length, device=slots.device), slots[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
         is_token = None if pads is None else keys >= first
         if is_token is not None and gaps is not None:
             is_token = is_token & ~gaps[:, None, None]
+        if nodes is not None:
+            queries = (nodes.root + nodes.depths.gather(1, slots - nodes.root))[:, None, :, None]
+            keys, seen = nodes.of_keys(keys[None])
+            is_token = seen if is_token is None else is_token & seen
         if not 0 < ring < kv_length:
             return self.between(queries, keys, is_token, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
         is_token_in_ring = columns >= first
         if gaps is not None:
             is_token_in_ring = is_token_in_ring & ~gaps[:, None, None].gather(-1, columns.clamp(min=0))
+        if nodes is not None:
+            columns, seen = nodes.of_keys(columns[:, 0, 0])
+            is_token_in_ring = is_token_in_ring & seen
         ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
         if not self.kinds:
             return ring_masks

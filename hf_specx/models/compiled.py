@@ -168,7 +168,11 @@ class CompiledRunner(RaggedRunner):
         inputs: dict[str, Any] = {
             name: self._to_buffer_rows(value) for name, value in self._row_inputs(length).items()
         }
-        num_logits = logits_to_keep
+        nodes, num_logits = self._visible_nodes(batch, count, ahead), logits_to_keep
+        if nodes is not None:
+            more = length - count
+            inputs["depths"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.depths, (0, more)))
+            inputs["sees"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.sees, (0, more, 0, more)))
         if length > count:
             tokens, num_logits = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:

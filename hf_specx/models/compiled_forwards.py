@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_specx.common.kernels import compile_part, in_one_file, signature
 from hf_specx.common.recording import conditions, kind_of, record, without_default_device
 
-from .attention import TILED, Masks
+from .attention import TILED, Masks, VisibleNodes
 from .foreign_code import identity_of
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_packed_weights
@@ -254,6 +254,8 @@ def forward(
     pads: torch.Tensor,
     *,
     gaps: torch.Tensor | None = None,
+    depths: torch.Tensor | None = None,
+    sees: torch.Tensor | None = None,
     capacity: int,
     ring: int,
     keep: int,
@@ -264,9 +266,12 @@ def forward(
     Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
     go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `gaps` [R, C], have no token.
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
-    the same.
+    the same. Tokens of a tree have `depths` [R, q] and `sees` [R, q, q] of `VisibleNodes`.
     """
     slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    columns, nodes = slots, None  # by position
+    if depths is not None and sees is not None:
+        columns, nodes = starts[:, None] + depths, VisibleNodes(starts[:, None], depths, sees)
     cache_slots = Slots(ring=ring)
     cache_slots.set_write_slots(slots, 0, capacity)
     layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(cache_slots, x, y) for x, y in buffers]
@@ -274,8 +279,8 @@ def forward(
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,
-        attention_mask=masks(slots, pads, capacity, gaps, ring),
-        position_ids=offsets + torch.minimum(slots, last),
+        attention_mask=masks(slots, pads, capacity, gaps, ring, nodes),
+        position_ids=offsets + torch.minimum(columns, last),
         **{CACHE: Cache(layers=layers)},
         use_cache=True,
         return_dict=True,

@@ -115,6 +115,12 @@ class SlotLayer(CacheLayerMixin):
         self.keys[rows, :, start:end] = other.keys[:, :, : end - start]
         self.values[rows, :, start:end] = other.values[:, :, : end - start]
 
+    def move(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Write to the slots `target` [n] of rows [n] what their slots `source` [n] hold."""
+        rows, source, target = (x.to(self.keys.device) for x in (rows, source, target))
+        for stored in (self.keys, self.values):
+            stored[rows, :, target] = stored[rows, :, source]  # all are read before the first is written
+
     def widen(self, count: int) -> None:
         """Put `count` slots before the first of all rows."""
         self.keys, self.values = (nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
@@ -279,6 +285,9 @@ class RingLayer(SlotLayer):
             return
         self._extend_to_ring()
         self.keys, self.values = self.keys.roll(count, 2), self.values.roll(count, 2)
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        super().move(rows, source % self.slots.ring, target % self.slots.ring)
 
     def enlarge(self, ring: int, newest: torch.Tensor) -> None:
         """Move to a longer ring buffer of `ring` slots; `newest` [R, 1] are the newest columns to keep."""

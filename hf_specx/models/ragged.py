@@ -13,8 +13,9 @@ from transformers.generation import utils
 from hf_specx.common.architectures import WINDOW_IN_CACHE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
+from hf_specx.common.round import Round
 
-from .attention import SLIDING, Mask, Masks, grouped_queries
+from .attention import SLIDING, Mask, Masks, VisibleNodes, grouped_queries
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, PreparedInputs, prepare
 from .runner import ModelRunner, SharedKeys
@@ -171,12 +172,25 @@ class RaggedRunner(ModelRunner):
             self._enlarge_rings(ring, slots[:, :1] - 1)
         self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
+        nodes = self._visible_nodes(batch, count, ahead)
+        if nodes is not None:  # their positions follow from their depths
+            depths = nodes.depths[:, 1 + ahead - count :].to(emitted_index.device)
+            emitted_index = batch.columns(-1, 1) - batch.width + depths
         positions = self._positions(batch, emitted_index)
         if positions is not None and "position_ids" in self.parameters:
             inputs["position_ids"] = positions.to(self.device)
-        mask = self._mask(batch, slots, kv_length, is_aligned)
+        mask = self._mask(batch, slots, kv_length, is_aligned, nodes)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), logits_to_keep, attention_mask=mask, **inputs)
+
+    def _visible_nodes(self, batch: Batch, count: int, ahead: int) -> VisibleNodes | None:
+        """What the last `count` of a tree's nodes see, where `ahead` candidates are fed with them; None in a chain."""
+        if batch.tree is None or not ahead:
+            return None
+        root = (batch.ends - 1 + self.width - batch.width)[:, None].to(self.device)
+        depths = batch.tree.depths[:, : 1 + ahead]
+        sees = batch.tree.sees[:, 1 + ahead - count : 1 + ahead, : 1 + ahead]
+        return VisibleNodes(root, depths.to(self.device), sees.to(self.device))
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         emitted_index, max_count = self._newest_computed(batch), max([batch.counts[row] for row in batch.rows])
@@ -197,7 +211,14 @@ class RaggedRunner(ModelRunner):
                 layer.enlarge(ring, newest)
         self.cache.slots.ring = ring
 
-    def _mask(self, batch: Batch, slots: torch.Tensor, kv_length: int, is_aligned: bool) -> Mask | None:
+    def _mask(
+        self,
+        batch: Batch,
+        slots: torch.Tensor,
+        kv_length: int,
+        is_aligned: bool,
+        nodes: VisibleNodes | None = None,
+    ) -> Mask | None:
         """The mask of queries at slots [R, q]; None if each row has one query that sees all `kv_length` slots.
 
         `is_aligned` says whether all rows have emitted equally many tokens.
@@ -207,15 +228,25 @@ class RaggedRunner(ModelRunner):
             gaps = nn.functional.pad(self.gaps[batch.index], (0, kv_length - self.width)).to(self.device)
         if gaps is not None or max([self.pad_counts[row] for row in batch.rows]):
             pads = self.pads[batch.index].to(self.device)
-        elif is_aligned and slots.shape[1] == 1 and self.masks.only_causal:
+        elif is_aligned and slots.shape[1] == 1 and self.masks.only_causal and nodes is None:
             return None
-        return self.masks(slots, pads, kv_length, gaps, self.cache.slots.ring)
+        return self.masks(slots, pads, kv_length, gaps, self.cache.slots.ring, nodes)
 
     def _row_inputs(self, count: int) -> dict[str, Any]:
         """The per-row inputs of the forward beside tokens, mask and positions, as `generate` gives them."""
         names = self.per_row_inputs & self.parameters.keys() - PREFILL_INPUTS
         inputs = {name: value for name, value in self.kwargs.items() if name in names}
         return inputs | self._token_types(count)
+
+    def observe(self, done: Round) -> None:
+        """Move what was accepted on branches to the slots of a chain, and then do as in other layouts."""
+        moved = []
+        for index, (path, before) in enumerate(zip(done.paths, done.emitted_before, strict=False)):
+            end = self.width + before
+            moved += [(index, end + number, end + place) for place, number in enumerate(path) if place != number]
+        if moved and (self.prompt.returns_cache or not done.finished):
+            self.cache.move(*to_device_async(moved, self.device).unbind(1))
+        super().observe(done)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:

@@ -18,6 +18,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import cat_on, execution_device, last_device, synchronize
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.tree import at_nodes
 from hf_specx.common.wrappers import text_decoder, without_cache_reset
 
 from .prompts import UNLIMITED, HiddenStateTap, PreparedInputs, gather_input_rows, has_rows, position_table
@@ -42,6 +43,11 @@ class Forward(NamedTuple):
 
     logits: torch.Tensor  # [R, K + 1, V]
     hidden: torch.Tensor | None = None  # [R, K + 1, H], of the last layer or of all taps joined; None unless wanted
+
+    def at_nodes(self, nodes: torch.Tensor) -> "Forward":
+        """What it gave after nodes [R, n] of a tree alone, as a forward of a chain of these would have."""
+        hidden = None if self.hidden is None else at_nodes(self.hidden, nodes)
+        return Forward(at_nodes(self.logits, nodes), hidden)
 
 
 class SharedKeys(NamedTuple):

@@ -96,6 +96,11 @@ class SlotCache(Cache):
         for layer in self._written_layers():
             layer.shift(source)
 
+    def move(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Write to the slots `target` [n] of rows [n] what their slots `source` [n] hold."""
+        for layer in self._written_layers():
+            layer.move(rows, source, target)
+
     def read_row(self, index: int, slots: torch.Tensor) -> Iterator[KeysValues]:
         """By layer keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
         return (layer.read_row(index, slots) for layer in self._written_layers())

@@ -29,6 +29,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
         "seed": seed,
         "num_draft_tokens": pair.strategy.num_draft_tokens,
         "verification": pair.strategy.verification,
+        "tree": pair.strategy.tree,
         "tokenizer_match": pair.strategy.tokenizer_match,
     }
     arguments |= options

@@ -36,7 +36,7 @@ from hf_specx.hub.find_draft import find_draft
 
 
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_OPTIONS += ("draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
 STOCK_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FOR_TARGET = ("quantization_config", "offload_folder")
 SET_BY_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
-SET_BY_PAIRS += ("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
+SET_BY_PAIRS += ("tree", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
 def load_pair(

@@ -20,6 +20,7 @@ BITS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu"
 BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
 OUTLINES_ROLLBACK = 4096  # tokens that an outlines guide can take back; by default 32
 LARGEST_VOCABULARY = 1 << 22
+MOST_IN_A_ROUND = 1024  # candidates of a branch
 
 
 class Matchers:
@@ -160,7 +161,7 @@ class PrefixFunction:
         self.vocab_size = vocab_size
         self.rows_of_prompt = rows_of_prompt
         self.emitted: list[list[int]] = [[] for _ in input_ids]
-        self.prefix_errors: dict[tuple[int, int], Exception] = {}
+        self.prefix_errors: dict[tuple[int, tuple[int, ...]], Exception] = {}
         excluded = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
         constrained = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(excluded), excluded)
         self.restores_allowed = bool(constrained.isfinite())
@@ -169,10 +170,7 @@ class PrefixFunction:
         self.emitted[row].append(token)
 
     def rollback(self, row: int, count: int) -> None:
-        length = len(self.emitted[row]) - count
-        del self.emitted[row][length:]
-        for key in [key for key in self.prefix_errors if key[0] == row and key[1] > length]:
-            del self.prefix_errors[key]
+        del self.emitted[row][len(self.emitted[row]) - count :]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
@@ -188,7 +186,10 @@ class PrefixFunction:
                     )
                 masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
             except Exception as error:  # raised later, and only if this candidate is accepted
-                self.prefix_errors[row, len(emitted)] = error
+                for key in list(self.prefix_errors):  # of rounds that are long over
+                    if key[0] == row and len(key[1]) < len(emitted) - MOST_IN_A_ROUND:
+                        del self.prefix_errors[key]
+                self.prefix_errors[row, tuple(emitted)] = error
         return masks
 
 

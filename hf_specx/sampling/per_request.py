@@ -39,7 +39,7 @@ from .processors import (
     warp,
 )
 from .stopping import Stopping
-from .vectorized import Prefixes
+from .vectorized import Prefixes, PrefixNodes
 
 
 # processors that ask only how long a text is, with the settings whose sum is the length that they compare it with
@@ -137,8 +137,8 @@ class GroupPrefixes(Prefixes):
         lengths = []
         for index, first_column in zip(group.indices, group.first_columns, strict=True):
             lengths.append(batch.width + batch.counts[batch.rows[index]] - first_column)
-        self.shortest = min(lengths) + ahead
-        self.longest = max(lengths) + ahead + positions - 1
+        fewest, most = self.candidates_before
+        self.shortest, self.longest = min(lengths) + fewest, max(lengths) + most
         self.tokens_by_start: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what `tokens` has returned
 
     @cached_property
@@ -158,21 +158,27 @@ class GroupPrefixes(Prefixes):
         return columns if self.group.selection is None else columns[self.group.selection]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        return self._columns(self.ahead, self.positions) - self.first_column
+    def nodes(self) -> PrefixNodes | None:
+        nodes = super().nodes
+        if nodes is None or self.group.selection is None:
+            return nodes
+        return PrefixNodes(*(x[self.group.selection] for x in nodes))
 
-    def last(self, count: int) -> torch.Tensor:
-        self.batch.reserve(self.ahead + self.positions)
-        columns = self._columns(self.ahead - count, count + self.positions - 1)
-        return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return super().lengths - self.first_column
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         if start not in self.tokens_by_start:
             self.batch.reserve(self.ahead + self.positions - 1)
             columns = torch.arange(start, self.longest, device=self.row_numbers.device)
             # beyond the end of a row any token will do, since no prefix is that long
-            batch_columns = (columns[None] + self.first_column).clamp_(max=self.batch.ids.shape[1] - 1)
-            self.tokens_by_start[start] = self.batch.ids[self.row_numbers[:, None], batch_columns], columns
+            batch_columns = (columns[None] + self.first_column)[:, None]
+            if self.nodes is not None:
+                end = self._end[..., None]
+                batch_columns = end + self.nodes.behind_end((batch_columns - end).expand(-1, self.positions, -1))
+            batch_columns = batch_columns.clamp(max=self.batch.ids.shape[1] - 1)
+            self.tokens_by_start[start] = self.batch.ids[self.row_numbers[:, None, None], batch_columns], columns
         return self.tokens_by_start[start]
 
 
@@ -183,7 +189,7 @@ class RequestProcessors(Processors):
         """`row_states` are the batch's, each with its `RowProcessors`; `limit` is as in `Processors`."""
         self.row_states, self.eos_token_ids, self.limit = row_states, eos_token_ids, limit
         self.applied: list[Any] = []
-        self.prefix_errors = ChainMap[tuple[int, int], Exception]()
+        self.prefix_errors = ChainMap[tuple[int, tuple[int, ...]], Exception]()
         self.plan: GroupingPlan | None = None
 
     @property

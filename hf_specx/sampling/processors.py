@@ -9,7 +9,7 @@
 """
 
 import sys
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Hashable, Sequence, Set
 from functools import cached_property, reduce
 from typing import Any
@@ -61,7 +61,7 @@ class RoundProcessor:
     name: str = ""
     max_rollback: int = sys.maxsize
     vocab_size: int = 0
-    prefix_errors: dict[tuple[int, int], Exception] | None = None
+    prefix_errors: dict[tuple[int, tuple[int, ...]], Exception] | None = None
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """The processed scores [R, P, V] of P positions, the first after `ahead` candidates; see `Processors`."""
@@ -107,7 +107,7 @@ class Processors:
         self.applied = fuse_warpers(processors)
         self.max_rollback, self.limited_by = limit
         self.mask_size = 0
-        self.prefix_errors: ChainMap[tuple[int, int], Exception] = ChainMap()
+        self.prefix_errors: ChainMap[tuple[int, tuple[int, ...]], Exception] = ChainMap()
         for processor in self.applied:
             if isinstance(processor, RoundProcessor):
                 if processor.max_rollback < self.max_rollback:
@@ -153,18 +153,23 @@ class Positions:
         return Prefixes(self.batch, self.ahead, self.num_positions, self.processors.cache)
 
     @cached_property
-    def cells(self) -> dict[int, list[tuple[int, int]]]:
-        """(row index, position) of each prefix that `generate` could come to, by how many emitted tokens it has."""
-        batch, cells = self.batch, dict[int, list[tuple[int, int]]]()
+    def cells(self) -> dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]:
+        """(row index, position, candidates before it) of each prefix that `generate` could come to.
+
+        They are by how many emitted tokens the prefix has; in a tree, where a row has several of one length, also by
+        their number among these.
+        """
+        batch, cells = self.batch, dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]()
         for index, candidates in enumerate(batch.candidates(self.ahead + self.num_positions - 1)):
-            row = batch.rows[index]
+            row, num_of_length = batch.rows[index], Counter[int]()
             last = self.num_positions - 1 if self.draft is None else self.draft.lengths[index]
             for position in range(last + 1):
-                num_candidates = self.ahead + position  # before this position
-                count = batch.counts[row] + num_candidates
-                has_not_ended = self.processors.eos_token_ids.isdisjoint(candidates[:num_candidates])
+                before = tuple(candidates[number] for number in batch.candidates_before(index, self.ahead + position))
+                count = batch.counts[row] + len(before)
+                has_not_ended = self.processors.eos_token_ids.isdisjoint(before)
                 if has_not_ended and count < batch.row_states[row].limit:
-                    cells.setdefault(count, []).append((index, position))
+                    cells.setdefault((count, num_of_length[count]), []).append((index, position, before))
+                    num_of_length[count] += 1
         return cells
 
     def apply(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -179,17 +184,34 @@ class Positions:
         return self._by_length(processor, scores) if result is None else result
 
     def _by_length(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
-        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
+        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V].
+
+        In a tree one for each set of prefixes that are of as many rows.
+        """
         batch, result = self.batch, scores.clone()
-        for emitted, members in self.cells.items():
-            index, position = to_device_async(members, scores.device).unbind(-1)
+        for (emitted, _), members in self.cells.items():
+            numbers = [(index, position) for index, position, _ in members]
+            index, position = to_device_async(numbers, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
+            if batch.tree is not None:
+                prefix = self._on_branches(prefix, members)
             batch_scores = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             batch_scores[row] = scores[index, position]
             processed = processor(prefix, batch_scores)[row]
             result = result.to(processed.dtype)  # later processors get the precision that they get in `generate`
             result[index, position] = processed
         return result
+
+    def _on_branches(self, prefix: torch.Tensor, members: list[tuple[int, int, tuple[int, ...]]]) -> torch.Tensor:
+        """Prefixes [B, n] that end with the candidates before each member, of which each is in a row of its own."""
+        batch, width, cells = self.batch, prefix.shape[1], []
+        for index, _, before in members:
+            row, first = batch.rows[index], width - len(before)
+            cells += [(row, first + number, token) for number, token in enumerate(before)]
+        if not cells:
+            return prefix
+        rows, columns, tokens = to_device_async(cells, prefix.device).unbind(-1)
+        return prefix.index_put((rows, columns), tokens)
 
 
 def can_look_ahead(processor: Processor) -> bool:

@@ -57,16 +57,16 @@ class FedTokens:
 
     Attributes:
         tokens: `num_emitted` emitted tokens, then candidates.
-        masks: [V] bool, by the number of tokens before.
+        masks: [V] bool, by the candidates before.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_emitted: int = 0
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def excludes(self, number: int, token: int) -> bool:
-        """Whether the mask excludes a token as the one of this number; True where there is no mask, as at an end."""
-        mask = self.masks.get(number)
+    def excludes(self, candidates: Sequence[int], token: int) -> bool:
+        """Whether the mask after these excludes a token; True where there is no mask, as at an end."""
+        mask = self.masks.get(tuple(candidates))
         return mask is None or token >= len(mask) or not mask[token]
 
 
@@ -109,7 +109,8 @@ class TokenMasks(RoundProcessor):
         all_allowed = torch.ones(self.vocab_size, dtype=torch.bool, device="cpu")
         masks = []
         for row_masks in self.masks_after(batch, ahead, num_masks):
-            masks += row_masks + [all_allowed] * (positions - len(row_masks))
+            masks += [all_allowed if mask is None else mask for mask in row_masks]
+            masks += [all_allowed] * (positions - len(row_masks))
         excluded = to_device(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
         masked_scores = scores.masked_fill(excluded, -torch.inf)
         if not self.restores_allowed:
@@ -122,55 +123,70 @@ class TokenMasks(RoundProcessor):
         masks = self.masks_after(batch, ahead, [int(is_wanted) for is_wanted in wanted])
         return [row_masks[0] if row_masks else None for row_masks in masks]
 
-    def masks_after(self, batch: Batch, ahead: int, num_masks: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates.
+    def masks_after(self, batch: Batch, ahead: int, num_masks: Sequence[int]) -> list[list[torch.Tensor | None]]:
+        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates; of a tree, at nodes.
 
         Args:
-            num_masks: [R], how many are asked for. A row gets fewer where a candidate ends it, or is excluded by a
-                strict processor, or where the row may emit no more tokens.
+            num_masks: [R], how many are asked for. One is None where a candidate before ends the row, or is excluded
+                by a strict processor, or where the row may emit no more tokens.
         """
         candidates = batch.candidates(ahead + max(num_masks) - 1)
-        masks: list[list[torch.Tensor]] = [[] for _ in num_masks]
+        masks: list[list[torch.Tensor | None]] = [[] for _ in num_masks]
         for row in batch.rows:
             self._feed_emitted(batch, row, batch.counts[row])
         for position in range(max(num_masks)):
-            lengths = {}  # of the rows that get a mask here: how many tokens are before it
+            candidates_before = {}  # of the rows that get a mask here
             for index, row in enumerate(batch.rows):
-                length = batch.counts[row] + ahead + position
-                is_wanted = len(masks[index]) == position < num_masks[index] and length < batch.row_states[row].limit
-                if is_wanted and self._feed_candidates(row, batch.counts[row], candidates[index][: ahead + position]):
-                    lengths[row] = length
-            self._compute_masks(lengths)
+                if position >= num_masks[index]:
+                    continue
+                numbers = batch.candidates_before(index, ahead + position)
+                before = tuple(candidates[index][number] for number in numbers)
+                has_room = batch.counts[row] + len(before) < batch.row_states[row].limit
+                if has_room and self._feed_candidates(row, batch.counts[row], before):
+                    candidates_before[row] = before
+            self._compute_masks(candidates_before)
             for index, row in enumerate(batch.rows):
-                if row in lengths:
-                    masks[index].append(self.fed_tokens[row].masks[lengths[row]])
+                if position < num_masks[index]:
+                    before_mask = candidates_before.get(row)
+                    masks[index].append(None if before_mask is None else self.fed_tokens[row].masks[before_mask])
         return masks
 
-    def _compute_masks(self, lengths: dict[int, int]) -> None:
-        """Ask the processor for the masks after so many tokens of each row, unless it has given them before."""
-        missing = {row: length for row, length in lengths.items() if length not in self.fed_tokens[row].masks}
-        for row, length in missing.items():
-            self._rewind(row, length)
+    def _compute_masks(self, candidates_before: dict[int, tuple[int, ...]]) -> None:
+        """Ask the processor for the masks after these candidates of each row, unless it has given them before."""
+        missing = {}
+        for row, before in candidates_before.items():
+            if before not in self.fed_tokens[row].masks:
+                missing[row] = before
+                self._rewind(row, self.fed_tokens[row].num_emitted + len(before))
         if missing:
             masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
-            for (row, length), mask in zip(missing.items(), masks, strict=True):
-                self.fed_tokens[row].masks[length] = mask
+            for (row, before), mask in zip(missing.items(), masks, strict=True):
+                self.fed_tokens[row].masks[before] = mask
 
     def _feed_emitted(self, batch: Batch, row: int, count: int) -> None:
-        """Feed the first `count` emitted tokens of a row, and drop the masks before their end."""
+        """Feed the first `count` emitted tokens of a row, and keep the masks after these alone."""
         fed = self.fed_tokens.setdefault(row, FedTokens())
+        emitted_ids = batch.row_states[row].emitted_ids
         for number in range(min(fed.num_emitted, count), count):  # a text may have been cut
-            self._feed(row, number, batch.row_states[row].emitted_ids[number])
+            self._feed(row, number, emitted_ids[number])
         if fed.num_emitted != count:
+            new = tuple(emitted_ids[fed.num_emitted : count])
+            after = {before: mask for before, mask in fed.masks.items() if before[: len(new)] == new}
+            fed.masks = {before[len(new) :]: mask for before, mask in after.items()} if new else {}
             fed.num_emitted = count
-            fed.masks = {length: mask for length, mask in fed.masks.items() if length >= count}
 
-    def _feed_candidates(self, row: int, count: int, candidates: Sequence[int]) -> bool:
-        """Feed candidates after `count` emitted tokens; returns False at one that ends the row or may not be fed."""
-        for number, token in enumerate(candidates, count):
-            if token in self.eos_token_ids or (self.strict and self.fed_tokens[row].excludes(number, token)):
+    def _feed_candidates(self, row: int, count: int, candidates: tuple[int, ...]) -> bool:
+        """Feed candidates after `count` emitted tokens; returns False at one that ends the row or may not be fed.
+
+        Nothing is fed where the mask after them is there already, as that of a draft is.
+        """
+        fed = self.fed_tokens[row]
+        for number, token in enumerate(candidates):
+            if token in self.eos_token_ids or (self.strict and fed.excludes(candidates[:number], token)):
                 return False
-            self._feed(row, number, token)
+        if candidates not in fed.masks:
+            for number, token in enumerate(candidates, count):
+                self._feed(row, number, token)
         return True
 
     def _feed(self, row: int, number: int, token: int) -> None:
@@ -190,7 +206,6 @@ class TokenMasks(RoundProcessor):
             self.is_updating = True
             self.processor.rollback(row, len(fed.tokens) - length)
             del fed.tokens[length:]
-            fed.masks = {before: mask for before, mask in fed.masks.items() if before <= length}
             self.is_updating = False
 
     def begin(self, rows: int) -> None:
@@ -202,7 +217,7 @@ class TokenMasks(RoundProcessor):
             f"the mask of {self.name} is {masks.dtype} of shape {tuple(masks.shape)}, and the target needs torch.bool "
             f"of shape {shape}; make the processor for the target's vocabulary and batch.",
         )
-        self.fed_tokens = {row: FedTokens(masks={0: masks[row]}) for row in range(rows)}
+        self.fed_tokens = {row: FedTokens(masks={(): masks[row]}) for row in range(rows)}
 
     def finish(self, batch: Batch) -> None:
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""

@@ -177,7 +177,9 @@ class Stopping:
         """How many columns `generate` has emitted when the last row has stopped."""
         return max(row.stopped_at for row in batch.row_states if row.stopped_at is not None)
 
-    def row_errors(self, done: Round, prefix_errors: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
+    def row_errors(
+        self, done: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+    ) -> dict[int, Exception]:
         """The errors that `generate` would raise for rows in which no token can come next, by row.
 
         It is no error yet where that is behind a candidate that was rejected, or in tokens that may not be in the
@@ -197,13 +199,14 @@ class Stopping:
 
     @staticmethod
     def _note_dead_end(
-        done: Round, index: int, state: RowState, prefix_errors: Mapping[tuple[int, int], Exception]
+        done: Round, index: int, state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
     ) -> None:
         """Set `dead_end` of a row, by its row index, if no token can follow some that it has emitted in this round."""
         row, before, emitted = done.rows[index], done.emitted_before[index], done.emitted[index]
         for count in range(before, before + emitted) if prefix_errors else ():
-            if state.dead_end is None and (row, count) in prefix_errors:
-                state.dead_end = count, prefix_errors[row, count]
+            error = prefix_errors.get((row, tuple(state.emitted_ids[:count])))
+            if state.dead_end is None and error is not None:
+                state.dead_end = count, error
         position = done.undefined[index]
         count = before + position
         if position < emitted and (state.dead_end is None or count < state.dead_end[0]):

@@ -12,7 +12,7 @@ trace.
 import copy
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import logits_process
@@ -39,33 +39,89 @@ class Prefixes:
         self.num_rows = len(batch.counts)
         self.row_numbers = batch.index
         counts = [batch.counts[row] for row in batch.rows]
-        self.shortest = batch.width + min(counts) + ahead
-        self.longest = batch.width + max(counts) + ahead + positions - 1
+        fewest, most = self.candidates_before
+        self.shortest = batch.width + min(counts) + fewest
+        self.longest = batch.width + max(counts) + most
+
+    @property
+    def candidates_before(self) -> tuple[int, int]:
+        """How many candidates there are before a position, at least and at most."""
+        if self.batch.tree is None:
+            return self.ahead, self.ahead + self.positions - 1
+        nodes = slice(self.ahead, self.ahead + self.positions)
+        depths = [depth for row in self.batch.tree.rows for depth in row.depths[nodes]]
+        return min(depths, default=1), max(depths, default=1)  # fillers stand at the beginning of a tree
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """The columns of each prefix, [R, P] int64."""
-        return self.batch.columns(self.ahead, self.positions)
+        return self._columns(self.ahead, self.positions) if self.nodes is None else self._end + self.nodes.depths
+
+    @cached_property
+    def nodes(self) -> "PrefixNodes | None":
+        """What stands before the nodes of a tree; None in a chain, where the candidates of a prefix are one text."""
+        tree = self.batch.tree
+        if tree is None:
+            return None
+        numbers = slice(self.ahead, self.ahead + self.positions)
+        return PrefixNodes(tree.depths[:, numbers], tree.paths[:, numbers])
+
+    def _columns(self, first: int, count: int) -> torch.Tensor:
+        """[R, count], the columns from `first` after the end of each row on."""
+        return self.batch.columns(first, count)
+
+    @property
+    def _end(self) -> torch.Tensor:
+        """[R, 1], the columns of each row's text."""
+        return self._columns(0, 1)
 
     def last(self, count: int) -> torch.Tensor:
         """The last `count` tokens of each prefix, also pads: [R, P, count]; arbitrary where it has fewer columns."""
         self.batch.reserve(self.ahead + self.positions)
-        columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
+        if self.nodes is not None:
+            behind = self.nodes.depths[..., None] + torch.arange(-count, 0, device=self.nodes.depths.device)
+            columns = self._columns(0, 1)[..., None] + self.nodes.behind_end(behind)
+            return self.batch.ids[self.row_numbers[:, None, None], columns.clamp_(min=0)]
+        columns = self._columns(self.ahead - count, count + self.positions - 1)
         return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
+        """The tokens of columns `start` up to the longest prefix, [R, 1, C], and the numbers of these columns, [C].
+
+        In a tree those of each prefix, [R, P, C].
+        """
         self.batch.reserve(self.ahead + self.positions - 1)
+        columns = torch.arange(start, self.longest, device=self.row_numbers.device)
+        if self.nodes is not None:
+            end = self._end[..., None]
+            places = end + self.nodes.behind_end((columns - end).expand(-1, self.positions, -1))
+            places = places.clamp_(max=self.batch.ids.shape[1] - 1)
+            return self.batch.ids[self.row_numbers[:, None, None], places], columns
         ids = self.batch.ids[:, start : self.longest]
         if len(self.row_numbers) < self.num_rows:
             ids = ids[self.row_numbers]
-        return ids, torch.arange(start, self.longest, device=ids.device)
+        return ids[:, None], columns
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The result of `make`, called when this key is first asked for in the call."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
+
+
+class PrefixNodes(NamedTuple):
+    """What stands before P nodes of a tree: `depths` [R, P] and `paths` [R, P, D + 1] as in `Tree`."""
+
+    depths: torch.Tensor
+    paths: torch.Tensor
+
+    def behind_end(self, columns: torch.Tensor) -> torch.Tensor:
+        """Where the tokens of prefixes stand, as columns behind the end of the text, [R, P, n].
+
+        `columns` [R, P, n] are those in which they would stand if the candidates before each node were a chain.
+        """
+        depths = (1 + columns).clamp(0, self.paths.shape[2] - 1)
+        return torch.where(columns < 0, columns, self.paths.gather(2, depths) - 1)
 
 
 def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
@@ -86,11 +142,11 @@ def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torc
         first = torch.full_like(prefixes.lengths, start)
     if prefixes.longest <= start:
         return scores
-    tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
+    tokens, columns = prefixes.tokens(start)
     lengths = prefixes.lengths[..., None]
     is_counted = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
     # a column that does not count stands for the last token, which does if any does
-    ids = torch.where(is_counted, tokens[:, None], prefixes.last(1))
+    ids = torch.where(is_counted, tokens, prefixes.last(1))
     old = scores.gather(-1, ids)
     penalised = torch.where(old < 0, old * processor.penalty, old / processor.penalty)
     return scores.scatter(-1, ids, torch.where(lengths > first[..., None], penalised, old))
@@ -103,7 +159,7 @@ def no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) ->
     if prefixes.longest < size:
         return scores
     tokens, columns = prefixes.tokens()
-    ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
+    ngrams = tokens.unfold(2, size, 1)  # [R, 1, C - n + 1, n], or of each prefix
     matches = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     matches &= columns[size - 1 :] < prefixes.lengths[..., None]
     if scores.device.type == "cpu" and not matches.any():  # on other devices the question would wait for them

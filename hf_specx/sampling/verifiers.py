@@ -9,9 +9,10 @@ import torch
 
 from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.round import Draft, Verdict
+from hf_specx.common.tree import at_nodes
 
 from .noise import ReplayedNoise
-from .verify import pick, race, verify_block, verify_match, verify_token
+from .verify import pick, race, verify_block, verify_match, verify_token, verify_tree
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -56,8 +57,15 @@ class Verifier:
         """
         raise NotImplementedError
 
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        """The `count` best candidates of each row [R, count], best first, and the distribution, as in `choose`.
+
+        Where there are more than one, only a verifier can judge them that goes by the target's own choice.
+        """
+        raise NotImplementedError
+
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
-        """The verdict on a draft by the target's scores [R, K + 1, V]."""
+        """The verdict on a draft by the target's scores [R, K + 1, V], after each node of a tree."""
         raise NotImplementedError
 
     def finish(self, columns: int) -> None:
@@ -70,12 +78,14 @@ class GreedyVerifier(Verifier):
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
 
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        return scores.topk(count).indices, None
+
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         choices = scores.argmax(-1)
-        overlap = (draft.tokens == choices[:, :-1]).float()
-        undefined = torch.zeros_like(choices, dtype=torch.bool)
-        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
-        return verdict._replace(overlap=overlap, undefined=undefined)
+        tokens, first = draft.first_choices().tokens, None if batch.tree is None else batch.tree.first
+        overlap = (tokens == at_nodes(choices, first)[:, : tokens.shape[1]]).float()
+        return match_choices(batch, draft, choices, overlap, torch.zeros_like(choices, dtype=torch.bool))
 
 
 class RejectionVerifier(Verifier):
@@ -145,7 +155,18 @@ class CoupledVerifier(Verifier):
         return ReplayedNoise(self.rows if seed is None else 1, self.device, self.window, seed)
 
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
-        """The noise, like probs [R, P, V], at P positions of each decoding row, the first `ahead` after its end."""
+        """The noise, like probs [R, P, V], at P positions of each decoding row, the first `ahead` after its end.
+
+        Of a tree, at P nodes from number `ahead` on; a node has the noise of its position.
+        """
+        if batch.tree is not None:
+            positions = probs.new_empty(()).expand(len(probs), 1 + batch.tree.depth, probs.shape[-1])
+            noise = self._noise_at(batch, positions, 0)
+            return at_nodes(noise, batch.tree.depths[:, ahead : ahead + probs.shape[1]])
+        return self._noise_at(batch, probs, ahead)
+
+    def _noise_at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The noise at P consecutive positions, like probs [R, P, V]."""
         if not self.seeded:
             return self.shared_noise.vectors_at(batch.rows, batch.counts, probs, ahead, self.target_dtype)
         noise = []
@@ -158,14 +179,18 @@ class CoupledVerifier(Verifier):
         probs, _ = distribution(scores)
         return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        probs, _ = distribution(scores)
+        return (probs / self.noise(batch, probs[:, None], ahead)[:, 0]).topk(count).indices, probs
+
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
         self.target_dtype = probs.dtype  # the draft's may be another; the first round has no candidates
         choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
-        return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
+        first = None if batch.tree is None else batch.tree.first
+        return match_choices(batch, draft, choices, overlaps(at_nodes(probs, first), draft), undefined)
 
     def finish(self, columns: int) -> None:
         if not self.seeded:
@@ -194,6 +219,17 @@ def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return probs, undefined
 
 
+def match_choices(
+    batch: Batch, draft: Draft, choices: torch.Tensor, overlap: torch.Tensor, undefined: torch.Tensor
+) -> Verdict:
+    """The verdict on a chain or a tree by the target's own choices [R, K + 1] after each node."""
+    if batch.tree is None:
+        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
+    else:
+        verdict = verify_tree(draft.tokens, choices, batch.tree, draft.is_candidate)
+    return verdict._replace(overlap=overlap, undefined=at_nodes(undefined, verdict.path))
+
+
 def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Verdict:
     """The verdict of a round without candidates, in which rows choose `tokens` [R]."""
     empty = tokens.new_zeros(len(tokens), 0, dtype=torch.float32)
@@ -201,7 +237,12 @@ def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Verdict
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """sum_x min(p, q) at each candidate, [R, K]; where candidates were not drawn q is 1 at each, so it is p(x)."""
+    """sum_x min(p, q) at each candidate, [R, K]; where candidates were not drawn q is 1 at each, so it is p(x).
+
+    Of a tree, at each candidate of first choice, where `probs` are those after the nodes on their branch.
+    """
+    tokens = draft.first_choices().tokens
+    probs = probs[:, : tokens.shape[1]]
     if draft.probs is None:
-        return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
-    return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
+        return probs.gather(-1, tokens[..., None])[..., 0]
+    return torch.minimum(probs, draft.probs[:, : tokens.shape[1]]).sum(-1)

@@ -8,6 +8,9 @@ Glossary (one meaning each, everywhere in this package):
     draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
     candidate: a drafted token that is not judged yet.
     round: draft, one target forward, verify.
+    tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
+    node: one place in a tree or chain: node 0 is the last emitted token, node i + 1 candidate i.
+    rank: of a candidate among its siblings; the draft's first choice has rank 0.
     judged candidate: one whose predecessors in its round were all accepted; nothing is judged behind a rejection.
     accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
@@ -44,6 +47,7 @@ import itertools
 import torch
 
 from hf_specx.common.round import Verdict
+from hf_specx.common.tree import Tree, at_nodes
 
 
 def verify_token(
@@ -133,6 +137,26 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
     is_accepted = _leading(matches)
     accepted = is_accepted.sum(-1)
     return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], is_accepted)
+
+
+def verify_tree(
+    candidates: torch.Tensor, choices: torch.Tensor, tree: Tree, proposed: torch.Tensor | None = None
+) -> Verdict:
+    """Go from the last emitted token to the child that is the target's own choice, until there is none.
+
+    As in `verify_match`, which does the same in a chain, every emitted token is the target's own choice, so this is
+    exact for any tree. `choices` [R, K + 1] are those after each node, under coupled verification by the noise of the
+    node's position.
+    """
+    is_choice = candidates == choices.gather(1, tree.parents)
+    if proposed is not None:
+        is_choice &= proposed
+    is_choice = torch.nn.functional.pad(is_choice, (1, 0), value=True)  # [R, K + 1], with the last emitted token
+    is_reached = ~(tree.sees & ~is_choice[:, None]).any(-1)  # where all on the way are choices
+    last = (is_reached * (1 + tree.depths)).argmax(-1, keepdim=True)
+    path = at_nodes(tree.paths, last)[:, 0]
+    acceptance = at_nodes(is_reached, tree.first)[:, 1:].long()
+    return Verdict(tree.depths.gather(1, last)[:, 0], choices.gather(1, last)[:, 0], acceptance, path=path)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,7 @@ def of_all(row: int, text: torch.Tensor) -> list[int]:
 
 GREEDY = {"do_sample": False}
 COUPLED = {"verification": "coupled"}
+TREE = {"tree": 12}
 MASKS = {"logits_processor": lambda: [Automaton(VOCAB_SIZE, 11, states=2, always=7)]}
 SYNTHID = {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
 OF_FEW = {"logits_processor": lambda: [Automaton(12, 11, states=2, always=7)]}  # no whole bytes
@@ -184,6 +185,19 @@ KINDS |= {
     "gemma4 assistant, packed": Kind("gemma4", options={"layout": "packed"} | COUPLED),
     "gemma4 assistant, queue": Kind("gemma4", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "streamer": Kind(options={"streamer": RowCollector}),
+    "trees, greedy": Kind(options=TREE, settings=GREEDY),
+    "trees, sampled": Kind(options=TREE),
+    "trees, queue": Kind(options=TREE, many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "trees, seeds": Kind(options=TREE, settings=SAMPLED | {"seeds": SEEDS}),
+    "trees, masks": Kind(options=TREE, settings=GREEDY | MASKS, reads=True),
+    "trees, synthid": Kind(options=TREE, settings=SAMPLED | SYNTHID),
+    "trees, processors": Kind(
+        options=TREE, settings=SAMPLED | {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[3]]}
+    ),
+    "trees, list": Kind("few tokens", SUFFIX_OR_MODEL, TREE),
+    "trees, early exit": Kind("three layers", lambda model: EarlyExitDraft(2), TREE),
+    "trees, eagle3": Kind("eagle3", options=TREE),
+    "trees, dspark": Kind("dspark", options=TREE),
 }
 
 

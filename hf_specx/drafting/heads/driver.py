@@ -120,7 +120,7 @@ class HeadDrafter(SampledCandidateGenerator):
             return no_candidates(batch)
         self.num_candidates = self.runner.padded_candidates(max(limits))
         self.confidences = []
-        return self._confident_part(super().propose(batch, limits))
+        return super().propose(batch, limits)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first of which the head itself is not sure; it was not looked at."""
