@@ -18,7 +18,6 @@ from hf_specx.drafting.forward_times import ForwardSize, size_of
 from hf_specx.models.attention import grouped_queries
 from hf_specx.models.runner import SharedKeys
 
-from .config import ASSISTANTS
 from .layers import to_device_of
 
 
