@@ -10,6 +10,8 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.config import ASSISTANTS
+from hf_specx.drafting.heads.gemma4 import layers_of
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
@@ -39,8 +41,10 @@ def find_fit(
 ) -> list[Finding]:
     """Compare a draft with a target in all that matters; it fits if no finding is an error.
 
-    Where a model has no tokenizer, only sizes are compared.
+    Where a model has no tokenizer, only sizes are compared. An assistant of Gemma 4 has the target's tokens.
     """
+    if draft.config.model_type in ASSISTANTS:
+        return [_or_error("layers", _find_layers_read, target, draft)]
     pair: Any = target, draft, tokenizer, draft_tokenizer
     findings = [_or_error("tokens", _compare_tokens, *pair)]
     shares_tokens = same_tokens(tokenizer, draft_tokenizer)
@@ -65,6 +69,15 @@ def describe_draft(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) 
     if isinstance(draft, EarlyExitDraft):
         draft_layers = f"the first {draft.exit_layer} of them"
     return [Finding("layers", str(layers), draft_layers)]
+
+
+def _find_layers_read(target: PreTrainedModel, assistant: Any) -> Finding:
+    """The layers of an assistant, and those of the target whose keys they read."""
+    numbers = ", ".join(map(str, sorted(layers_of(assistant, target).values())))
+    num_layers, num_draft_layers = (
+        model.config.get_text_config(decoder=True).num_hidden_layers for model in (target, assistant)
+    )
+    return Finding("layers", str(num_layers), f"{num_draft_layers} of its own, by the keys of layers {numbers}")
 
 
 def _or_error(subject: str, compare: Callable[..., Finding | None], *args: Any) -> Finding:

@@ -60,11 +60,14 @@ class Predicted(NamedTuple):
     logits: torch.Tensor  # [M, V_d]
     rows: torch.Tensor  # [M], of the target's N rows the one that each predicts
     steps: torch.Tensor | None = None  # [M], candidates before each; None if any number of them changes nothing
-    ids: torch.Tensor | None = None  # [V_d], the target's ids of the columns; None if they are the same from 0 on
+    ids: torch.Tensor | None = None  # [V_d] or [M, V_d], the target's ids of the columns; None if they are 0, 1, ...
     share: float = 1.0  # of each in the loss of a token, which is the mean over all its predictions
+    selected: "Predicted | None" = None  # the same predictions by a selector, which have a loss of their own
 
     def paired_with(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""
+        if self.ids is not None and self.ids.ndim == 2:
+            return probs[self.rows[:, None], self.ids], self.logits
         width = min(probs.shape[-1], self.logits.shape[-1])
         columns = probs[:, :width] if self.ids is None else probs[:, self.ids]
         return columns[self.rows], self.logits[:, :width]
@@ -74,12 +77,14 @@ def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Pr
     """The loss of each prediction, [M], for the target's logits [N, V].
 
     The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
-    beyond the width of the other model are padding.
+    beyond the width of the other model are padding. That of a selector is added; tokens that are not selected change
+    it by nothing that could be learned.
     """
     p, logits = predicted.paired_with(token_probs(recipe, target_logits))
     full_width = predicted.logits.float() / recipe.temperature
     log_q = full_width.log_softmax(-1)[:, : logits.shape[-1]]
-    return LOSSES[recipe.loss](p, log_q)
+    losses = LOSSES[recipe.loss](p, log_q)
+    return losses if predicted.selected is None else losses + losses_of(recipe, target_logits, predicted.selected)
 
 
 def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Predicted) -> torch.Tensor:

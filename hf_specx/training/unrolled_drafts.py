@@ -97,7 +97,7 @@ def gathered_columns(values: Tensor, columns: Tensor) -> Tensor:
     return values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))
 
 
-UNROLL_BY_KIND: Any = {"eagle3": unroll_steps, "dspark": unroll_blocks, "dflash": unroll_blocks}
+UNROLL_BY_KIND: Any = {"eagle3": unroll_steps} | dict.fromkeys(("dspark", "dflash", "dflash2"), unroll_blocks)
 
 
 class UnrolledCache:

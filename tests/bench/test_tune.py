@@ -193,7 +193,7 @@ def test_the_same_verdict_every_time(folders, costs, monkeypatch, effect, is_fas
     prompts = [f"{text} {number}" for number in range(8) for text in TEXTS]
     for seed in range(3):
         clock(monkeypatch, lambda rows: effect, noise=0.05)
-        settings = replace(QUICK, prompts=prompts, seed=seed, seconds=100.0, options=SAMPLED | {"max_new_tokens": 3})
+        settings = replace(QUICK, prompts=prompts, seed=seed, seconds=50.0, options=SAMPLED | {"max_new_tokens": 3})
         (trial,) = tune.tune(folders["target"], [folders["same"]], settings)
         assert [m.is_faster for m in trial.measurements] == [is_faster] * 2
         assert (trial.config.num_draft_tokens == 0) == (is_faster is False)

@@ -136,7 +136,9 @@ def test_equal_processors_are_called_once_for_all_rows(different: int, calls: Co
 
 def test_columns_that_count_pads_are_seen(monkeypatch: pytest.MonkeyPatch):
     """The tests above can fail: with the columns of the batch a row has another text."""
-    monkeypatch.setattr(per_request, "_pads", lambda batch, row: 0)
+    first_columns = per_request._first_columns
+    without_pads = lambda processors, pads: first_columns(processors, [0] * len(pads))  # noqa: E731
+    monkeypatch.setattr(per_request, "_first_columns", without_pads)
     target = tiny()
     with pytest.raises(AssertionError):
         assert_alone(coupled(target, 0.2), target, requests(9), no_repeat_ngram_size=2, min_length=20, **GREEDY)
@@ -167,6 +169,6 @@ def test_a_row_is_replaced_in_one_place():
         completed(coupled(target, 0.2), target, requests(7), batch_size=2, **SAMPLED)
     assert len(replaced) == 5
     for old, new in replaced:
-        assert old.stopped_at == len(old.emitted) > 0
+        assert old.stopped_at == len(old.emitted_ids) > 0
         assert new is not old
         assert new.request.index > old.request.index

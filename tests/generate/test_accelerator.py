@@ -27,7 +27,7 @@ from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, Su
 
 
 MOST = 1.5  # waits of a round, and as many blocking sends
-SHORT, LONG = 8, 36
+SHORT, LONG = 8, 28
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 SAMPLED = {"do_sample": True, "top_k": 20}
 SEEDS = [5, 6, 7]
@@ -201,12 +201,40 @@ KINDS |= {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# what each of these would see of a layout or of a draft, two others see
+SLOW_KINDS = [
+    "padded, greedy",
+    "padded, block",
+    "packed, greedy",
+    "packed, coupled",
+    "lockstep, coupled",
+    "lockstep, block",
+]
+SLOW_KINDS += ["t5 lockstep", "bart lockstep", "masks, sampled", "synthid", "queue", "seeds"]
+SLOW_KINDS += ["dspark", "dflash2", "gemma4 assistant", "gemma4 assistant, padded"]
+SLOW_DEFAULTS = [
+    *SLOW_KINDS,
+    "ragged, greedy",
+    "ragged, coupled",
+    "m2m_100 lockstep",
+    "list",
+    "masks, suffix",
+    "criterion",
+]
+SLOW_DEFAULTS += ["masks of functions, queue", "queue, greedy", "eagle3", "dflash2, seeds", "gemma4 assistant, packed"]
+
+
+def partly_slow(slow: list[str]) -> list[Any]:
+    """All kinds of calls, of which some are marked as slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in slow else []) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", partly_slow(SLOW_KINDS))
 def test_kinds(kind: str):
     holds(KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", partly_slow(SLOW_DEFAULTS))
 def test_torchs_defaults_change_nothing(kind: str):
     """A device and a dtype that are not the model's, as a script may set them; and its own as the default device."""
     call = KINDS[kind]

@@ -13,6 +13,7 @@ from all_pairs import once
 from enumerated import (
     END,
     ENOUGH,
+    LARGE,
     NUM_DRAFT_TOKENS,
     PAD,
     SETTINGS,
@@ -37,12 +38,11 @@ from hf_specx.sampling.verifiers import RejectionVerifier
 
 
 BOTH = ["token", "block"]
-MORE = ENOUGH | {"batches": 2 * ENOUGH["batches"]}  # draws than the wrong variants below need
 SYNTHID = SynthIDTextWatermarkingConfig(keys=list(range(1, 9)), ngram_len=2, sampling_table_size=64)
 # arguments of `draw`, and the processors that they stand for
 CASES: dict[str, tuple[dict[str, Any], list]] = SETTINGS | {
-    "none": (MORE, []),
-    "an end": (MORE | {"eos_token_id": END, "pad_token_id": PAD}, []),  # also inside an accepted run
+    "none": (LARGE, []),  # more draws than the wrong variants below need
+    "an end": (LARGE | {"eos_token_id": END, "pad_token_id": PAD}, []),  # also inside an accepted run
     "a smaller vocabulary of the draft": ({"draft_vocab_size": VOCAB_SIZE - 1}, []),
     "a larger vocabulary of the draft": ({"draft_vocab_size": VOCAB_SIZE + 2}, []),
     "rows up to their first unlikely candidate": ({"assistant_confidence_threshold": 0.3}, []),
@@ -141,8 +141,8 @@ def looking(drafts: SeveralDrafts, batch, lengths: list[int]) -> Draft:
     if not any(lengths):
         return propose(drafts, batch, lengths)
     from_last_token, drawn = (part.propose(batch, lengths) for part in drafts.parts)
-    drafts.chosen = (drawn.tokens[:, 0] % 2).tolist()
-    return joined(batch, [from_last_token, drawn], drafts.chosen, 1)
+    drafts.taken = (drawn.tokens[:, 0] % 2).tolist()
+    return joined(batch, [from_last_token, drawn], drafts.taken, 1)
 
 
 joined, propose = several._joined, SeveralDrafts.propose

@@ -305,7 +305,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if num_masks and self.mask is None:
             tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
         embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
-        if num_masks and self.mask is not None:  # a row of the table, which may scale its rows
+        if num_masks and self.mask is not None:  # a row of the embedding matrix, which Gemma scales
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
             embedded = torch.cat([embedded, mask.expand(len(embedded), num_masks, -1)], 1)
         return embedded
