@@ -35,7 +35,7 @@ class Recorder:
         def entry(position: int, tokens: list[int]) -> dict[str, Any]:
             token, before = tokens[position], tokens[position - 1 : position] or self.last_token
             draft_chance = None
-            if q is not None and position < len(q) and position <= num_first:
+            if q is not None and position < len(q) and (done.tree is None or position <= num_first):
                 draft_chance = float(q[position, token])
             text = text_added(self.tokenizer, before, token)
             return {"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance}
