@@ -119,7 +119,10 @@ class Run:
             [number for number in COMPILED_NODES if number <= most] if call.options.compile else range(1, 1 + most)
         )
         nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
-        return Trees(nodes, self.round_timer, self.costs.ranks.setdefault(call.verification, Ranks()), numbers)
+        ranks = self.costs.ranks.setdefault(call.verification, Ranks())
+        # a fixed number of candidates is the depth
+        chooses_depth = call.draft_settings.num_draft_tokens is None and call.drafter.max_candidates is None
+        return Trees(nodes, self.round_timer, ranks, numbers, chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
