@@ -200,7 +200,7 @@ KINDS |= {
     "streamer": Kind(options={"streamer": RowCollector}),
     "trees, greedy": Kind(options=TREE, settings=GREEDY),
     "trees, sampled": Kind(options=TREE),
-    "trees, queue": Kind(options=TREE | {"num_draft_tokens": 2}, many=True, settings=SAMPLED),
+    "trees, queue": Kind(options=TREE | {"num_draft_tokens": 1}, many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "trees, seeds": Kind(options=TREE, settings=SAMPLED | {"seeds": SEEDS}),
     "trees, masks": Kind(options=TREE, settings=GREEDY | MASKS, reads=True),
     "trees, synthid": Kind(options=TREE, settings=SAMPLED | SYNTHID),
