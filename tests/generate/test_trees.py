@@ -297,4 +297,5 @@ def test_every_architecture_of_the_ragged_layout(model_type: str):
         strategy = SpeculativeDecoding(trees_of(target, inputs, **settings), tree=9)
         assert_plain(target, strategy, inputs, **settings)
         branched = strategy.report.nodes > strategy.report.drafted
-        assert branched == (not strategy.report.tree_reason) == (target.config.model_type not in NO_TREES)
+        assert branched == (not strategy.report.tree_reason)
+        assert branched or target.config.model_type in NO_TREES or target.config.model_type not in LAYOUTS_OF
