@@ -23,6 +23,7 @@ class Row:
 
     Attributes:
         limit: the most tokens that it may emit.
+        greedy: whether its processors leave one token alone, so that no random number counts.
         seed: of its own random numbers; None if they are drawn with those of the other rows.
         noise: where its own random numbers come from; a `Verifier` makes it of the seed when it is first needed.
         drafts_alone: whether it must have the numbers of candidates that it would have in a batch of one.
@@ -39,6 +40,7 @@ class Row:
     """
 
     limit: int = sys.maxsize
+    greedy: bool = False
     seed: int | None = None
     noise: Any = None
     drafts_alone: bool = False
@@ -295,6 +297,20 @@ class Batch:
         staying = [index for index, row in enumerate(self.rows) if row not in leaving]
         self._select([self.rows[index] for index in staying])
         return to_device_async(staying, self.ids.device, torch.int64)
+
+    def seat_rows(self, rows: list[int]) -> torch.Tensor:
+        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+
+        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        """
+        before = {row: index for index, row in enumerate(self.rows)}
+        more = max(0, rows[-1] + 1 - len(self.table))
+        self.table += [Row() for _ in range(more)]
+        self.counts += [0] * more
+        self.ids = torch.nn.functional.pad(self.ids, (0, 0, 0, more), value=self.pad_token_id)
+        self.starts = torch.nn.functional.pad(self.starts, (0, more), value=self.width)
+        self._select(rows)
+        return to_device_async([before.get(row, 0) for row in rows], self.ids.device, torch.int64)
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""

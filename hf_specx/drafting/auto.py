@@ -416,6 +416,7 @@ class Auto(Schedule):
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         super().admit(batch, rows)
+        self.rows = len(batch.rows)
         self.unread = max(self.unread, self.prompt_length)
 
     def end(self) -> None:

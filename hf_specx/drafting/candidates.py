@@ -60,6 +60,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     forces = False
     counts_forced = False  # whether forced tokens count towards the number of candidates of a row
     has_read = False  # whether the prompts were read
+    num_prompts = 1  # with which the call began
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.forces = context.forces
         self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
         self.round_timer = None if context.independent_rows else context.round_timer
+        self.num_prompts = len(context.batch.counts)
         self.runner = self._make_runner(context)
 
     def _make_runner(self, context: DraftContext) -> Any:
@@ -97,7 +99,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         runner = self.runner
         if not self.has_read:
             runner.prefill()
-            if len(batch.rows) < len(batch.counts):
+            if len(batch.counts) > self.num_prompts:
+                runner.seat_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
+            elif len(batch.rows) < len(batch.counts):
                 runner.drop_rows(batch.index)
             self.has_read = True
         if self.waiting:
@@ -162,6 +166,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             return draft
         source = self.source if steps else "forced"
         return draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
+
+    def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
+        if self.has_read:
+            self.runner.seat_rows(batch, before)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""

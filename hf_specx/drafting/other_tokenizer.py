@@ -118,6 +118,12 @@ class OwnText:
         staying = set(stay.tolist())
         self.own.drop_rows([row for index, row in enumerate(self.own.rows) if index not in staying])
 
+    def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
+        self.own.seat_rows(batch.rows)
+        more = len(self.own.counts) - len(self.translations)
+        self.translations += [Translation(self.vocabularies) for _ in range(more)]
+        self.inner.seat_rows(self.own, before)
+
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):

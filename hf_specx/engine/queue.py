@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -15,7 +16,7 @@ from hf_specx.models.prompts import Prompt
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import Completion, Entry, Preparing, Request, as_ids
+from .requests import CancelCriteria, Completion, Entry, Piece, Preparing, Request, as_ids
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -23,13 +24,14 @@ LEFT_OVER = 4096  # columns before all prompts that are left over from a longer 
 
 
 class RequestQueue:
-    """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
+    """Requests, taken from an iterable as they are needed: when a batch begins, and after each round for free places.
 
     `models` are the target, and the draft if it is a model; `options` are arguments of `generate` for all requests;
-    `most` is how many slots a cache may have, rows times their length.
+    `most` is how many slots a cache may have, rows times their length. With `streams` tokens are told round by round.
 
     Attributes:
-        entries: the requests with which a batch has begun; `stopping` is of its rows.
+        entries: the requests with which a batch has begun; `stopping` is of its rows, `most_rows` at most.
+        is_over: whether the iterable has ended, or failed; a None that it yields says that there is nothing yet.
         failed: an error of the iterable; it is raised once what was taken before is done.
     """
 
@@ -42,21 +44,26 @@ class RequestQueue:
         options: dict[str, Any],
         most: int | None = None,
         logprobs: bool = False,
+        streams: bool = False,
     ):
         message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
         require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
-        self.requests, self.preparing = enumerate(requests), Preparing(models[0], options)
-        self.max_batch_tokens, self.logprobs = most, logprobs
+        self.requests, self.preparing = iter(requests), Preparing(models[0], options)
+        self.max_batch_tokens, self.logprobs, self.streams = most, logprobs, streams
+        self.num_requests = 0
+        self.most_rows = 1
+        self.is_over = False
         self.entries: list[Entry] = []
         self.next: Entry | None = None
         self.returned: list[Entry] = []  # taken for a batch that was not decoded
         self.each_alone = False
         self.completed: list[Completion] = []
+        self.new_tokens: dict[int, list[int]] = {}  # by request, since they were told
         self.failed: Exception | None = None
 
     def begin(self, rows: int) -> bool:
-        """Take as many requests as may share a batch of at most so many rows; False if none are left."""
-        self.entries = []
+        """Take as many requests as may share a batch of at most so many rows; False if there is none now."""
+        self.entries, self.most_rows = [], rows
         while len(self.entries) < rows and (entry := self._peek()) is not None and self._fits([*self.entries, entry]):
             if self.entries and entry.alone:
                 break
@@ -73,22 +80,29 @@ class RequestQueue:
 
     def prepared(self) -> Prompt:
         """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
-        prompt = self.preparing.batch([entry.text for entry in self.entries], self.stopping.max_new_tokens)
+        first = self.entries[0]
+        if first.alone:
+            prompt = self.preparing.alone(first)
+        else:
+            prompt = self.preparing.batch([entry.text for entry in self.entries], self.stopping.max_new_tokens)
         prompt.seeds = [entry.seed for entry in self.entries] if prompt.generation_config.do_sample else None
-        if self.entries[0].alone:
-            config, prompt.criteria = prompt.generation_config, self.entries[0].stopping.all
+        if first.alone:
+            config, prompt.criteria = prompt.generation_config, StoppingCriteriaList(first.stopping.all)
+            if first.request.cancelled is not None:
+                prompt.criteria.append(CancelCriteria(first.request.cancelled))
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
             copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            prompt.processors = LogitsProcessorList([*copying, *self.entries[0].processors])
+            prompt.processors = LogitsProcessorList([*copying, *first.processors])
         return prompt
 
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
-        """Take the next requests for the places of rows that have ended; returns these by row."""
+        """Take the next requests for the places of rows that have ended, and for those that are free; by row."""
         entries: dict[int, Entry] = {}
-        for row in ended:
+        free = [row for row in range(self.most_rows) if row not in batch.rows]
+        for row in [*ended, *free]:
             entry = self._peek()
             if entry is None or entry.alone:
                 break
@@ -96,7 +110,7 @@ class RequestQueue:
             widest = max(len(each.input_ids) for each in [entry, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(LEFT_OVER, widest)
-            if not too_wide and self._fits([entry, *others], len(batch.table), batch.width):
+            if not too_wide and self._fits([entry, *others], max(len(batch.table), row + 1), batch.width):
                 entries[row] = self._take()
         return entries
 
@@ -105,6 +119,8 @@ class RequestQueue:
         table = done.batch.table
         for index, row in enumerate(done.rows if self.logprobs else ()):
             table[row].logprobs += _logprobs(done, index, row)
+        for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
+            self.new_tokens.setdefault(table[row].request.index, []).extend(tokens)
         for row in done.ended:
             state = table[row]
             if state.dead_end is None:
@@ -121,6 +137,8 @@ class RequestQueue:
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
         reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
+        if reason == "stop" and entry.is_cancelled() and not entry.stopping.stops(text, tokens):
+            reason = "cancelled"
         self.completed.append(Completion(entry.index, tokens, reason, processed, raw))
 
     def is_request_error(self, error: Exception) -> bool:
@@ -141,26 +159,40 @@ class RequestQueue:
         if self.logprobs:
             tokens = new.mT  # [n, 1]
             logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
-        self.close(entry, new[0].tolist(), output.sequences, logprobs)
+        tokens_of_row = new[0].tolist()
+        if self.streams:
+            self.new_tokens[entry.index] = tokens_of_row
+        self.close(entry, tokens_of_row, output.sequences, logprobs)
 
-    def pop_completed(self) -> list[Completion]:
-        """What is done or was refused since the last time."""
+    def pop(self) -> list[Any]:
+        """What is done or was refused since the last time; pieces, if it `streams`."""
         done, self.completed = self.completed, []
-        return done
+        if not self.streams:
+            return done
+        new_tokens, self.new_tokens = self.new_tokens, {}
+        last = [Piece(each.index, new_tokens.pop(each.index, []), each) for each in done]
+        return [*(Piece(index, tokens) for index, tokens in new_tokens.items() if tokens), *last]
 
     def _peek(self) -> Entry | None:
-        """The next request that can be served; those before it that never can be are refused. None at the end."""
+        """The next request that can be served; those before it that never can be are refused. None if none is there."""
         if self.next is None and self.returned:
             self.next = replace(self.returned.pop(0), alone=True)
-        while self.next is None and self.failed is None:
+        while self.next is None and not self.is_over:
             try:
-                numbered = next(self.requests, None)
-            except Exception as error:
-                numbered, self.failed = None, error
-            if numbered is None:
+                asked = next(self.requests)
+            except StopIteration:
+                self.is_over = True
                 return None
-            index, asked = numbered
+            except Exception as error:
+                self.failed, self.is_over = error, True
+                return None
+            if asked is None:
+                return None
+            index, self.num_requests = self.num_requests, self.num_requests + 1
             request = asked if isinstance(asked, Request) else Request(asked)
+            if request.is_cancelled():
+                self.completed.append(Completion(index, [], "cancelled"))
+                continue
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:

@@ -183,7 +183,10 @@ class Run:
         self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
-        """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
+        """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone.
+
+        A request that was cancelled ends here.
+        """
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
             state = done.batch.table[row]
             if state.request is None or not state.request.has_processors:
@@ -191,11 +194,16 @@ class Run:
             if state.stopped_at is None:
                 state.stopped_at = done.batch.counts[row]
             done.ended = sorted({*done.ended, row})
+        for row in done.rows if self.call.queue is not None else ():
+            state = done.batch.table[row]
+            if row not in done.ended and state.request.is_cancelled():
+                state.stopped_at = done.batch.counts[row]
+                done.ended = sorted({*done.ended, row})
         for listener in self.listeners:
             listener.observe(done)
 
     def admit(self, done: Round) -> None:
-        """Let rows that ended leave, or put the next requests in their places."""
+        """Let rows that ended leave, or put the next requests in their places, and in those that are free."""
         call, batch = self.call, self.batch
         entries: dict[int, Entry] = {}  # what comes in the place of each of these rows
         if call.queue is not None and call.layout.refills:
@@ -212,6 +220,10 @@ class Run:
         self.lap("verify")
         if not entries:
             return
+        if not entries.keys() <= set(batch.rows):
+            before = batch.seat_rows(sorted({*batch.rows, *entries}))
+            self.target.seat_rows(batch, before)
+            self.drafter.seat_rows(batch, before)
         for row, entry in entries.items():  # only now, since all were told of the text before
             batch.admit(row, request_row(call, entry, is_refill=True), entry.input_ids)
         rows = list(entries)
@@ -287,6 +299,7 @@ def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
     """The row of a request, as it begins."""
     return Row(
         limit=entry.limit,
+        greedy=entry.greedy,
         seed=entry.seed,
         drafts_alone=entry.seeded and call.verification in REJECTION,
         is_refill=is_refill,

@@ -213,6 +213,8 @@ class CompiledRunner(RaggedRunner):
 
     def drop_rows(self, stay: torch.Tensor) -> None:
         self._gather_inputs(stay)
+        if len(stay) > len(self.buffers[0][0]):
+            self._resize(row_bucket(len(stay)), self.capacity)
         copy_buffers(self.buffers, self.buffers, stay.to(self.device))
         self.row_tensors = {}
 

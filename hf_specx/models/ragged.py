@@ -228,6 +228,20 @@ class RaggedRunner(ModelRunner):
         if self.first_position is not None and fresh.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
 
+    def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
+        more = len(batch.counts) - len(self.pad_counts)
+        if more:
+            self.num_computed_tokens += [0] * more
+            self.pad_counts += [0] * more
+            self.pads = nn.functional.pad(self.pads, (0, more))
+            if self.holes is not None:
+                self.holes = nn.functional.pad(self.holes, (0, 0, 0, more))
+            if self.cached_prompts is not None:
+                self.cached_prompts = nn.functional.pad(self.cached_prompts, (0, 0, 0, more), value=-1)
+            if self.first_position is not None:
+                self.first_position = nn.functional.pad(self.first_position, (0, 0, 0, more))
+        self.drop_rows(before)  # those that come have copies of another row, until their prompts are written
+
     def _note_prompts(self, fresh: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
         """Note the prompts that the slots of rows hold from now on."""
         self.reused_tokens += fresh.reused_tokens

@@ -203,6 +203,10 @@ class ModelRunner:
         """Read the prompts of rows that have just been put in the places of others; nothing is emitted there yet."""
         raise NotImplementedError
 
+    def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
+        """Have the decoding rows of a batch, some of them free until `admit`; `before` [R'] is of `Batch.seat_rows`."""
+        raise NotImplementedError
+
     def __call__(self, batch: Batch, draft: Draft) -> Forward:
         """The forward of a round: logits after the last emitted token and after each candidate.
 

@@ -24,6 +24,13 @@ from .synthid import is_usual_synthid, synthid
 from .vectorized import VECTORIZED, Prefixes
 
 
+class LikeliestToken(LogitsProcessor):
+    """Leaves the likeliest token alone, the first of equal ones: greedy decoding beside rows that sample."""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+
+
 FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
 AFTER = FIRST | {  # for these a token with a score of -inf does not exist
     logits_process.TemperatureLogitsWarper,
@@ -37,6 +44,7 @@ WARPERS = AFTER | {
     logits_process.TopHLogitsWarper,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
+    LikeliestToken,
 }
 RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})  # without a distribution
 SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor

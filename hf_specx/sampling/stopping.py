@@ -141,6 +141,11 @@ class Stopping:
             return False
         return not (self.criteria and self.criteria(text, None).item())
 
+    def stops(self, text: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether the one row of text [1, L] that has emitted these tokens is at an end token or another criterion."""
+        ends = tokens[-1] in self.eos_token_ids
+        return ends or bool(self.criteria and self.criteria(text, None).item())
+
     def num_final_tokens(self, batch: Batch) -> list[int]:
         """How many tokens of each row are certain to be in the output.
 

@@ -147,6 +147,9 @@ class CoupledVerifier(Verifier):
             return self.shared_noise.at(batch.rows, batch.counts, probs, ahead, self.dtype)
         noise = []
         for row, row_probs in zip(batch.rows, probs.split(1), strict=True):
+            if batch.table[row].greedy:
+                noise.append(torch.ones_like(row_probs))
+                continue
             replayed = self.noise_of(batch.table[row])
             noise.append(replayed.at([0], [batch.counts[row]], row_probs, ahead, self.dtype))
         return torch.cat(noise)

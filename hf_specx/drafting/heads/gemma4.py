@@ -130,6 +130,9 @@ class AssistantDrafter(SampledCandidateGenerator):
     def _ready(self, batch: Batch) -> Any:
         return self
 
+    def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
+        self.newest_states = self.newest_states.index_select(0, before.to(self.newest_states.device))
+
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Ask for the last states of new prompts alone, which their first round gives."""
         states = self.target.prompt_hidden

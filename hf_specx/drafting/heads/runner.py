@@ -64,8 +64,8 @@ class HeadRunner:
         return width if self.forwards is None else length_bucket(max(width, self.most_candidates + 1))
 
     def gather_rows(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
-        self.rows = len(stay) if self.forwards is None else self.rows
+        """Have the rows at indices `stay` [R'], which may be the same for rows that are written later."""
+        self.rows = len(stay) if self.forwards is None else max(self.rows, row_bucket(len(stay)))
         if self.capacity:
             self._reallocate(self.capacity, stay)
 
