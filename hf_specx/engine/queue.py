@@ -174,7 +174,7 @@ class RequestQueue:
         return [*(Piece(index, tokens) for index, tokens in new_tokens.items() if tokens), *last]
 
     def _peek(self) -> Entry | None:
-        """The next request that can be served; those before it that never can be are refused. None if none is there."""
+        """The next request that can be served; None if there is none now. Those that never can be are refused."""
         if self.next is None and self.returned:
             self.next = replace(self.returned.pop(0), alone=True)
         while self.next is None and not self.is_over:

@@ -297,7 +297,7 @@ def _check(request: Request, ids: torch.Tensor) -> None:
     message = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
     require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), message)
     for name in request.generate_kwargs:
-        message = f"generate_kwargs has {name}, which is of a call of generate and not of one of its rows; leave it out."
+        message = f"generate_kwargs has {name}, which is of a call of generate and of no single row; leave it out."
         require(name not in NOT_OF_ROWS, message)
         message = f"generate_kwargs has {name}, and so has the request itself; leave one of them out."
         require(name not in OWN_FIELDS or getattr(request, name) is None, message)

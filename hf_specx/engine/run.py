@@ -303,7 +303,7 @@ def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
         seed=entry.seed,
         drafts_alone=entry.seeded and call.verification in REJECTION,
         is_refill=is_refill,
-        processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
+        processors=RowProcessors(entry.processors, entry.stopping.eos_token_ids),
         stopping=entry.stopping,
         request=entry,
     )

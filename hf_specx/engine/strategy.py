@@ -183,9 +183,9 @@ class SpeculativeDecoding(NoModel):
                 forwards round up. By default what half of the device's free memory holds.
 
         Returns:
-            An iterator of `Completion`, or of `Piece`; a request that cannot be served, or whose own processors exclude
-            every token, is refused in its own. A call that cannot be done exactly raises a ValueError before any forward, an error
-            of `requests` after what came before it.
+            An iterator of `Completion`, or of `Piece`. A request that cannot be served, or whose own processors
+            exclude every token, is refused in its own. A call that cannot be done exactly raises a ValueError before
+            any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):

@@ -204,7 +204,7 @@ class ModelRunner:
         raise NotImplementedError
 
     def seat_rows(self, batch: Batch, before: torch.Tensor) -> None:
-        """Have the decoding rows of a batch, some of them free until `admit`; `before` [R'] is of `Batch.seat_rows`."""
+        """Have the decoding rows of a batch, some free until `admit`; `before` [R'] is what `Batch.seat_rows` gave."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draft: Draft) -> Forward:

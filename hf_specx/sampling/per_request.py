@@ -340,6 +340,10 @@ class RequestStopping(Stopping):
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
+    def eos_token_ids_of(self, row: Row) -> set[int]:
+        ids: set[int] = row.stopping.eos_token_ids
+        return ids
+
     def warn_beyond_positions(self, row: Row, emitted: int) -> None:
         row.stopping.warn_beyond_positions(row, emitted)
 

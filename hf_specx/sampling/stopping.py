@@ -102,8 +102,9 @@ class Stopping:
             room, count = batch.remaining_tokens(row), batch.counts[row]
             number = min(number, room)
             last = room if number == room else 0
+            eos_token_ids = self.eos_token_ids_of(batch.table[row])
             for position in range(number):
-                if ids[position] in self.eos_token_ids or (stopped and stopped[position]):
+                if ids[position] in eos_token_ids or (stopped and stopped[position]):
                     last = position + 1
                     break
             if last and batch.table[row].stopped_at is None:
@@ -113,6 +114,10 @@ class Stopping:
             numbers.append(number)
             self.warn_beyond_positions(batch.table[row], count + number)
         return numbers
+
+    def eos_token_ids_of(self, row: Row) -> set[int]:
+        """The end tokens of a row."""
+        return self.eos_token_ids
 
     def warn_beyond_positions(self, row: Row, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
