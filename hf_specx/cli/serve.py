@@ -56,6 +56,10 @@ def serve(
     say_what_runs(pair, strategy | {"batch_size": batch_size})
     say(f"http://{host}:{port}/v1 serves the model {named.first!r}; Ctrl-C ends it")
     uvicorn.run(app, host=host, port=port, log_level=log_level)
+    app.state.generation_state.shutdown()
+    report = app.state.generation_state.manager.strategy.report
+    if report is not None:
+        say(str(report), "dim")
 
 
 def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, **options: Any) -> "FastAPI":
@@ -100,6 +104,8 @@ def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, 
         enable_cors=enable_cors,
         **others,
     )
+
+    app.state.generation_state = state
 
     @app.exception_handler(ValueError)
     async def refuse(_: Any, error: ValueError) -> JSONResponse:

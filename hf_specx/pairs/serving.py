@@ -25,6 +25,7 @@ from hf_specx.engine.requests import Completion, Piece, Request
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 OF_BODY = ("seed", "response_format")  # fields that transformers' handlers do not put into a generation config
 BODY = "fields_of_body"  # where a generation config carries them
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # small models go on with blanks for ever
 NO_FORMAT = "give {'type': 'json_schema', 'json_schema': {'schema': ...}}, 'json_object' or 'text'."
 
 
@@ -125,7 +126,7 @@ class QueueManager(GenerateManager):
             done = await future
         finally:
             left.set()
-        require(done.tokens is not None, str(done.error))
+        require(done.tokens is not None, str(done.error).partition(": ")[2])
         tokens = torch.tensor(done.tokens, device="cpu")
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
@@ -173,7 +174,7 @@ class QueueManager(GenerateManager):
             schema = (response_format.get("json_schema") or {}).get("schema")
         is_known = kind in ("json_schema", "json_object") and isinstance(schema, dict)
         require(is_known, f"response_format={response_format} is unknown; {NO_FORMAT}")
-        key = json.dumps(schema)
+        key = json.dumps(COMPACT | schema)
         if key not in self.grammars:
             self.grammars[key] = self._make_grammar(key)
         return [self.grammars[key]]
