@@ -76,12 +76,12 @@ def answers(port: int) -> bool:
 
 
 async def tokens_a_second(
-    address: str, model: str, clients: int, arguments: Namespace, settings: dict[str, Any]
+    address: str, model: str, clients: int, requests: int, arguments: Namespace, settings: str
 ) -> float:
-    """Tokens that all clients together get in a second."""
+    """Tokens that all clients together get in a second, who ask for so many completions each."""
     from openai import AsyncOpenAI
 
-    config = json.dumps({**settings, "max_new_tokens": arguments.max_new_tokens, "pad_token_id": 0})
+    config = json.dumps({**SETTINGS[settings], "max_new_tokens": arguments.max_new_tokens, "pad_token_id": 0})
     texts = known_config(EMBEDDED).prompts
     if arguments.prompts is not None:
         texts = arguments.prompts.read_text(encoding="utf-8").splitlines()
@@ -89,8 +89,8 @@ async def tokens_a_second(
     async def client(number: int) -> int:
         emitted = 0
         async with AsyncOpenAI(base_url=address, api_key="none", timeout=600) as connection:
-            for turn in range(arguments.requests):
-                text = texts[(number * arguments.requests + turn) % len(texts)]
+            for turn in range(requests):
+                text = texts[(number * requests + turn) % len(texts)]
                 body = {"generation_config": config, "seed": 1000 * number + turn}
                 done = await connection.completions.create(model=model, prompt=text, extra_body=body)
                 assert done.usage is not None
@@ -110,9 +110,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="one a line; else those of the pair in the package")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rates: dict[tuple[str, str, int], list[float]] = {}
@@ -124,28 +125,29 @@ def main() -> None:
             except SystemExit as error:
                 print(error, file=sys.stderr)
         for turn in range(arguments.turns + 1):  # the first is not counted
-            for name, settings in SETTINGS.items():
+            for name in arguments.settings:
                 for clients in arguments.clients:
                     for way, (address, model) in servers.items():
                         try:
-                            rate = asyncio.run(tokens_a_second(address, model, clients, arguments, settings))
+                            number = arguments.requests if turn else 1
+                            rate = asyncio.run(tokens_a_second(address, model, clients, number, arguments, name))
                         except Exception as error:
                             print(f"{way}: {error}", file=sys.stderr)
                             continue
                         if turn:
                             rates.setdefault((way, name, clients), []).append(rate)
-    print("| tokens a second |", *(f"{name}, {n} clients |" for name in SETTINGS for n in arguments.clients))
-    print("| --- |", "---: |" * len(SETTINGS) * len(arguments.clients))
+    cases = [(name, clients) for name in arguments.settings for clients in arguments.clients]
+    print("| tokens a second |", *(f"{name}, {clients} clients |" for name, clients in cases))
+    print("| --- |" + " ---: |" * len(cases))
     for way in WAYS:
         cells = []
-        for name in SETTINGS:
-            for clients in arguments.clients:
-                rate, plain = rates.get((way, name, clients)), rates.get((WAYS[1], name, clients))
-                if rate is None or plain is None:
-                    cells.append("-")
-                    continue
-                times = statistics.median(a / b for a, b in zip(rate, plain, strict=False))
-                cells.append(f"{statistics.median(rate):.0f} ({times:.2f})")
+        for case in cases:
+            rate, plain = rates.get((way, *case)), rates.get((WAYS[1], *case))
+            if rate is None or plain is None:
+                cells.append("-")
+                continue
+            times = statistics.median(a / b for a, b in zip(rate, plain, strict=False))
+            cells.append(f"{statistics.median(rate):.0f} ({times:.2f})")
         print(f"| `{way}` |", " | ".join(cells), "|")
 
 
