@@ -10,6 +10,7 @@ from criteria import Counting
 from many import DRAFTS, GREEDY, SAMPLED, alone, requests
 from plain import coupled
 from tiny import Forwards, near, tiny
+from vision import inputs, seeing
 
 from hf_specx import Piece, Request, SpeculativeDecoding
 
@@ -225,3 +226,21 @@ def test_what_no_request_can_have():
     assert "num_beams" in done[0].error
     assert "leave one of them out" in done[1].error
     assert "no_such_option" in done[2].error
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
+def test_requests_with_images(model_type: str):
+    """Beside one of text alone; they are speculated, in batches of their own."""
+    target = seeing(model_type)
+    asked, expected = [Request([1, 2, 3], 8)], [alone(target, Request([1, 2, 3], 8), **GREEDY)]
+    for number in range(2):
+        given = inputs(target, (1,))
+        given["pixel_values"] = given["pixel_values"] * (1 - 3 * number)
+        ids, mask = given.pop("input_ids"), given.pop("attention_mask")
+        text = target.generate(input_ids=ids, attention_mask=mask, **given, **GREEDY | {"max_new_tokens": 10})
+        expected.append(text[0, ids.shape[1] :].tolist())
+        asked.append(Request(ids[0], 10, generate_kwargs=given))
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    done = list(strategy.generate_many(target, asked, batch_size=2, ordered=True, **GREEDY))
+    assert [each.tokens for each in done] == expected
+    assert strategy.report.accepted > 0
