@@ -26,6 +26,7 @@ TEXT_INPUTS = {"input_ids", "attention_mask"}
 OF_BODY = ("seed", "response_format")  # fields that transformers' handlers do not put into a generation config
 BODY = "fields_of_body"  # where a generation config carries them
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # small models go on with blanks for ever
+MOST_GRAMMARS = 64  # that are kept
 NO_FORMAT = "give {'type': 'json_schema', 'json_schema': {'schema': ...}}, 'json_object' or 'text'."
 
 
@@ -68,7 +69,8 @@ class QueueManager(GenerateManager):
         self.grammars: dict[str, Any] = {}  # by their schemas; two requests may share one
         self.running: dict[int, Job] = {}  # by the number of the request in this `generate_many`
         self.is_stopped = False
-        self.decoding = threading.Thread(target=self._decode, name="specx", daemon=True)
+        pieces = self._pieces()  # raises for what no request could have
+        self.decoding = threading.Thread(target=self._decode, args=(pieces,), name="specx", daemon=True)
         self.decoding.start()
 
     def generate_streaming(
@@ -85,12 +87,11 @@ class QueueManager(GenerateManager):
         streamer.put(inputs["input_ids"])  # which it leaves out
 
         def tell(news: Piece | Exception) -> None:
-            error = news if isinstance(news, Exception) else news.finished and news.finished.error
-            if error:
-                loop.call_soon_threadsafe(parts.put_nowait, _StreamError(str(error)))
+            error = _error_of(news)
+            if error or isinstance(news, Exception):
+                loop.call_soon_threadsafe(parts.put_nowait, _StreamError(error))
                 return
-            assert isinstance(news, Piece)
-            streamer.put(torch.tensor(news.tokens, device="cpu"))
+            streamer.put(torch.tensor(news.tokens, dtype=torch.int64, device="cpu"))
             if news.finished:
                 streamer.end()
 
@@ -126,8 +127,8 @@ class QueueManager(GenerateManager):
             done = await future
         finally:
             left.set()
-        require(done.tokens is not None, str(done.error).partition(": ")[2])
-        tokens = torch.tensor(done.tokens, device="cpu")
+        require(done.tokens is not None, _error_of(Piece(done.index, [], done)))
+        tokens = torch.tensor(done.tokens, dtype=torch.int64, device="cpu")
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
     def stop(self) -> None:
@@ -176,6 +177,8 @@ class QueueManager(GenerateManager):
         require(is_known, f"response_format={response_format} is unknown; {NO_FORMAT}")
         key = json.dumps(COMPACT | schema)
         if key not in self.grammars:
+            if len(self.grammars) == MOST_GRAMMARS:
+                self.grammars.clear()
             self.grammars[key] = self._make_grammar(key)
         return [self.grammars[key]]
 
@@ -205,17 +208,16 @@ class QueueManager(GenerateManager):
             self.running[number] = job
             yield job.request
 
-    def _decode(self) -> None:
+    def _pieces(self) -> Iterator[Piece]:
+        """Pieces of all requests from now on; greedy ones are rows of a call that samples."""
+        options = {"batch_size": self.batch_size, "stream": True, "do_sample": True} | self.options
+        pieces: Iterator[Piece] = self.strategy.generate_many(self.pair.target, self._requests(), **options)
+        return pieces
+
+    def _decode(self, pieces: Iterator[Piece]) -> None:
         """Decode until the manager is stopped; after an error, of which all that run are told, with the next ones."""
         while not self.is_stopped:
             try:
-                pieces = self.strategy.generate_many(
-                    self.pair.target,
-                    self._requests(),
-                    batch_size=self.batch_size,
-                    stream=True,
-                    **{"do_sample": True} | self.options,
-                )
                 for piece in pieces:
                     job = self.running.pop(piece.index) if piece.finished else self.running[piece.index]
                     with suppress(RuntimeError):  # of an event loop that has ended
@@ -225,6 +227,15 @@ class QueueManager(GenerateManager):
                     with suppress(RuntimeError):
                         job.tell(error)
                 self.running.clear()
+                pieces = self._pieces()
+
+
+def _error_of(news: Piece | Exception) -> str:
+    """What went wrong, as far as it is known; empty if nothing did."""
+    if isinstance(news, Exception):
+        return str(news)
+    error = None if news.finished is None else news.finished.error
+    return "" if error is None else error.partition(": ")[2]  # without the number of the request
 
 
 class PairState(GenerationState):

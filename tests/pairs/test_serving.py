@@ -6,7 +6,10 @@ import json
 
 import pytest
 import torch
+from tiny import Forwards, near
+from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig
+from vision import inputs, seeing
 
 from hf_specx import DraftTargetPair
 from hf_specx.pairs.serving import BODY, QueueManager
@@ -96,6 +99,28 @@ def test_clients_that_come_together_get_the_texts_of_plain_generate(manager: Que
         assert count == len(expected[number])
     assert max(rows) == 4
     assert manager.strategy.report.accepted > 0
+
+
+def test_images_go_to_generate_with_candidates():
+    """And a text beside them to the queue."""
+    target = seeing("llava")
+    pair = DraftTargetPair(target, near(target, 0.05), tiny_tokenizer())
+    pair.strategy.num_draft_tokens = 3
+    given, config = inputs(target, (1,)), GenerationConfig(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    expected = target.generate(**given, generation_config=config)[0, given["input_ids"].shape[1] :].tolist()
+    manager, text = QueueManager(pair), {name: given[name][:, -4:] for name in ("input_ids", "attention_mask")}
+    expected_of_text = target.generate(**text, generation_config=config)[0, 4:].tolist()
+
+    async def clients():
+        whole = manager.generate_non_streaming
+        both = (whole(target, pair.tokenizer, each, copy.deepcopy(config), "0") for each in (given, text))
+        return await asyncio.gather(*both)
+
+    with Forwards(target) as forwards:
+        results = asyncio.run(clients())
+    manager.stop()
+    assert [tokens.tolist() for _, _, tokens in results] == [expected, expected_of_text]
+    assert len(forwards.ids) < 20
 
 
 def test_who_leaves_is_not_decoded_any_further(manager: QueueManager, pair: DraftTargetPair):
