@@ -12,7 +12,7 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
 from hf_specx.common.checkpoints import Files
-from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.cards import embedded_card, render
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
@@ -37,11 +37,12 @@ def test_card_of_a_folder(folder, config, tmp_path):
     assert (tmp_path / "card.md").read_text() == here
 
 
-def test_all_cards(tmp_path):
+def test_the_card_of_the_pair_in_the_package(tmp_path):
     output("card", "--out", tmp_path)
-    names = output("card").split()
-    assert sorted(tmp_path.iterdir()) == sorted(tmp_path / f"{name}.md" for name in names)
-    assert all(output("card", name) == known_card(name) for name in names)
+    assert output("card") == "embedded\n"
+    assert output("card", "embedded") == embedded_card()
+    assert [path.name for path in tmp_path.iterdir()] == ["embedded.md"]
+    assert (tmp_path / "embedded.md").read_text() == embedded_card()
 
 
 def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
