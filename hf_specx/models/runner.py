@@ -225,7 +225,10 @@ class ModelRunner:
         raise NotImplementedError
 
     def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """Have the decoding rows of a batch, some free until `admit`; `previous_indices` [R'] are those of `Batch.seat_rows`."""
+        """Have the decoding rows of a batch, of which some are free until `admit`.
+
+        `previous_indices` [R'] is what `Batch.seat_rows` returned.
+        """
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draft: Draft) -> Forward:
