@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     rates: dict[tuple[str, str, int], list[float]] = {}
     with contextlib.ExitStack() as stack:
         servers = {}
@@ -136,6 +138,7 @@ def main() -> None:
                             continue
                         if turn:
                             rates.setdefault((way, name, clients), []).append(rate)
+                            print(f"{way}, {name}, {clients} clients: {rate:.1f}", file=sys.stderr, flush=True)
     cases = [(name, clients) for name in arguments.settings for clients in arguments.clients]
     print("| tokens a second |", *(f"{name}, {clients} clients |" for name, clients in cases))
     print("| --- |" + " ---: |" * len(cases))

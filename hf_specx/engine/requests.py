@@ -196,7 +196,7 @@ class RequestPreparer:
 
     def _request_options(self, request: Request) -> dict[str, Any]:
         """The arguments of `generate` for a request: those of the call, and its own."""
-        options, own = self.options, request.generate_kwargs
+        options, own = self.options, dict(request.generate_kwargs)
         if "generation_config" in own:
             options = {name: value for name, value in options.items() if name not in CONFIG_FIELDS}
         overrides = {name: getattr(request, name) for name in OWN_FIELDS if name != "logits_processor"}
