@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_specx.hub.cards import known_config
+from hf_specx.hub.cards import embedded_config
 from hf_specx.hub.known_pairs import EMBEDDED, embedded_folder
 
 
@@ -83,7 +83,7 @@ async def tokens_a_second(
     from openai import AsyncOpenAI
 
     config = json.dumps({**SETTINGS[settings], "max_new_tokens": arguments.max_new_tokens, "pad_token_id": 0})
-    texts = known_config(EMBEDDED).prompts
+    texts = embedded_config().prompts
     if arguments.prompts is not None:
         texts = arguments.prompts.read_text(encoding="utf-8").splitlines()
 
@@ -145,12 +145,12 @@ def main() -> None:
     for way in WAYS:
         cells = []
         for case in cases:
-            rate, plain = rates.get((way, *case)), rates.get((WAYS[1], *case))
-            if rate is None or plain is None:
+            of_way, of_plain = rates.get((way, *case)), rates.get((WAYS[1], *case))
+            if of_way is None or of_plain is None:
                 cells.append("-")
                 continue
-            times = statistics.median(a / b for a, b in zip(rate, plain, strict=False))
-            cells.append(f"{statistics.median(rate):.0f} ({times:.2f})")
+            times = statistics.median(a / b for a, b in zip(of_way, of_plain, strict=False))
+            cells.append(f"{statistics.median(of_way):.0f} ({times:.2f})")
         print(f"| `{way}` |", " | ".join(cells), "|")
 
 

@@ -80,7 +80,8 @@ def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, 
             target = pair.target
             reads_more = target.main_input_name != "input_ids" or target.config.get_text_config() is not target.config
             if pair.processor is None and reads_more:
-                pair.processor = super()._load_processor(target.name_or_path)
+                processor: Any = super()._load_processor(target.name_or_path or "")
+                pair.processor = processor
             return pair.processor or pair.tokenizer
 
     class Chats(FieldsOfBody, chat_completion.ChatCompletionHandler):

@@ -112,6 +112,7 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     def start(self, context: DraftContext) -> None:
         self.target = context.target
+        self.newest_states: torch.Tensor
         super().start(context)
         self.admit(context.batch, context.batch.rows)
 
