@@ -184,7 +184,7 @@ def comb_of_ranks(chances: Sequence[float], length: int, nodes: int) -> Shape:
 def tree_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> Shape:
     """The `nodes` nodes up to a depth that are worth most by the chances of ranks, those of first choice first."""
     taken: list[tuple[int, ...]] = []  # the ranks on the way to each node
-    waiting = [(-chances[0], (0,))] if depth else []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
     while waiting and len(taken) < nodes:
         value, path = heapq.heappop(waiting)
         taken.append(path)

@@ -100,7 +100,7 @@ class CompiledForwards:
     def run(self, function: Any, size: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
         if not self.compiles:
-            return function(*args, **kwargs)  # type: ignore[no-any-return]
+            return function(*args, **kwargs)
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         # torch guards the settings too, but compiles a code object for few of them
