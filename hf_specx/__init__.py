@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.engine.outputs import BatchStreamer as BatchStreamer
     from hf_specx.engine.report import SpeculationReport as SpeculationReport
     from hf_specx.engine.requests import Completion as Completion
+    from hf_specx.engine.requests import Piece as Piece
     from hf_specx.engine.requests import Request as Request
     from hf_specx.engine.strategy import SpeculativeDecoding as SpeculativeDecoding
     from hf_specx.metrics.check import check as check
@@ -41,6 +42,7 @@ _MODULE_OF = {
     "Drafter": "drafting.drafter",
     "EarlyExitDraft": "drafting.early_exit",
     "MtpDraft": "drafting.heads.mtp",
+    "Piece": "engine.requests",
     "Request": "engine.requests",
     "SampledCandidateGenerator": "drafting.candidates",
     "SpeculationReport": "engine.report",

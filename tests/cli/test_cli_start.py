@@ -10,7 +10,7 @@ import typer
 from hf_specx.cli.commands import app
 
 
-NAMES = ("generate", "bench", "tune", "distill", "check", "card", "publish", "export", "export vllm")
+NAMES = ("generate", "serve", "bench", "tune", "distill", "check", "card", "publish", "export", "export vllm")
 HELP = ["--help", "--version", *(f"{name} --help" for name in NAMES)]
 WRONG = [
     "generat",
