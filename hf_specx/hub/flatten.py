@@ -7,6 +7,7 @@ for their imports.
 
 import ast
 import functools
+import hashlib
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +49,13 @@ def published_code() -> dict[str, str]:
         if module.name != SOURCE:
             rooms.setdefault(module.published, []).append(module)
     return {room: _merged(modules) for room, modules in rooms.items()}
+
+
+@functools.cache
+def code_version() -> str:
+    """The version of the published code: of this package, and a digest, which changes with every line."""
+    text = "".join(f"{name}\n{module}" for name, module in sorted(published_code().items()))
+    return f"{import_module(PACKAGE.name).__version__}+{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def core_modules() -> list[Module]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_specx.hub.flatten import PACKAGE, core_modules, imported, published_code
-from hf_specx.hub.publish import NEEDS
+from hf_specx.hub.publish_code import NEEDS
 
 
 ROOMS = "common sampling models drafting drafting/heads engine hub pairs bench training metrics __init__ cli __main__"
