@@ -1,6 +1,9 @@
 """A cell is measured: its contenders in turns, and the figures that follow from their times."""
 
 import datetime
+import hashlib
+import json
+import statistics
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +17,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .cell import Cell
 from .contenders import Contender
 from .decoding_methods import PLAIN_NAME
-from .inputs import prompts_of_length, whole_prompts
+from .inputs import Inputs, prompts_of_length, whole_prompts
 from .store import provenance
 from .timer import Advance, Timer, Timing, spread
 
@@ -50,8 +53,8 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
 
     Returns:
-        Plain values: "cell", "pair" (parameters), "provenance" with the command that was typed, and "contenders" by
-        name: runs and their medians, or under "unavailable" why there are none.
+        Plain values: "cell", "pair" (parameters), "prompts" (`facts_of`), "provenance" with the command as typed,
+        and "contenders" by name: runs and their medians, or under "unavailable" why there are none.
     """
     names = cell.contenders or usual_contenders(pair, cell.do_sample)
     draft, early_exit = draft_parts(pair)
@@ -75,7 +78,8 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
 
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     seeds = range(cell.seed, cell.seed + cell.repeats)
-    timings = Timer(make_contender, batches, cell.options, seeds, advance, may_fail=names).time(names)
+    timer = Timer(make_contender, batches, cell.options, seeds, advance, may_fail=names, notes_arrivals=True)
+    timings = timer.time(names)
     torch.compiler.reset()
     parameters = {"target_parameters": pair.target.num_parameters()}
     if draft is not None:
@@ -83,9 +87,21 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     return {
         "cell": asdict(cell) | {"contenders": list(names)},
         "pair": parameters,
+        "prompts": facts_of(batches),
         "provenance": provenance(pair.target) | {"seed": cell.seed, "command": command, "date": date},
         "contenders": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
     }
+
+
+def facts_of(batches: list[Inputs]) -> dict[str, Any]:
+    """What others need to know of prompts to compare with: how many, their tokens, and a digest of all their ids."""
+    rows = []
+    for inputs in batches:
+        for ids, mask in zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True):
+            rows.append([token for token, is_seen in zip(ids, mask, strict=True) if is_seen])
+    different = sorted(set(map(tuple, rows)))
+    digest = hashlib.sha256(json.dumps(different).encode()).hexdigest()
+    return {"count": len(different), "tokens": spread(list(map(len, rows))), "digest": digest}
 
 
 def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
@@ -97,9 +113,13 @@ def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
         return {"runs": [], "unavailable": timing.error}
     values: dict[str, Any] = {"runs": [{"seconds": run.seconds, "tokens": run.tokens} for run in timing.runs]}
     values |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
+    values |= {"latency": timing.latency}
     if plain is not None and plain.runs:
         values["times_plain"] = timing.tokens_per_second / plain.tokens_per_second
-        values["speedup"] = spread(timing.speedups(plain))
+        speedups = timing.speedups(plain)
+        values["speedup"] = spread(speedups)
+        if len(speedups) > 1:
+            values["speedup"]["stdev"] = statistics.stdev(speedups)
     for name in REPORTED_FIGURES:
         median = timing.median_of(name)
         if median is not None:

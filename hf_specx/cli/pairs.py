@@ -16,7 +16,8 @@ from .options import AT, Overwrite, Trust, check_name, command
 
 HELP_NAME = f"Id ({AT}) or folder of a pair, or a well-known pair's name."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
-HELP_CARD_OUT = "Write it to this file; without a name, all well-known cards to this folder."
+HELP_CARD_OUT = "Write the card to this file; else it is printed."
+HELP_PUBLISH_OUT = "Write the repository to this folder; upload nothing."
 HELP_PRIVATE = "Make the repository private; one that is there has to be so already."
 HELP_INSIDE = "Upload the weights also of models that the pair names by id."
 HELP_CODE = "Publish the code alone, for any two models: publish --code REPO, or --code --out FOLDER."
@@ -27,20 +28,17 @@ HELP_CODE_ONLY = "Renew the code that a published pair carries, and nothing else
 def card(
     name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
     repo_id: Annotated[str | None, typer.Argument(help="The id that a folder is to have on the Hub.")] = None,
-    out: Annotated[Path | None, typer.Option(help=HELP_CARD_OUT)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_CARD_OUT)] = None,
 ) -> None:
     """Render a pair's model card from its config: facts that were checked, figures that were measured.
 
     Without a name, list the well-known pairs.
     """
-    if name is None and out is None:
+    if name is None:
+        require(
+            out is None, f"--out {out} is the file of one card; name the pair, as in specx card embedded --out FILE."
+        )
         typer.echo("\n".join(NAMES))
-    elif name is None:
-        assert out is not None
-        check_writable(out.absolute(), out)
-        with imports():
-            from hf_specx.hub.cards import write_cards
-        say("\n".join(map(str, write_cards(out))))
     else:
         check_out(out, OF_CARD)
         check_known(name, repo_id)
@@ -70,7 +68,7 @@ def check_known(name: str, repo_id: str | None = None) -> None:
 def publish(
     pair: Annotated[str | None, typer.Argument(help=HELP_NAME, show_default=False)] = None,
     repo_id: Annotated[str | None, typer.Argument(help=HELP_REPOSITORY)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the repository to this folder; upload nothing.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help=HELP_PUBLISH_OUT)] = None,
     code: Annotated[bool, typer.Option("--code", help=HELP_CODE)] = False,
     code_only: Annotated[bool, typer.Option("--code-only", help=HELP_CODE_ONLY)] = False,
     private: Annotated[bool, typer.Option("--private", help=HELP_PRIVATE)] = False,

@@ -38,10 +38,8 @@ def test_card_of_a_folder(folder, config, tmp_path):
     assert (tmp_path / "card.md").read_text() == here
 
 
-def test_all_cards(tmp_path):
-    output("card", "--out", tmp_path)
+def test_all_cards():
     names = output("card").split()
-    assert sorted(tmp_path.iterdir()) == sorted(tmp_path / f"{name}.md" for name in names)
     assert all(output("card", name) == known_card(name) for name in names)
 
 

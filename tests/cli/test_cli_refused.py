@@ -33,7 +33,7 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "check no/pair --out BEGUN": "interrupted check",
     "check --max-new-tokens 1": "--max-new-tokens",
     "card embedded --out FOREIGN": "another file",
-    "card --out CARDS": "embedded.md",
+    "card --out CARDS": "name the pair",
     "card embedded a/b": "a/b",
     "card embeded": "did you mean",
     "publish x/y": "--out",
