@@ -91,6 +91,7 @@ def test_few_bits(tmp_path: Path):
     """Of a pair, and of a target with a draft; the draft stays as it is."""
     pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes["head_dim"] = 32
     tokenizer, target = tiny_tokenizer(), tiny(**sizes | SIZES)
     DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(tmp_path / "pair")
     saved(tmp_path / "target", target, tokenizer)
