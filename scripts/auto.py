@@ -5,7 +5,7 @@
 "alike" is a queue of 24 requests for 32 new tokens that begin with the same 400, "long" prompts of 1,000 tokens.
 "windows" has, of a model whose layers see 128 tokens, a step of plain `generate` and a round of 5 candidates, behind
 prompts of 500 and of 4,000 tokens; with --compile the round is compiled.
-Contenders take turns on the same random prompts, in one process and thread, and seconds are those that the thread has
+Methods take turns on the same random prompts, in one process and thread, and seconds are those that the thread has
 worked for, so that other work on the machine counts little. Each figure is of the turns from the fourth call on: the
 mean of a call, since texts that are drawn take more or fewer rounds by chance, and the median of a round.
 """

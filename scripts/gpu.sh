@@ -14,7 +14,7 @@ timeout 210 "$python" -m pytest -v -m gpu --tb=short --continue-on-collection-er
     $(grep -lE "mark\.gpu|on_device" tests/*/test_*.py) | tee "$out/tests.txt"
 tests=$?
 bench() {  # PAIR SECONDS CONTENDER ...
-    timeout "$2" "$python" scripts/grafted.py "$1" --dtype bfloat16 --repeats 3 --contender "${@:3}" | tee -a "$out/speed.md"
+    timeout "$2" "$python" scripts/grafted.py "$1" --dtype bfloat16 --repeats 3 --method "${@:3}" | tee -a "$out/speed.md"
 }
 bench 7B 90 plain assisted-5 block-5 block-auto
 bench 1B 60 plain assisted-5 block-5 block-auto

@@ -126,15 +126,15 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 
 def main() -> None:
-    """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
+    """Time methods, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
-    from hf_specx.bench.cell import Cell
-    from hf_specx.bench.measure_cell import measure_cell
+    from hf_specx.bench.bench_settings import BenchSettings
+    from hf_specx.bench.run_bench import run_bench
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", choices=list(RECIPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--contender", nargs="+", default=["plain", "assisted-5", "block-5", "block-auto"])
+    parser.add_argument("--method", nargs="+", default=["plain", "assisted-5", "block-5", "block-auto"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -148,16 +148,16 @@ def main() -> None:
     for name in arguments.pairs:
         pair = graft(RECIPES[name], getattr(torch, arguments.dtype), device)
         for batch in arguments.batch:
-            cell = Cell(f"grafted-{name}", tuple(arguments.contender), batch, **sizes)
-            result = measure_cell(cell, DraftTargetPair(pair.target, pair.draft), " ".join(["python", *sys.argv]))
-            print(f"\n{cell} (synthetic, α {pair.alpha:.2f}), {result['provenance']}\n")
-            print(f"| contender | {' | '.join(COLUMNS)} | |")
+            settings = BenchSettings(f"grafted-{name}", tuple(arguments.method), batch, **sizes)
+            result = run_bench(settings, DraftTargetPair(pair.target, pair.draft), " ".join(["python", *sys.argv]))
+            print(f"\n{settings} (synthetic, α {pair.alpha:.2f}), {result['provenance']}\n")
+            print(f"| method | {' | '.join(COLUMNS)} | |")
             print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
-            for contender, figures in result["contenders"].items():
+            for method, figures in result["methods"].items():
                 values = [figures.get(column) for column in COLUMNS]
                 medians = [value["median"] if isinstance(value, dict) else value for value in values]
                 shown = ["-" if value is None else f"{value:.2f}" for value in medians]
-                print(f"| {contender} | {' | '.join(shown)} | {figures.get('unavailable', '')} |", flush=True)
+                print(f"| {method} | {' | '.join(shown)} | {figures.get('unavailable', '')} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ No cost table is saved: it would hold for this machine only, and the first call 
 
 from pathlib import Path
 
-from hf_specx.bench.study import Study
 from hf_specx.bench.tune import tune
-from hf_specx.hub.cards import write_cards
+from hf_specx.bench.tune_settings import TuneSettings
+from hf_specx.hub.cards import write_embedded_card
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
@@ -21,12 +21,12 @@ def main() -> None:
     draft = str(FOLDER / config.draft.subfolder)
     config.measurements = []
     for dtype in DTYPES:
-        study = Study(config.prompts, repeats=5, dtype=dtype, command="python scripts/measure_pair.py")
-        (trial,) = tune(str(FOLDER), [draft], study)
+        settings = TuneSettings(config.prompts, repeats=5, dtype=dtype, command="python scripts/measure_pair.py")
+        (trial,) = tune(str(FOLDER), [draft], settings)
         print(trial)
         config.measurements += trial.measurements
     (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
-    write_cards("model_cards")
+    write_embedded_card("model_cards")
 
 
 if __name__ == "__main__":

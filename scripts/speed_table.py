@@ -21,9 +21,9 @@ from outlines.backends import get_json_schema_logits_processor
 from rich.progress import track
 
 from hf_specx import DraftTargetPair
-from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, encode, prompts_of_length
 from hf_specx.bench.store import provenance
+from hf_specx.bench.timed_methods import TimedMethod
 from hf_specx.bench.timer import Timer, Timing
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder
 
@@ -44,10 +44,10 @@ WIDTH = 32  # tokens of a prompt where forwards are compiled: for each other wid
 
 
 class Kind(NamedTuple):
-    """A text: plain `generate` for it; by who drafts, transformers' contender and ours; options of `generate`."""
+    """A text: plain `generate` for it; by who drafts, transformers' method and ours; options of `generate`."""
 
     plain: str
-    contenders: dict[str, tuple[str | None, str]]
+    methods: dict[str, tuple[str | None, str]]
     options: dict[str, Any]
 
 
@@ -75,8 +75,8 @@ CASES = [Case(kind, t, rows) for kind in (SAMPLED, COMPILED) for t in ("float32"
 CASES += [Case(kind, "float32", batch) for kind in (COPY, JSON) for batch in (1, 8)]
 
 
-class WithSchema(Contender):
-    """A contender whose text is JSON; each call has a new processor, as each text needs one."""
+class WithSchema(TimedMethod):
+    """A method whose text is JSON; each call has a new processor, as each text needs one."""
 
     def __init__(self, name: str, pair: DraftTargetPair, draft: Any):
         super().__init__(name, pair.target, draft)
@@ -96,25 +96,25 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
 
 
 def timings(case: Case, pair: Any, model: Any, repeats: int, new_tokens: int) -> dict[tuple[str, str], Timing]:
-    """Those of plain text, ("", name), and of each contender, (who drafts, name); assisted takes one row alone."""
+    """Those of plain text, ("", name), and of each method, (who drafts, name); assisted takes one row alone."""
     kind, drafts = KINDS[case.kind], {MODEL: model, HEAD: pair.draft, TEXT: None, "": None}
-    contenders = [("", kind.plain)]
-    for who, (assisted, ours) in kind.contenders.items():
+    methods = [("", kind.plain)]
+    for who, (assisted, ours) in kind.methods.items():
         if assisted is not None and case.batch == 1:
-            contenders.append((who, assisted))
-        contenders.append((who, ours))
+            methods.append((who, assisted))
+        methods.append((who, ours))
 
-    def make_contender(number: str) -> Contender:
-        who, name = contenders[int(number)]
+    def make_method(number: str) -> TimedMethod:
+        who, name = methods[int(number)]
         if case.kind == JSON:
             return WithSchema(name, pair, drafts[who])
-        return Contender(name, pair.target, drafts[who])
+        return TimedMethod(name, pair.target, drafts[who])
 
-    numbers = [str(number) for number in range(len(contenders))]
+    numbers = [str(number) for number in range(len(methods))]
     options = kind.options | {"max_new_tokens": new_tokens}
     batches = batches_for(case, pair, repeats, new_tokens)
-    timer = Timer(make_contender, batches, options, range(repeats), may_fail=numbers)
-    timed = {contenders[int(number)]: timing for number, timing in timer.time(numbers).items()}
+    timer = Timer(make_method, batches, options, range(repeats), may_fail=numbers)
+    timed = {methods[int(number)]: timing for number, timing in timer.time(numbers).items()}
     for (who, name), timing in timed.items():
         if timing.error is not None and not name.startswith("assisted"):
             raise RuntimeError(f"{case}: {name} with {who} failed with {timing.error}")
@@ -141,9 +141,9 @@ def measure(repeats: int, new_tokens: int) -> dict[str, Any]:
         timed = timings(case, pair, model, repeats, new_tokens)
         plain = timed["", KINDS[case.kind].plain]
         speedups = {
-            contender: None if timing.error else timing.measured_speedup(plain) for contender, timing in timed.items()
+            method: None if timing.error else timing.measured_speedup(plain) for method, timing in timed.items()
         }
-        for who, (assisted, ours) in KINDS[case.kind].contenders.items():
+        for who, (assisted, ours) in KINDS[case.kind].methods.items():
             row = {"label": f"{case.kind}, {case.dtype}", "draft": who, "batch": case.batch}
             row |= {"plain": plain.tokens_per_second, "assisted": speedups.get((who, assisted or ""))}
             refused = "" if assisted is None else "refused" if case.batch > 1 else "fails"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hf_specx.common.errors import require, require_option
 
 
-MIN_TURNS = 8  # of a study, from which Student's t makes no wild guesses
+MIN_TURNS = 8  # of one speed-up, at least: Student's t has very wide intervals for fewer
 SECONDS = 60.0  # of turns of a draft at one batch size, unless it is clear before
 
 
@@ -21,10 +21,10 @@ def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") 
 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     """Raise a ValueError unless tokens can be drawn in this way; greedy decoding has none of these."""
-    rest = "is not above 0; give a positive number, or decode greedily."
-    require_option(0 < temperature < math.inf, "temperature", temperature, rest)
-    rest = "is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
-    require_option(0 < top_p <= 1, "top_p", top_p, rest)
+    problem = "is not above 0; give a positive number, or decode greedily."
+    require_option(0 < temperature < math.inf, "temperature", temperature, problem)
+    problem = "is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
+    require_option(0 < top_p <= 1, "top_p", top_p, problem)
     require_option(top_k >= 0, "top_k", top_k, "is negative; give 0, which keeps all tokens, or more.")
 
 

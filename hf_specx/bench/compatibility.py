@@ -1,4 +1,4 @@
-"""Whether a draft fits a target: what must be the same, what may differ, and what follows. Nothing is decoded."""
+"""Compare a draft with a target: what must be the same, and what follows where they differ. Nothing is decoded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +10,12 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.heads.config import ASSISTANTS
+from hf_specx.drafting.heads.gemma4 import layers_of
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
-from hf_specx.engine.check_models import check_own_text, check_pair, check_sizes, one_tokenizer
+from hf_specx.engine.check_models import check_other_tokenizer, check_pair, check_sizes, one_tokenizer
 from hf_specx.hub.pair_config import WeightlessDraft
 
 
@@ -22,7 +24,7 @@ Tokenizer = PreTrainedTokenizerBase
 
 
 class Finding(NamedTuple):
-    """One thing in which both models are compared."""
+    """The result of comparing both models in one respect."""
 
     subject: str
     target: str  # what each has
@@ -37,10 +39,12 @@ def find_fit(
     tokenizer: Tokenizer | None,
     draft_tokenizer: Tokenizer | None,
 ) -> list[Finding]:
-    """All that matters for a pair, as findings; it fits if none of them is an error.
+    """Compare a draft with a target in all that matters; it fits if no finding is an error.
 
-    Where a model has no tokenizer, only sizes are compared.
+    Where a model has no tokenizer, only sizes are compared. An assistant of Gemma 4 has the target's tokens.
     """
+    if draft.config.model_type in ASSISTANTS:
+        return [_or_error("layers", _find_layers_read, target, draft)]
     pair: Any = target, draft, tokenizer, draft_tokenizer
     findings = [_or_error("tokens", _compare_tokens, *pair)]
     shares_tokens = same_tokens(tokenizer, draft_tokenizer)
@@ -48,7 +52,7 @@ def find_fit(
         findings.append(_compare_logit_rows(target, draft, tokenizer))
     findings.append(_compare("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
     findings.append(_compare_positions(target, draft))
-    check = check_pair if shares_tokens else partial(check_own_text, width=1)
+    check = check_pair if shares_tokens else partial(check_other_tokenizer, width=1)
     decoding = _or_error("decoding", check, *pair)
     if decoding.verdict == ERROR and decoding.follows not in [finding.follows for finding in findings]:
         findings.append(decoding)
@@ -56,7 +60,7 @@ def find_fit(
 
 
 def describe_draft(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) -> list[Finding]:
-    """What a draft that is no model of its own is made of; raises a ValueError if it cannot serve this target."""
+    """The finding for a head or a draft without weights; a ValueError if it cannot draft for this target."""
     make_drafter(draft, target)
     layers = target.config.get_text_config(decoder=True).num_hidden_layers
     draft_layers = "none: what followed the same tokens"
@@ -65,6 +69,15 @@ def describe_draft(target: PreTrainedModel, draft: WeightlessDraft | DraftHead) 
     if isinstance(draft, EarlyExitDraft):
         draft_layers = f"the first {draft.exit_layer} of them"
     return [Finding("layers", str(layers), draft_layers)]
+
+
+def _find_layers_read(target: PreTrainedModel, assistant: Any) -> Finding:
+    """The layers of an assistant, and those of the target whose keys they read."""
+    numbers = ", ".join(map(str, sorted(layers_of(assistant, target).values())))
+    num_layers, num_draft_layers = (
+        model.config.get_text_config(decoder=True).num_hidden_layers for model in (target, assistant)
+    )
+    return Finding("layers", str(num_layers), f"{num_draft_layers} of its own, by the keys of layers {numbers}")
 
 
 def _or_error(subject: str, compare: Callable[..., Finding | None], *args: Any) -> Finding:
@@ -76,7 +89,7 @@ def _or_error(subject: str, compare: Callable[..., Finding | None], *args: Any) 
 
 
 def _compare(subject: str, target: object, draft: object, follows: str) -> Finding:
-    """A finding that says what follows, if the two differ."""
+    """A finding on two values; if they differ it is a note that says what follows."""
     if target == draft:
         return Finding(subject, str(target), str(draft))
     return Finding(subject, str(target), str(draft), NOTE, follows)
@@ -85,7 +98,7 @@ def _compare(subject: str, target: object, draft: object, follows: str) -> Findi
 def _compare_tokens(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None
 ) -> Finding:
-    """How the draft's tokens become the target's."""
+    """The finding on tokens: the same ids in both, not checked, or how two tokenizers are matched."""
     sizes = _size(tokenizer), _size(draft_tokenizer)
     if tokenizer is None or draft_tokenizer is None:
         check_sizes(target, draft, tokenizer, draft_tokenizer)
@@ -104,18 +117,18 @@ def _size(tokenizer: Tokenizer | None) -> str:
 
 
 def _compare_logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:
-    """Scores a position: often more than there are tokens, padded to a round number."""
+    """The finding on the number of logits, which is often padded beyond the number of tokens."""
     rows, draft_rows = vocabulary(target), vocabulary(draft)
     tokens = rows if tokenizer is None else max(tokenizer.get_vocab().values(), default=0) + 1
-    follows = "what comes after the tokens is padding"
+    follows = "those beyond the tokens are padding"
     if draft_rows < tokens:
-        follows = f"the draft has no ids from {draft_rows} on: it never proposes them, "
-        follows += "and reads another token in their place"
+        follows = f"the draft has ids below {draft_rows} only: it proposes no others, and in their place it reads its "
+        follows += f"last id, {draft_rows - 1}"
     return _compare("logit rows", rows, draft_rows, follows)
 
 
 def _end_ids(model: PreTrainedModel) -> str:
-    """The ids of the end tokens, as findings show them."""
+    """The ids of the end tokens, separated by commas."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         return "none"
@@ -123,7 +136,7 @@ def _end_ids(model: PreTrainedModel) -> str:
 
 
 def _compare_positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    """How far both models read."""
+    """The finding on the longest texts that both models read."""
     limit, draft_limit = _max_positions(target), _max_positions(draft)
     follows = "the draft reads as far as the target"
     if draft_limit is not None and (limit is None or draft_limit < limit):

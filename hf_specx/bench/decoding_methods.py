@@ -1,6 +1,6 @@
-"""The names of contenders: each says by which method text is generated.
+"""The names of methods to generate, as `specx bench --method` takes them.
 
-A name is a kind, then how many candidates a round, then whether forwards are compiled:
+A name has up to three parts: a kind, how many candidates a round has, and whether forwards are compiled:
 
 - `plain`, `plain-compiled`: `generate`, and the same with transformers' static cache and its compiled forward;
 - `assisted`, `assisted-5`, `assisted:2`: transformers' assisted generation at its defaults, with 5 candidates in every
@@ -26,7 +26,10 @@ KINDS = {
     "several": "ours with the better of that and the draft model",
     EXIT_NAME: "ours with the target's first layers as the draft",
 }
-AFTER_KINDS = "assisted:2, exit:2: the target's first 2 layers draft; -5: 5 candidates a round; -auto: as it goes"
+AFTER_KINDS = (
+    "assisted:2 and exit:2: the target's first 2 layers draft; -5: 5 candidates in each round; -auto: the number is "
+    "chosen anew before each round"
+)
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
 SHAPES = {f"{kind}-{number}{end}" for kind in OURS_WITH for number in ("5", "auto") for end in ("", "-compiled")}
@@ -35,7 +38,7 @@ SHAPES |= {"assisted", "assisted-5", "assisted:5", "assisted:5-5"}
 
 
 class DecodingMethod(NamedTuple):
-    """How a contender generates."""
+    """A method to generate text, as its name says."""
 
     kind: str  # "plain", "assisted", "lookup", or one of `OUR_KINDS`
     num_draft_tokens: int | str | None = None  # candidates a round; "auto", or None for transformers' defaults
@@ -44,10 +47,10 @@ class DecodingMethod(NamedTuple):
 
 
 def parse_method(name: str) -> DecodingMethod:
-    """What a contender's name says; raises a ValueError for one that means nothing."""
+    """The method that a name stands for; a ValueError for a name that stands for none."""
     require(
         re.sub("[1-9][0-9]*", "5", name) in SHAPES,
-        f"contender {name!r} is unknown; give plain, plain-compiled, assisted, assisted-5, assisted:2 (early exit), "
+        f"method {name!r} is unknown; give plain, plain-compiled, assisted, assisted-5, assisted:2 (early exit), "
         "lookup-10, or ours: token, block, coupled, suffix, several or exit:2 with a number or auto, like block-auto, "
         "and -compiled after it, like block-5-compiled.",
     )

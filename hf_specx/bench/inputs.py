@@ -1,4 +1,4 @@
-"""What is given to `generate` where it is measured, prompts as batches, and what comes out."""
+"""Prompts as batches for measured calls of `generate`, its settings, and the tokens that it emitted."""
 
 import itertools
 import math
@@ -22,7 +22,10 @@ MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
 def settings_of(
     target: PreTrainedModel, options: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, Any]:
-    """`options` with do_sample, max_new_tokens and, where it samples, temperature, top_p and top_k of the target."""
+    """The settings of a call: `options`, and what they leave out as the target's generation config says.
+
+    They have do_sample and max_new_tokens and, if tokens are sampled, temperature, top_p and top_k.
+    """
     config, _ = target._prepare_generation_config(None, **options)  # type: ignore[operator]
     settings = {"do_sample": bool(config.do_sample), "max_new_tokens": config.max_new_tokens or max_new_tokens}
     names = ("temperature", "top_p", "top_k") if config.do_sample else ()
@@ -32,7 +35,7 @@ def settings_of(
 def prompts_of_length(
     pair: DraftTargetPair, batch: int, length: int, new_tokens: int, first: int = 0, seed: int = 0
 ) -> Inputs:
-    """A batch of prompts of `length` tokens each, where the target takes them.
+    """A batch of prompts of `length` tokens each, on the device of the target's inputs.
 
     Row b has the pair's prompts from number `first` + b on, one after another, as far as they are needed. A pair
     without a tokenizer gets random tokens, by the seed.
@@ -71,7 +74,7 @@ def batches_of(
     rows: int,
     count: int | None = None,
 ) -> list[Inputs]:
-    """`count` batches of prompts in a row, from the first on again; None is as many as all of them fill."""
+    """`count` batches of prompts, which start again at the end; None is one turn of each prompt."""
     count = math.ceil(len(ids) / rows) if count is None else count
     endless = itertools.cycle(ids)
     return [padded_batch(target, tokenizer, list(itertools.islice(endless, rows))) for _ in range(count)]
@@ -80,7 +83,7 @@ def batches_of(
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> Inputs:
-    """A batch of prompts, where the target takes them."""
+    """A batch of prompts on the device of the target's inputs."""
     return padded_batch(target, tokenizer, prompt_rows(tokenizer, target, prompts, max_new_tokens))
 
 
@@ -96,13 +99,13 @@ def prompt_rows(
 
 
 def padded_batch(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rows: list[list[int]]) -> Inputs:
-    """Prompts as a batch where the target takes them: padded on the left, for an encoder on the right."""
+    """Token ids as a batch on the device of the target's inputs: padded on the left, for an encoder on the right."""
     padded = padded_rows(rows, "right" if target.config.is_encoder_decoder else "left", tokenizer)
     return {name: tensor.to(execution_device(target)) for name, tensor in padded.items()}
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise a ValueError unless a model has positions for a prompt and the new tokens; an encoder reads it apart."""
+    """Raise ValueError unless a model has positions for prompt and new tokens, of which an encoder reads the first."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
     require(
@@ -113,12 +116,12 @@ def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) ->
 
 
 def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
-    """Tokens at the start of an output that were not generated: the prompt, or the one that a decoder starts from."""
+    """The number of tokens at the start of an output that were not generated: of the prompt, or a decoder's first."""
     return 1 if target.config.is_encoder_decoder else inputs["input_ids"].shape[1]
 
 
 def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, options: dict[str, Any]) -> list[list[int]]:
-    """Generated ids of each row of an output [B, L + N], up to and including the first end token of the call."""
+    """The generated ids of each row of an output [B, L + N], up to and including the first end token."""
     eos_token_id = options.get("eos_token_id", target.generation_config.eos_token_id)
     if eos_token_id is None:
         eos_token_id = []

@@ -1,7 +1,7 @@
-"""When a comparison has gone on for long enough, and between which ends its speed-up lies.
+"""A sequential test of a speed-up: its confidence interval, and whether more turns are needed.
 
-The turns so far are looked at several times, and each look may be misled by noise. So each look has a share of the
-false alarms that the test of one speed-up is allowed, and its interval is as wide as that share asks for.
+The interval is computed several times while turns go on, and noise may mislead each time (a "look"). So each look has
+a share of the false alarms that are allowed in all, and its interval is as wide as that share demands.
 """
 
 import math
@@ -15,14 +15,14 @@ INTEGRATION_STEPS = 20_000  # of the integral in `student_quantile`
 
 
 class Interval(NamedTuple):
-    """Where a speed-up lies; None where nothing bounds it on that side."""
+    """The confidence interval of a speed-up; None on a side that has no bound."""
 
     low: float | None = None
     high: float | None = None
 
     @property
-    def holds_one(self) -> bool:
-        """Whether both faster and slower are possible."""
+    def contains_one(self) -> bool:
+        """Whether 1 is inside, so that faster and slower are both possible."""
         return (self.low is None or self.low <= 1) and (self.high is None or self.high >= 1)
 
 
@@ -31,14 +31,16 @@ UNBOUNDED = Interval()
 
 @dataclass
 class SequentialTest:
-    """Looks at a speed-up after `first_look` turns, after twice as many, and so on, until it is clear or time is up.
+    """Computes the interval of a speed-up after `first_look` turns, after twice as many, and so on.
+
+    It ends once 1 is outside of the interval, or the time is up.
 
     Args:
         false_alarm: the chance that the interval of any look ends above the true speed-up; as large is the chance that
             one ends below it. Look k has false_alarm / (k (k + 1)) of it, and these shares add up to it, however many
             looks there are.
         first_look: turns before the first look, unless time is up.
-        min_turns: turns that there are however long they take.
+        min_turns: turns that are measured even if they take longer than `seconds`.
         seconds: of all timed runs, after which the last look is taken.
     """
 
@@ -58,7 +60,7 @@ class SequentialTest:
         self.num_looks += 1
         share = self.false_alarm / (self.num_looks * (self.num_looks + 1))
         self.interval = ratio_interval(plain, ours, share)
-        return time_is_up or not self.interval.holds_one
+        return time_is_up or not self.interval.contains_one
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], tail: float) -> Interval:

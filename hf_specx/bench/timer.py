@@ -1,7 +1,7 @@
-"""Speed is measured here: contenders take turns, so that what slows the machine down slows all of them down alike.
+"""Time methods to generate in turns, so that what slows the machine down slows all of them down alike.
 
-Each turn gives every contender the same prompts and the same seed, in an order that rotates from turn to turn, or that
-is drawn, so that a machine that is slow for two runs in a row hits one contender twice no more often than both.
+In a turn every method runs once, on the same prompts and with the same seed. The order rotates from turn to turn, or
+is drawn at random, so that no method always runs first.
 """
 
 import random
@@ -20,26 +20,26 @@ from hf_specx.common.devices import execution_device, synchronize
 from hf_specx.engine.report import PLAINLY, SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 
-from .contenders import Contender
 from .decoding_methods import ASSISTED_NAME, PLAIN_NAME
 from .inputs import Inputs, emitted
+from .timed_methods import TimedMethod
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
 SAME_DRAFT = "block-auto"  # ours with the draft of assisted generation
 RETRIES = 5  # times that a run in which something was compiled is made again
 REPORTED_RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup")
-Advance = Callable[[], object]
+Advance = Callable[[], object]  # called after each timed run, as to move a progress bar
 
 
 @dataclass
 class TimedCall:
-    """One timed call."""
+    """The time and the tokens of one timed call."""
 
     seconds: float
     tokens: int  # emitted, over all rows
-    report: SpeculationReport | None = None  # of ours
-    longest_row: int = 1  # its tokens, which is the number of steps of plain `generate`
+    report: SpeculationReport | None = None  # None of a method of transformers
+    longest_row: int = 1  # its number of tokens, which is the number of steps of plain `generate`
     arrivals: list[float] = field(default_factory=list)  # seconds at which tokens came, where that was asked for
 
     @property
@@ -86,15 +86,15 @@ class Arrivals(BaseStreamer):
 
 @dataclass
 class Timing:
-    """The runs of one contender."""
+    """The runs of one method."""
 
     runs: list[TimedCall] = field(default_factory=list)  # one for each turn
     first_seconds: float | None = None  # of its very first call, which warms up and may compile
-    error: str | None = None  # what the contender failed with, in a line; it then has no runs
+    error: str | None = None  # what the method failed with, in a line; it then has no runs
 
     @property
     def reports(self) -> list[SpeculationReport]:
-        """Of each run of ours."""
+        """The reports of all runs; [] of a method of transformers."""
         return [run.report for run in self.runs if run.report is not None]
 
     @property
@@ -104,12 +104,12 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """The median of them."""
+        """The median of `rates`."""
         return statistics.median(self.rates)
 
     @property
     def seconds(self) -> list[float]:
-        """Of each run."""
+        """The seconds of each run."""
         return [run.seconds for run in self.runs]
 
     @property
@@ -153,22 +153,22 @@ class Timing:
 
 @dataclass
 class Timer:
-    """Times contenders in turns."""
+    """Times methods in turns; `time` runs it."""
 
-    make_contender: Callable[[str], Contender]  # by its name; called once for each
-    batches: Sequence[Inputs]  # of one turn after another, from the first on again where there are more turns
+    make_method: Callable[[str], TimedMethod]  # by its name; called once for each
+    batches: Sequence[Inputs]  # one for each turn, and from the first on again if there are more turns
     options: dict[str, Any]  # of `generate`, `max_new_tokens` among them
-    seeds: Sequence[int]  # of the turns, one run of each contender in each; the warm-up has that of the first
-    advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each contender
-    may_fail: Container[str] = ()  # contenders whose failure is noted, and the others go on; else it is raised
+    seeds: Sequence[int]  # of the turns, one run of each method in each; the warm-up has that of the first
+    advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each method
+    may_fail: Container[str] = ()  # methods whose failure is noted, and the others go on; else it is raised
     rng: random.Random | None = None  # draws the order of each turn; None rotates it
-    should_stop: Callable[[dict[str, Timing]], bool] = lambda timings: False  # asked after each turn: was it the last?
+    should_stop: Callable[[dict[str, Timing]], bool] = lambda timings: False  # called after each turn; True ends it
     notes_arrivals: bool = False  # whether each run notes when its tokens come
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
-        """The runs of the contenders of these names."""
-        self.contenders: dict[str, Contender] = {}
-        self.warm_shapes: set[tuple[str, torch.Size]] = set()  # contenders with the shapes of inputs that they ran
+        """Time these methods; returns their timings by name."""
+        self.methods: dict[str, TimedMethod] = {}
+        self.warm_shapes: set[tuple[str, torch.Size]] = set()  # methods with the shapes of inputs that they ran
         timings = {name: Timing() for name in names}
         for turn in range(-1, len(self.seeds)):
             first = max(turn, 0) % len(names)
@@ -190,75 +190,78 @@ class Timer:
         return timings
 
     def _time_turn(self, name: str, turn: int, timing: Timing) -> None:
-        """One run, in which nothing is compiled; turn -1 warms up, as does a first run of a shape that is compiled."""
-        if name not in self.contenders:
-            self.contenders[name] = self.make_contender(name)
-        contender = self.contenders[name]
+        """Time one run in which nothing is compiled, and add it to `timing`.
+
+        Turn -1 only warms up. A compiled method also warms up before its first run with inputs of another shape.
+        """
+        if name not in self.methods:
+            self.methods[name] = self.make_method(name)
+        method = self.methods[name]
         options = self.options
-        if turn < 0 and not contender.compiled:
+        if turn < 0 and not method.compiled:
             options = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"])}
         number = max(turn, 0)
         inputs = self.batches[number % len(self.batches)]
         seed = self.seeds[number]
         shape = name, inputs["input_ids"].shape
-        # transformers does not say what it compiles
-        if turn < 0 or (contender.compiled and shape not in self.warm_shapes):
-            warm_up = time_call(contender, inputs, options, seed)
+        # a report says what was compiled in a run (below), transformers does not
+        if turn < 0 or (method.compiled and shape not in self.warm_shapes):
+            warm_up = time_call(method, inputs, options, seed)
             timing.first_seconds = timing.first_seconds or warm_up.seconds
             self.warm_shapes.add(shape)
         if turn < 0:
             return
-        run = time_call(contender, inputs, options, seed, self.notes_arrivals)
+        run = time_call(method, inputs, options, seed, self.notes_arrivals)
         for _ in range(RETRIES):
             if run.report is None or not run.report.compilations:
                 break
-            run = time_call(contender, inputs, options, seed, self.notes_arrivals)  # a size had not occurred before
+            run = time_call(method, inputs, options, seed, self.notes_arrivals)  # a forward of a new size was compiled
         timing.runs.append(run)
 
 
 def time_call(
-    contender: Contender, inputs: Inputs, options: dict[str, Any], seed: int, notes_arrivals: bool = False
+    method: TimedMethod, inputs: Inputs, options: dict[str, Any], seed: int, notes_arrivals: bool = False
 ) -> TimedCall:
-    """Generate once, from `torch.manual_seed(seed)`, and wait for the device."""
-    device = execution_device(contender.target)
+    """The seconds and tokens of one call, seeded by `torch.manual_seed(seed)`; the device is waited for."""
+    device = execution_device(method.target)
     arrivals = Arrivals()
     if notes_arrivals:
         options = options | {"streamer": arrivals}
     torch.manual_seed(seed)
     synchronize(device)
     started = time.perf_counter()
-    output = contender(inputs, options)
+    output = method(inputs, options)
     synchronize(device)
     seconds = time.perf_counter() - started
-    lengths = list(map(len, emitted(contender.target, inputs, output, options)))
+    lengths = list(map(len, emitted(method.target, inputs, output, options)))
     times = [at - started for at in arrivals.times]
-    return TimedCall(seconds, sum(lengths), contender.report, max(lengths), times)
+    return TimedCall(seconds, sum(lengths), method.report, max(lengths), times)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, the least and the largest."""
+    """The median, the least and the largest of some values, by name."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def seconds_per_step(report: SpeculationReport) -> float:
-    """Seconds of a call for each target forward, with all that belongs to it."""
+    """The seconds of a whole call divided by the number of its target forwards."""
     return report.seconds["total"] / (report.rounds + report.plain_steps)
 
 
 @dataclass
 class Comparison:
-    """Plain `generate` and ours in the same turns; every figure is a median over the turns."""
+    """Timings of plain `generate` and of ours in the same turns; every figure is a median over the turns."""
 
     plain: Timing
     ours: Timing
-    # with one and the same other draft, where that was asked for: transformers' assisted generation if it takes this
-    # call, and ours
+    # both with the `draft` of `compare`, where one was given: transformers' assisted generation, if it takes such
+    # calls, and ours, if the strategy has another draft
     assisted: Timing | None = None
     ours_with_its_draft: Timing | None = None
 
     @property
     def ratios(self) -> dict[str, Any]:
-        """What the reports say, and how many times as fast ours was as plain `generate` in the same turn.
+        """Ratios of the reports by name, and "measured_speedup": how many times as fast as plain `generate` ours was.
 
         "expected_speedup" (Theorem 3.8) and "forward_limited_speedup" are None where no costs were measured.
         """
@@ -267,7 +270,7 @@ class Comparison:
 
     @property
     def plain_step(self) -> float:
-        """Seconds of plain `generate` for each token of the longest row, prompts included."""
+        """The seconds of a plain call, its prompt included, divided by the tokens of its longest row."""
         return statistics.median(run.seconds / max(1, run.longest_row) for run in self.plain.runs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -307,23 +310,23 @@ def compare(
     rng: random.Random | None = None,
     should_stop: Callable[[Timing, Timing], bool] = lambda plain, ours: False,
 ) -> Comparison:
-    """Time plain `generate` of the target and ours in turns; with a `draft` transformers' assisted generation too.
+    """Time plain `generate` and ours in turns; with a `draft` also transformers' assisted generation with that draft.
 
     Each turn takes the next of `batches`, all of B rows, and number i starts from `torch.manual_seed(seed + i)`.
     `options` are of `generate`, `max_new_tokens` among them. The strategy gets times of forwards where it has none, so
-    that the report has its speed-ups. Where ours has another draft than `draft`, ours with that takes part as well.
-    `advance` is called after each run, and `should_stop` after each turn: was it the last? Else there are `repeats`.
-    `rng` draws the order of each turn.
+    that its report has the speed-ups that follow from them. If the strategy has another draft than `draft`, a strategy
+    with `draft` is timed too. `advance` is called after each run. There are `repeats` turns, fewer if `should_stop`,
+    which is called after each, returns True. `rng` draws the order within a turn; without it the order rotates.
     """
-    contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
+    methods = {"plain": TimedMethod(PLAIN_NAME, target), "ours": TimedMethod("ours", target, strategy=strategy)}
     if draft is not None:
-        contenders["assisted"] = Contender(ASSISTED_NAME, target, draft)
+        methods["assisted"] = TimedMethod(ASSISTED_NAME, target, draft)
         if strategy.draft_model is not draft:
-            contenders["ours_with_its_draft"] = Contender(SAME_DRAFT, target, draft)
-    contenders["ours"].prepare(batches[0])
+            methods["ours_with_its_draft"] = TimedMethod(SAME_DRAFT, target, draft)
+    methods["ours"].prepare(batches[0])
     seeds = range(seed, seed + repeats)
     may_fail = ("assisted", "ours_with_its_draft")
-    timer = Timer(contenders.__getitem__, batches, options, seeds, advance, may_fail, rng)
+    timer = Timer(methods.__getitem__, batches, options, seeds, advance, may_fail, rng)
     timer.should_stop = lambda timings: should_stop(timings["plain"], timings["ours"])
-    timings = timer.time(tuple(contenders)).items()
+    timings = timer.time(tuple(methods)).items()
     return Comparison(**{name: timing for name, timing in timings if timing.error is None})

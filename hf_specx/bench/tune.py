@@ -1,4 +1,4 @@
-"""Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It prints nothing."""
+"""Try drafts for a target: which of them fit, how fast each is, how many tokens to draft. Nothing is printed."""
 
 import hashlib
 import itertools
@@ -48,17 +48,17 @@ from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
-from .contenders import Contender
 from .inputs import batches_of, prompt_rows, settings_of
 from .sequential_test import Interval
 from .store import provenance
-from .study import DraftTrial, Study
+from .timed_methods import TimedMethod
 from .timer import Advance, Comparison, compare, time_call
+from .tune_settings import DraftTrial, TuneSettings
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a measurement names
-MAX_TURNS = 2**20  # time is up before
+MAX_TURNS = 2**20  # never reached: time is up before
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
@@ -70,14 +70,14 @@ class Loaded(NamedTuple):
     facts: ModelSource = ModelSource()
 
 
-def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]:
-    """The drafts of `tune` by name: "exits" stands for an "exit:4" of each number of layers that is worth trying.
+def drafts_to_try(target: str, drafts: Sequence[str], settings: TuneSettings) -> list[str]:
+    """The names of drafts for `tune`, with one "exit:N" for each number N of layers worth trying in place of "exits".
 
-    Without drafts they are all that need no other model. Of the target at most the config is read.
+    Without `drafts`, all those that need no second model. At most the config of the target is read.
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    trust = study.trust_remote_code
+    trust = settings.trust_remote_code
     files = find_files(folder_of(target))
     if is_adapter(files):
         files = find_files(folder_of(base_of(files)))
@@ -88,7 +88,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study) -> list[str]
 
 
 def exit_layers(config: PreTrainedConfig) -> list[int]:
-    """Numbers of first layers that are worth trying as a draft of a target with this config."""
+    """The numbers of first layers worth trying as a draft for a target with this config."""
     if config.is_encoder_decoder:
         return []
     layers = config.get_text_config(decoder=True).num_hidden_layers
@@ -96,7 +96,9 @@ def exit_layers(config: PreTrainedConfig) -> list[int]:
     return sorted(number for number in numbers if 1 <= number < layers)
 
 
-def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = lambda: None) -> list[DraftTrial]:
+def tune(
+    target: str, drafts: Sequence[str], settings: TuneSettings, advance: Advance = lambda: None
+) -> list[DraftTrial]:
     """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
     The target is an id on the Hub, perhaps with "@" and a commit, branch or tag behind it, a folder, or "embedded",
@@ -110,12 +112,12 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
     require(
         bool(drafts) and len(set(drafts)) == len(drafts), f"drafts={list(drafts)!r}: give at least one, and each once."
     )
-    loaded = load(target, study, study.device_map)
-    study = replace(study, options=settings_of(loaded.model, study.options), drafts=len(drafts))
-    ids = read_prompts(target, loaded, study)
+    loaded = load(target, settings, settings.device_map)
+    settings = replace(settings, options=settings_of(loaded.model, settings.options), drafts=len(drafts))
+    ids = read_prompts(target, loaded, settings)
     trials: list[DraftTrial] = []
     for name in drafts:
-        trials.append(try_draft(loaded, name, ids, study, advance))
+        trials.append(try_draft(loaded, name, ids, settings, advance))
         trials.sort(key=lambda trial: (trial.error is not None, not trial.recommended, -trial.speedup))
         for other in trials[1:]:
             other.pair = None  # its weights are no longer needed
@@ -123,42 +125,42 @@ def tune(target: str, drafts: Sequence[str], study: Study, advance: Advance = la
     return trials
 
 
-def load(name: str, study: Study, device_map: Any, target: Loaded | None = None) -> Loaded:
-    """A model and its tokenizer, if it has one, from an id or a folder; the draft of a target may be a head."""
+def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | None = None) -> Loaded:
+    """Load a model from an id or a folder, with its tokenizer if it has one; for a `target` it may be a draft head."""
     require(
         target is None or not is_embedded(name),
         f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}.",
     )
     name = folder_of(name)
-    trust = study.trust_remote_code
+    trust = settings.trust_remote_code
     files = find_files(name) if target is None else find_draft_files(name)
     if target is None and is_adapter(files):
-        return load_adapter(name, study, device_map)
+        return load_adapter(name, settings, device_map)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     target_model = None if target is None else target.model
     quantized = {}
-    if target is None and study.quantize is not None:
-        quantized["quantization_config"] = quantization_config(study.quantize)
-    model = load_model(files, trust, target_model, dtype=study.dtype, device_map=device_map, **quantized)
+    if target is None and settings.quantize is not None:
+        quantized["quantization_config"] = quantization_config(settings.quantize)
+    model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
-    if study.dtype != "auto" and facts.name is not None:
+    if settings.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     if target is not None and not model.can_generate():  # a head, whose tokens are the target's
         return Loaded(model, target.tokenizer, facts)
     return Loaded(model, get_tokenizer(files, None, trust), facts)
 
 
-def load_adapter(name: str, study: Study, device_map: Any) -> Loaded:
+def load_adapter(name: str, settings: TuneSettings, device_map: Any) -> Loaded:
     """The model that an adapter of PEFT was trained on, with the adapter merged into it, and its tokenizer."""
     require(
-        study.quantize is None,
+        settings.quantize is None,
         f"{name} is an adapter, which is merged into its model, and weights of few bits cannot take it up; leave "
         "--quantize out, or merge it by peft and save the model.",
     )
     files = get_files(*split_revision(name), (*SMALL_FILES, ADAPTER_WEIGHTS))
     base_name = base_of(files)
     try:
-        base = load(base_name, study, device_map)
+        base = load(base_name, settings, device_map)
     except (OSError, ValueError) as error:
         path = files.root / ADAPTER_CONFIG
         message = (
@@ -166,28 +168,28 @@ def load_adapter(name: str, study: Study, device_map: Any) -> Loaded:
         )
         raise ValueError(f"{message}id or folder of the model that the adapter was trained on.") from error
     model = merged(base.model, files)
-    tokenizer = get_tokenizer(files, None, study.trust_remote_code) or base.tokenizer
+    tokenizer = get_tokenizer(files, None, settings.trust_remote_code) or base.tokenizer
     return Loaded(model, tokenizer, replace(model_facts(model), name=None, revision=None))
 
 
-def read_prompts(name: str, target: Loaded, study: Study) -> list[list[int]]:
-    """The tokens of the study's prompts; a ValueError where the target of this name cannot read or go on with them."""
-    if not study.prompts:
+def read_prompts(name: str, target: Loaded, settings: TuneSettings) -> list[list[int]]:
+    """The token ids of the prompts; a ValueError if the target of this name cannot read or continue them."""
+    if not settings.prompts:
         return []
     if target.tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
-    new_tokens = study.options["max_new_tokens"]
+    new_tokens = settings.options["max_new_tokens"]
     require(new_tokens >= 3, f"max_new_tokens={new_tokens} leaves no round to time; give 3 or more.")
-    return prompt_rows(target.tokenizer, target.model, study.prompts, new_tokens)
+    return prompt_rows(target.tokenizer, target.model, settings.prompts, new_tokens)
 
 
-def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, advance: Advance) -> DraftTrial:
+def try_draft(target: Loaded, name: str, ids: list[list[int]], settings: TuneSettings, advance: Advance) -> DraftTrial:
     """Check one draft, and measure it if it fits."""
     trial = DraftTrial(name)
     try:
         draft = Loaded(weightless_draft(name))
         if draft.model is None:
-            draft = load(read_draft(name).model or name, study, {"": last_device(target.model)}, target)
+            draft = load(read_draft(name).model or name, settings, {"": last_device(target.model)}, target)
             check_head(name, draft.model)
         if isinstance(draft.model, PreTrainedModel) and draft.model.can_generate():
             trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer)
@@ -207,7 +209,7 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
         pair = DraftTargetPair(target.model, draft.model, target.tokenizer, config, draft.tokenizer)
         pair.sources = {"target": target.facts, "draft": draft.facts}
         if ids:
-            trial.misread = measure_draft(pair, ids, study, advance)
+            trial.misread = measure_draft(pair, ids, settings, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
     else:
@@ -215,18 +217,19 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], study: Study, adv
     return trial
 
 
-def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, advance: Advance) -> str:
-    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into the pair's config.
+def measure_draft(pair: DraftTargetPair, ids: list[list[int]], settings: TuneSettings, advance: Advance) -> str:
+    """Measure a pair on prompts, and write figures and recommendations into its config, in place of earlier ones.
 
-    It comes in the place of what was there. All prompts have their turn, in an order that follows from the seed, so
-    that those whose turn came in time are like the others. Ends are ignored, so that all texts are equally long.
+    The acceptance is learned first; from it follows the number of candidates for each batch size, which is then timed.
+    Prompts are shuffled by the seed, so that those that come before the time is up are like the others. End tokens are
+    ignored, so that all texts are equally long.
 
-    Returns why the draft's files look as if they were misread, if they do.
+    Returns a reason if the draft's files look as if they were read in a wrong way, else "".
     """
     target, config = pair.target, pair.config
-    shuffled = random.Random(study.seed).sample(ids, len(ids))
-    batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in study.batches}
-    options = study.options | {"eos_token_id": None}
+    shuffled = random.Random(settings.seed).sample(ids, len(ids))
+    batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in settings.batches}
+    options = settings.options | {"eos_token_id": None}
     chooses_number = isinstance(pair.draft, SuffixDraft)  # itself, for each row
     strategy = SpeculativeDecoding(
         pair.draft,
@@ -234,42 +237,42 @@ def measure_draft(pair: DraftTargetPair, ids: list[list[int]], study: Study, adv
         tokenizer=pair.tokenizer,
         draft_tokenizer=pair.draft_tokenizer,
     )
-    contender, reports = Contender("ours", target, strategy=strategy), list[Any]()
-    for run, inputs in enumerate(batches[max(study.batches)][: study.num_learning_batches]):
-        reports.append(time_call(contender, inputs, options, study.seed + run).report)
+    method, reports = TimedMethod("ours", target, strategy=strategy), list[Any]()
+    for run, inputs in enumerate(batches[max(settings.batches)][: settings.num_learning_batches]):
+        reports.append(time_call(method, inputs, options, settings.seed + run).report)
         advance()
     learned: Any = reduce(operator.add, reports)
     if not learned.rounds and not chooses_number:
         warnings.warn(f"nothing was drafted ({learned.layout_reason}), so its speed tells nothing.", stacklevel=2)
-    if learned.survival[1]:
-        strategy.costs.alpha[learned.verification] = learned.survival_rate
+    if learned.acceptance_sums[1]:
+        strategy.costs.alpha[learned.verification] = learned.conditional_acceptance
     if not chooses_number:
-        for rows in study.batches:
+        for rows in settings.batches:
             strategy.calibrate(target, batches[rows][0]["input_ids"])
     max_candidates = make_drafter(pair.draft, target).max_candidates
     measurements = []
-    for rows in study.batches:
+    for rows in settings.batches:
         if not chooses_number:
             number = strategy.costs.best_num_draft_tokens(rows, learned.verification, max_candidates)
             strategy.num_draft_tokens = number
-        test = study.sequential_test(len(batches[rows]))
+        test = settings.sequential_test(len(batches[rows]))
         comparison = compare(
             target,
             strategy,
             batches[rows],
             options,
             MAX_TURNS,
-            study.seed,
+            settings.seed,
             advance,
-            rng=random.Random(study.seed),
+            rng=random.Random(settings.seed),
             should_stop=lambda plain, ours: test.should_stop(plain.seconds, ours.seconds),  # noqa: B023
         )
-        measurements.append(_measurement(rows, target, strategy, comparison, test.interval, shuffled, study))
+        measurements.append(_measurement(rows, target, strategy, comparison, test.interval, shuffled, settings))
     config.measurements = measurements
     config.num_draft_tokens = "auto"
     if not config.pays:
         config.num_draft_tokens = 0
-    elif len(study.batches) > 1 and learned.verification != "greedy" and not chooses_number:
+    elif len(settings.batches) > 1 and learned.verification != "greedy" and not chooses_number:
         numbers = {m.num_draft_tokens for m in measurements}
         if len(numbers) == 1 and all(m.is_faster for m in measurements):
             config.num_draft_tokens = numbers.pop()
@@ -286,14 +289,14 @@ def _measurement(
     comparison: Comparison,
     interval: Interval,
     ids: list[list[int]],
-    study: Study,
+    settings: TuneSettings,
 ) -> Measurement:
-    """What all turns of batches of so many rows say; the speed-up is tokens of all turns over seconds of all."""
+    """The figures of one batch size over all turns; the speed-up compares tokens of all turns over their seconds."""
     plain, ours = comparison.plain, comparison.ours
     report = reduce(operator.add, ours.reports)
     where = provenance(target)
     draft, turns = strategy.draft_model, len(ours.runs)
-    sampling: dict[str, Any] = {name: study.options.get(name) for name in SAMPLING}
+    sampling: dict[str, Any] = {name: settings.options.get(name) for name in SAMPLING}
     return Measurement(
         batch=rows,
         dtype=where["dtype"],
@@ -308,16 +311,16 @@ def _measurement(
         measured_speedup=ours.pooled_rate / plain.pooled_rate,
         hardware=hardware(execution_device(target)),
         versions={name: where[name] for name in VERSIONS},
-        command=study.command,
+        command=settings.command,
         plain_tokens_per_second=plain.pooled_rate,
         interval_low=interval.low,
         interval_high=interval.high,
         turns=turns,
         turn_spread=statistics.stdev(ours.speedups(plain)) if turns > 1 else None,
         **sampling,
-        max_new_tokens=study.options["max_new_tokens"],
+        max_new_tokens=settings.options["max_new_tokens"],
         prompts=min(turns * rows, len(ids)),
         prompt_tokens=statistics.fmean(map(len, ids)),
         prompts_digest=hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest(),
-        seed=study.seed,
+        seed=settings.seed,
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.cell import Cell
+from hf_specx.bench.bench_settings import BenchSettings
 from hf_specx.bench.checks import check_runs
 from hf_specx.bench.decoding_methods import AFTER_KINDS, KINDS, parse_method
 from hf_specx.hub.folders import check_out
@@ -18,7 +18,7 @@ from .prompts import prompts_of_file
 
 
 COLUMNS = {  # with what is in them
-    "contender": "",
+    "method": "",
     "tokens/s": "all rows together, the median over turns",
     "first token": "milliseconds until it comes, the median over turns",
     "between tokens": "milliseconds for each token of the longest row after its first, the median over turns",
@@ -27,7 +27,7 @@ COLUMNS = {  # with what is in them
     **SPEEDUP_COLUMNS,
     "speed-up": f"{SPEEDUP_COLUMNS['speed-up']}, the median over turns (the least to the largest)",
 }
-HELP_CONTENDER = (
+HELP_METHOD = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
     "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the methods of this pair, and assisted ones."
 )
@@ -49,9 +49,11 @@ def bench(
     loading: Loading,
     batch_size: Batches = None,
     prompt_tokens: Annotated[int | None, typer.Option(help=HELP_PROMPT_TOKENS, min=1)] = None,
-    contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER, show_default=False)] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", "--contender", help=HELP_METHOD, show_default=False)
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP_IGNORE_EOS)] = False,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each method.")] = 3,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_OUT)] = None,
 ) -> None:
@@ -59,55 +61,56 @@ def bench(
 
     Without options it takes one or two minutes, on the pair in the package. Without --prompts text is sampled.
     """
-    sizes, contenders, options = batch_size or [1, 8], tuple(contender or ()), processing.beside(sampling)
+    sizes, methods, generate_options = batch_size or [1, 8], tuple(method or ()), processing.beside(sampling)
     check_runs(sizes, repeats)
-    for name in contenders:
+    for name in methods:
         parse_method(name)
-    cell_settings: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_new_tokens": MAX_NEW_TOKENS,
-        **options,
+        **generate_options,
         "ignore_eos": ignore_eos,
         "seed": seed,
         "prompt_tokens": prompt_tokens or (0 if source.is_named else PROMPT_TOKENS),
         "repeats": repeats,
         "dtype": loading.dtype,
     }
-    cells = [Cell(named.name, contenders, size, **cell_settings) for size in sizes]
+    all_settings = [BenchSettings(named.name, methods, size, **options) for size in sizes]
     check_out(out)
     prompts = prompts_of_file(source)
     with imports():
         from hf_specx.bench.inputs import settings_of
-        from hf_specx.bench.measure_cell import measure_cell, usual_contenders
-        from hf_specx.bench.store import Store, read_cells
+        from hf_specx.bench.run_bench import run_bench, usual_methods
+        from hf_specx.bench.store import Store, read_records
 
         from .loading import load_named, say_what_runs, texts_for
         from .origins import naming_files
-    read_cells(out, "schema")  # raises for another file
+    read_records(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
     pair.config.prompts = texts_for(pair, prompts, named.name)
-    with naming_files(pair, options):
-        settings = settings_of(pair.target, options, MAX_NEW_TOKENS)
-        if not source.is_named and "do_sample" not in options and not settings["do_sample"]:
-            settings = settings_of(pair.target, SAMPLED | options, MAX_NEW_TOKENS)
-        cells = [replace(cell, **settings) for cell in cells]
-        say_what_runs(pair, settings)
-        names = contenders or usual_contenders(pair, settings["do_sample"])
-        num_runs = (1 + repeats) * len(cells) * len(names)
-        with Store(out, "schema", {}) as store, steps("contenders in turns", num_runs) as bar:
-            for cell in cells:
-                store.add(measure_cell(cell, pair, typed(), bar.update))
-    show(dict(zip(cells, store.cells[-len(cells) :], strict=True)), names, settings["do_sample"])
+    with naming_files(pair, generate_options):
+        generation = settings_of(pair.target, generate_options, MAX_NEW_TOKENS)
+        if not source.is_named and "do_sample" not in generate_options and not generation["do_sample"]:
+            generation = settings_of(pair.target, SAMPLED | generate_options, MAX_NEW_TOKENS)
+        all_settings = [replace(settings, **generation) for settings in all_settings]
+        say_what_runs(pair, generation)
+        names = methods or usual_methods(pair, generation["do_sample"])
+        num_runs = (1 + repeats) * len(all_settings) * len(names)
+        with Store(out, "schema", {}) as store, steps("methods in turns", num_runs) as bar:
+            for settings in all_settings:
+                store.add(run_bench(settings, pair, typed(), bar.update))
+    new_records = store.records[-len(all_settings) :]
+    show(dict(zip(all_settings, new_records, strict=True)), names, generation["do_sample"])
 
 
-def show(cells: dict[Cell, dict[str, Any]], names: tuple[str, ...], do_sample: bool) -> None:
-    """Print what was measured of each cell, and what the names of contenders and columns mean."""
+def show(records: dict[BenchSettings, dict[str, Any]], names: tuple[str, ...], do_sample: bool) -> None:
+    """Print a table for each batch size, and what the names of methods and columns mean."""
     console = Output()
-    for cell, results in cells.items():
-        console.text(f"\n{cell}", "bold")
-        console.figures(list(COLUMNS), rows_of(results["contenders"]))
+    for settings, results in records.items():
+        console.text(f"\n{settings}", "bold")
+        console.figures(list(COLUMNS), rows_of(results["methods"]))
         console.text(basis_of(results), "dim")
-        for name, values in results["contenders"].items():
+        for name, values in results["methods"].items():
             if "unavailable" in values:
                 console.text(f"{name} did not run: {values['unavailable']}", "yellow")
     kinds = {parse_method(name).kind for name in names}
@@ -118,10 +121,10 @@ def show(cells: dict[Cell, dict[str, Any]], names: tuple[str, ...], do_sample: b
     console.text("\n".join(legend), "dim")
 
 
-def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One for each contender, as `COLUMNS` says; those that could not run have no figures."""
+def rows_of(methods: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The rows of the table, with the columns of `COLUMNS`; a method that could not run has no figures."""
     rows: list[tuple[str, ...]] = []
-    for name, values in contenders.items():
+    for name, values in methods.items():
         rate = values.get("tokens_per_second")
         rows.append(
             (
@@ -141,13 +144,14 @@ def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def basis_of(results: dict[str, Any]) -> str:
     """In a line, what figures were made on, as others need it to compare with them; the file has all of it."""
-    prompts, where, cell = results["prompts"], results["provenance"], results["cell"]
+    prompts, where, settings = results["prompts"], results["provenance"], results["settings"]
     tokens = prompts["tokens"]
     lengths = f"{tokens['min']:g}" if tokens["min"] == tokens["max"] else f"{tokens['min']:g} to {tokens['max']:g}"
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specx"))
     return (
-        f"{prompts['count']} prompts of {lengths} tokens (digest {prompts['digest'][:12]}), {cell['repeats']} turns "
-        f"from seed {cell['seed']}, {where['dtype']} on {where['device']}, {where['threads']} threads, {versions}"
+        f"{prompts['count']} prompts of {lengths} tokens (digest {prompts['digest'][:12]}), {settings['repeats']} "
+        f"turns from seed {settings['seed']}, {where['dtype']} on {where['device']}, {where['threads']} threads, "
+        f"{versions}"
     )
 
 

@@ -7,8 +7,8 @@ import typer
 
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.hub.folders import check_out
-from hf_specx.metrics.page import OF_PAGE, PAGES, page
-from hf_specx.metrics.result import FAILED, OF_RESULT, PASSED, CheckResult, note_of, summary
+from hf_specx.metrics.page import PAGE_MARKER, PAGES, page
+from hf_specx.metrics.result import FAILED, PASSED, RESULT_MARKER, CheckResult, note_of, summary
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
@@ -46,7 +46,7 @@ def check(
     """
     check_packages()
     for path in out or ():
-        check_out(path, OF_PAGE if path.suffix.lower() in PAGES else OF_RESULT)
+        check_out(path, PAGE_MARKER if path.suffix.lower() in PAGES else RESULT_MARKER)
     verifications = tuple(verification or CHECKED)
     options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.options
     more = processing.options
@@ -55,12 +55,12 @@ def check(
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
         with imports():
-            from hf_specx.bench.store import read_cells
+            from hf_specx.bench.store import read_records
             from hf_specx.metrics.check import run_check, subject_of
 
             from .loading import load_named, say_what_runs, texts_for
             from .origins import naming_files
-        read_cells(unfinished, "check")  # raises for another file
+        read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
         pair.strategy.compile = compile
         with naming_files(pair, options | more):

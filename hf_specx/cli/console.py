@@ -27,18 +27,25 @@ SAME_NAME = """
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in SAME_NAME}  # of options in Python
 WRONG, BROKEN, PIPE_CLOSED = 2, 3, 141  # exit codes; the last is 128 and the number of the signal
 # of `specx check` and `specx tune`
-VERDICTS = {"passed": "green", "failed": "red", "not told": "yellow", "ok": "green", "note": "yellow", "error": "red"}
+VERDICTS = {
+    "passed": "green",
+    "failed": "red",
+    "not tested": "yellow",
+    "ok": "green",
+    "note": "yellow",
+    "error": "red",
+}
 INDENT = max(map(len, VERDICTS)) + 2
 BAR_AFTER, NEXT_LINE_AFTER = 3.0, 10.0  # seconds: before a bar appears; between lines, where there is no terminal
 SPEEDUP_COLUMNS = {  # of all tables of speed, with what is in them
     "speed-up": "how many times as fast as plain generate, as measured",
-    "limit": "the same by the times of bare forwards; measured may be more, since plain steps take longer",
-    "Theorem 3.8": "the same by α and c, if the target took as long for all candidates as for one token",
+    "limit": "the speed-up if both took nothing but their forwards; plain steps take longer, so measured may be more",
+    "Theorem 3.8": "the limit if the target took as long for all candidates as for one token",
 }
 
 
 class Output(Console):
-    """What commands print on; a reader that has closed the pipe raises, instead of ending with code 1."""
+    """A rich console for the output of commands; where the reader has closed the pipe it raises BrokenPipeError."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -72,7 +79,7 @@ def figure(value: Any) -> str:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Import torch and what needs it, which takes seconds.
+    """A context in which torch and what needs it are imported, which takes seconds.
 
     Ctrl-C ends the process at once meanwhile: half-imported modules answer it with errors of their own.
     """
@@ -88,16 +95,15 @@ def imports() -> Iterator[None]:
 
 
 def waiting_for(doing: str) -> AbstractContextManager[object]:
-    """Say on a terminal what is waited for, as long as it is."""
+    """A context in which a terminal shows what is being waited for."""
     return Output(stderr=True).status(doing)
 
 
 def steps(doing: str, total: int | None = None) -> tqdm:
-    """Progress on stderr, one step an `update`: a bar on a terminal, elsewhere a line now and then.
+    """A progress bar on stderr, moved by `update`; where that is no terminal, a line now and then.
 
-    Without a total, which not everything knows beforehand, there is a number in place of the bar.
-
-    It is drawn in these calls alone, since a thread that draws would slow down what is timed.
+    Without a total it shows a number in place of a bar. It is drawn by `update` only: a thread that draws would slow
+    down what is timed.
     """
     of_total = "" if total is None else " of {total_fmt}"
     text = f"{doing}: {{n_fmt}}{of_total} in {{elapsed}}"
@@ -126,7 +132,7 @@ def error_line(error: object) -> str:
 
 
 def say(message: str, style: str = "") -> None:
-    """One line on stderr, if anybody reads it."""
+    """Print a line on stderr, unless its reader has closed it."""
     try:
         Output(stderr=True).text(message, style)
     except BrokenPipeError:
@@ -134,7 +140,7 @@ def say(message: str, style: str = "") -> None:
 
 
 def drop_output() -> None:
-    """Write what is left nowhere."""
+    """Discard the output that is still to be written."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         os.dup2(nowhere, stream.fileno())
@@ -142,10 +148,11 @@ def drop_output() -> None:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Print errors that a user can correct as one red line on stderr, and exit with code 2. Warnings are lines too.
+    """A context that prints an error which a user can correct as one red line on stderr, and exits with code 2.
 
-    Any other error is printed with its traceback, and ends with code 3: 1 is for a failed check alone. A reader of the
-    output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
+    Warnings become lines too. Any other error is printed with its traceback, and ends with code 3, since 1 is for a
+    failed check alone. Where the reader of the output has closed it, the code is 141, as of other programs; typer ends
+    Ctrl-C with 130.
     """
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {error_line(message)}", "yellow")
@@ -166,7 +173,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def going_on_with(file: Path | None) -> Iterator[None]:
-    """Say after Ctrl-C that the same command goes on with this file or folder, if there is one."""
+    """A context that says after Ctrl-C with which file or folder the same command goes on."""
     try:
         yield
     except KeyboardInterrupt:

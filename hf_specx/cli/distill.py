@@ -112,14 +112,14 @@ def train(
         from hf_specx.training.distill import distill as train_draft
         from hf_specx.training.distill import with_generation_settings
 
-        from .loading import check_template, in_words, study_of, texts_of
-    study, draft = study_of(loading), read_draft(named, *NEW_HEADS)
+        from .loading import check_template, in_words, texts_of, tune_settings
+    settings, draft = tune_settings(loading), read_draft(named, *NEW_HEADS)
     loaded_draft = None
     with waiting_for(f"loading {target}"):
-        loaded = load(target, study, study.device_map)
+        loaded = load(target, settings, settings.device_map)
         check_template(loaded.tokenizer, chat)
         if draft.model is not None:
-            loaded_draft = load(draft.model, study, {"": last_device(loaded.model)}, loaded)
+            loaded_draft = load(draft.model, settings, {"": last_device(loaded.model)}, loaded)
             check_head(named, loaded_draft.model)
     options = with_generation_settings(loaded.model, named, options)
     start = draft.model or named

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_specx.common.errors import require
-from hf_specx.engine.check_options import check_choices
-from hf_specx.hub.known_pairs import NAMES
+from hf_specx.engine.check_options import check_choices, check_tree
+from hf_specx.hub.known_pairs import EMBEDDED
 from hf_specx.hub.locks import check_free
 from hf_specx.pairs.results_file import check_results_path
 
@@ -32,6 +32,8 @@ HELP_COMPILE = "Compile the forwards: the first text of each size takes seconds 
 HELP_REPEATS = "Time it against plain generate, in so many turns."
 HELP_SEED = "Seed of all random numbers. By default 0 with --demo or --out, else a new one in each run. With --out, "
 HELP_SEED += "prompt i has the seed SEED + i."
+HELP_TREE = "Candidates of a row in a round, of which several may follow one token: a number, auto or no; else the "
+HELP_TREE += "pair's."
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
 HELP_OUT = (
@@ -51,6 +53,7 @@ def generate(
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
+    tree: Annotated[str | None, typer.Option(help=HELP_TREE)] = None,
     stop: Annotated[list[str] | None, typer.Option(help=HELP_STOP, show_default=False)] = None,
     compile: Annotated[bool, typer.Option("--compile", help=HELP_COMPILE)] = False,
     seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
@@ -66,7 +69,7 @@ def generate(
     to standard error. Options that are left out come from the target's generation config.
     """
     check_out_alone(out, batch_size, demo or repeats is not None)
-    strategy = strategy_options(num_draft_tokens, verification) | ({"compile": True} if compile else {})
+    strategy = strategy_options(num_draft_tokens, verification, tree) | ({"compile": True} if compile else {})
     if json_schema is not None:
         check_json_schema(json_schema)
     num_sources = bool(prompts) + demo + (source.file is not None)
@@ -109,20 +112,26 @@ def check_no_model(prompt: str) -> None:
     """Raise a ValueError for what is no prompt, but a pair or the folder of one, or of anything else."""
     is_folder = prompt != "" and len(prompt) < LONGEST_PATH and "\0" not in prompt and Path(prompt).is_dir()
     require(
-        not is_folder and prompt not in NAMES,
+        not is_folder and prompt != EMBEDDED,
         f"{prompt!r} is {'a folder' if is_folder else 'a pair'}, and stands where a prompt belongs; did you mean "
         f"--pair {shlex.quote(prompt)}? (A prompt of these words: on standard input.)",
     )
 
 
-def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
-    """The options of the strategy that were typed."""
-    number: Any = num_draft_tokens
-    if number is not None and number.removeprefix("-").isdecimal():
-        number = int(number)
+def strategy_options(
+    num_draft_tokens: str | None, verification: str | None, tree: str | None = None
+) -> dict[str, Any]:
+    """The options of `SpeculativeDecoding` that were typed."""
+    number, nodes = typed_number(num_draft_tokens), False if tree == "no" else typed_number(tree)
     check_choices("auto" if number is None else number, verification)
-    options = {"num_draft_tokens": number, "verification": verification}
+    check_tree(False if nodes is None else nodes)
+    options = {"num_draft_tokens": number, "verification": verification, "tree": nodes}
     return {option: value for option, value in options.items() if value is not None}
+
+
+def typed_number(value: str | None) -> Any:
+    """An int where one was typed, else the value."""
+    return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
 
 
 def check_json_schema(file: Path) -> None:
@@ -136,7 +145,7 @@ def check_json_schema(file: Path) -> None:
 
 
 def check_out_alone(out: Path | None, batch_size: int | None, timed: bool) -> None:
-    """Raise ValueError for options that exclude each other, for a file that cannot be gone on with or is in use."""
+    """Raise ValueError for options that exclude each other, and for a file that is in use or is no file of results."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --repeats out.")
     if out is not None:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.bench.study import DraftTrial, Study
 from hf_specx.bench.tune import tune
+from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
 from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
-from hf_specx.hub.cards import known_card, known_config, render
+from hf_specx.hub.cards import embedded_card, embedded_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import embedded_folder, is_embedded, is_known
+from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
@@ -29,7 +29,7 @@ from .prompts import Prompt
 
 
 def device_map(device: str | None) -> str | None:
-    """What --device-map says; without it, "auto" if there is an accelerator."""
+    """The `device_map` for `from_pretrained`; without --device-map, "auto" if there is an accelerator, else None."""
     if device in (None, "auto"):
         return "auto" if torch.accelerator.is_available() else None
     try:
@@ -41,9 +41,9 @@ def device_map(device: str | None) -> str | None:
     return device
 
 
-def study_of(loading: Loading, **options: Any) -> Study:
-    """A `Study` of models that are loaded in this way."""
-    return Study(
+def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
+    """The settings of `tune` with models that are loaded in this way."""
+    return TuneSettings(
         dtype=loading.dtype,
         device_map=device_map(loading.device_map),
         trust_remote_code=loading.trust_remote_code,
@@ -53,13 +53,16 @@ def study_of(loading: Loading, **options: Any) -> Study:
 
 
 def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
-    """The pair that a command names, or one of the target and the draft that it names; it can read prompts."""
-    name, draft, study = named.first, named.draft, study_of(loading)
+    """Load the pair that a command names, or the target and the draft that it names as a pair.
+
+    Raises ValueError if there is no tokenizer to read prompts with.
+    """
+    name, draft, settings = named.first, named.draft, tune_settings(loading)
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
             find_draft_files(model)  # raises where there is none
-        if is_known(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
+        if is_embedded(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
             pair = load_pair(name, loading, draft)
         else:
             require(
@@ -67,7 +70,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
                 f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as --draft {SUFFIX}, "
                 "which needs no second model.",
             )
-            (trial,) = tune(name, [str(draft)], study)
+            (trial,) = tune(name, [str(draft)], settings)
             require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
             assert trial.pair is not None
             pair = trial.pair
@@ -87,12 +90,12 @@ def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTa
 
 
 def say_what_runs(pair: DraftTargetPair, settings: dict[str, Any]) -> None:
-    """One line on stderr: target, draft, and all settings."""
+    """Print target, draft and all settings in one line on stderr."""
     say(f"target {label_of(pair.target)}, draft {label_of(pair.draft)}: {in_words(settings)}", "dim")
 
 
 def in_words(settings: dict[str, Any]) -> str:
-    """Settings as they are typed in Python."""
+    """Settings in the form name=value, separated by commas."""
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
@@ -138,7 +141,7 @@ def save_best(best: DraftTrial, out: Path, overwrite: bool) -> str:
 
 
 def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[WritePair, str]:
-    """What writes a pair that a command names, and where its models are, in words.
+    """A function that writes the pair that a command names, and a text that says where its models are.
 
     It is loaded only where models that it names by id are to be inside, or where models inside may have code.
     """
@@ -164,16 +167,16 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
 
 
 def config_of(named: str) -> PairConfig:
-    """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
+    """A pair's config, from a local folder of that name, else of the pair in the package, else from the Hub."""
     name, revision = split_revision(named)
-    return known_config(name) if is_known(name) else get_pair(name, revision)[1]
+    return embedded_config() if is_embedded(name) else get_pair(name, revision)[1]
 
 
 def card_of(named: str, repo_id: str | None) -> str:
     """The card of a pair, whose examples load it by its id; of a folder by `repo_id` or else from there."""
     name, revision = split_revision(named)
-    if is_known(name):
-        return known_card(name)
+    if is_embedded(name):
+        return embedded_card()
     config, folder = config_of(named), Path(name)
     code = get_files(name, revision, [f"{ENTRY}.py"], CODE).root / CODE / f"{ENTRY}.py"
     if repo_id is None:

@@ -19,7 +19,7 @@ from hf_specx.bench.checks import check_processing, check_sampling
 from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
-from hf_specx.hub.known_pairs import EMBEDDED, check_known_name
+from hf_specx.hub.known_pairs import EMBEDDED, check_without_owner
 
 from .console import errors_in_one_line
 
@@ -51,7 +51,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of mo
 
 @dataclass(frozen=True)
 class Prompted:
-    """Where prompts come from."""
+    """The options --prompts and --chat."""
 
     file: Annotated[Path | None, typer.Option("--prompts", help=HELP_PROMPTS, exists=True, dir_okay=False)] = None
     dataset: Annotated[str | None, typer.Option(help=HELP_DATASET)] = None
@@ -77,7 +77,7 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are loaded; `device_map` None is an accelerator if there is one."""
+    """The options by which models are loaded; `device_map` None is an accelerator if there is one."""
 
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
     device_map: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else as there is.")] = None
@@ -100,7 +100,10 @@ class Loading:
 
 @dataclass(frozen=True)
 class Named:
-    """The models that a command names, if such can be: a pair, perhaps with another draft, or a target and one."""
+    """The models that a command names: a pair, perhaps with another draft, or a target and a draft.
+
+    Raises ValueError if there can be no models of these names.
+    """
 
     pair: Annotated[str | None, typer.Argument(metavar="[PAIR|TARGET]", help=HELP_PAIR)] = None
     draft: Annotated[str | None, typer.Option(help=HELP_DRAFT)] = None
@@ -118,18 +121,18 @@ class Named:
 
     @property
     def first(self) -> str:
-        """The pair or the target."""
+        """The name of the pair or the target."""
         return EMBEDDED if self.pair is None else self.pair
 
     @property
     def name(self) -> str:
-        """What results and messages call the models."""
+        """The name of the models in results and messages."""
         return self.first if self.draft is None else f"{self.first} with {self.draft}"
 
 
 @dataclass(frozen=True)
 class NamedByOptions(Named):
-    """The same for a command whose arguments are something else."""
+    """`Named` for a command whose arguments are something else: the pair is an option."""
 
     pair: Annotated[str | None, typer.Option("--target", "--pair", metavar="NAME", help=HELP_PAIR)] = None
 
@@ -160,7 +163,7 @@ class Processing:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, and how many; what is None comes from the target's generation config."""
+    """The options by which tokens are sampled, and how many; None is as the target's generation config says."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens of a row, at most.", min=1)] = None
     temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None
@@ -173,14 +176,14 @@ class Drawing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that were typed, as arguments of `generate`."""
+        """The options that were typed, as arguments of `generate`."""
         values = {name: getattr(self, name) for name in (*SAMPLING_OPTIONS, "max_new_tokens")}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Sampling(Drawing):
-    """The same, and whether tokens are drawn at all; a temperature and the like say so too."""
+    """`Drawing` with --do-sample; a temperature, top-p or top-k that was typed implies it."""
 
     do_sample: Annotated[
         bool | None, typer.Option("--do-sample/--no-do-sample", help="Sample, or decode greedily.")
@@ -195,7 +198,7 @@ class Sampling(Drawing):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that were typed, as arguments of `generate`; do_sample follows where the others say so."""
+        """The options that were typed, as arguments of `generate`, with do_sample where the others imply it."""
         options = super().options
         if self.do_sample is not None:
             return {"do_sample": self.do_sample} | options
@@ -205,7 +208,7 @@ class Sampling(Drawing):
 
 
 def command(body: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer: in place of a parameter whose type is a group of options it has these options.
+    """A typer command made of a function: a parameter whose type is a group of options becomes these options.
 
     Errors that a user can correct end it as `errors_in_one_line` says.
     """
@@ -237,9 +240,9 @@ def check_name(name: str) -> None:
     """Raise a ValueError if there cannot be a pair of this name."""
     name, _ = split_revision(name)
     if "/" not in name and not Path(name).is_dir():
-        check_known_name(name)
+        check_without_owner(name)
 
 
 def typed() -> str:
-    """The command as it was typed, but for this machine's folders: it is saved, and published."""
+    """The command as it was typed, without folders of this machine, since it is saved and published."""
     return without_folders(shlex.join(["specx", *sys.argv[1:]]))

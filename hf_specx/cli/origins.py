@@ -14,7 +14,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .console import FLAGS, error_line
 
 
-OF_PAIR = ("num_draft_tokens", "verification", "layout")  # what the config of a pair recommends
+OF_PAIR = ("num_draft_tokens", "verification", "layout", "tree")  # what the config of a pair recommends
 
 
 @contextmanager

@@ -8,13 +8,13 @@ import typer
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import OF_CARD, check_folder, check_out, check_repository, check_writable
-from hf_specx.hub.known_pairs import NAMES, is_known
+from hf_specx.hub.known_pairs import EMBEDDED, is_embedded
 
 from .console import imports, say, waiting_for
 from .options import AT, Overwrite, Trust, check_name, command
 
 
-HELP_NAME = f"Id ({AT}) or folder of a pair, or a well-known pair's name."
+HELP_NAME = f"Id ({AT}) or folder of a pair; {EMBEDDED} is that in the package."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
 HELP_CARD_OUT = "Write the card to this file; else it is printed."
 HELP_PUBLISH_OUT = "Write the repository to this folder; upload nothing."
@@ -32,16 +32,16 @@ def card(
 ) -> None:
     """Render a pair's model card from its config: facts that were checked, figures that were measured.
 
-    Without a name, list the well-known pairs.
+    Without a name, print the name of the pair in the package.
     """
     if name is None:
         require(
             out is None, f"--out {out} is the file of one card; name the pair, as in specx card embedded --out FILE."
         )
-        typer.echo("\n".join(NAMES))
+        typer.echo(EMBEDDED)
     else:
         check_out(out, OF_CARD)
-        check_known(name, repo_id)
+        check_pair_name(name, repo_id)
         with imports():
             from .loading import card_of
         text = card_of(name, repo_id)
@@ -51,16 +51,16 @@ def card(
             out.write_text(text, encoding="utf-8")
 
 
-def check_known(name: str, repo_id: str | None = None) -> None:
-    """Raise a ValueError if no pair can have this name, and for what means nothing for a well-known one."""
+def check_pair_name(name: str, repo_id: str | None = None) -> None:
+    """Raise ValueError if no pair can have this name, or for options that the pair in the package does not have."""
     check_name(name)
     first, revision = split_revision(name)
-    if not is_known(first):
+    if not is_embedded(first):
         return
     for value in (repo_id, revision):
         require(
             value is None,
-            f"{first!r} is a well-known pair, of which there is one card and one version; leave {value} out.",
+            f"{first!r} is the pair in the package, which has one card and one version; leave {value} out.",
         )
 
 
@@ -167,7 +167,7 @@ def renewed_code(pair: str | None, more: object) -> None:
 @command
 def vllm(pair: Annotated[str, typer.Argument(help=HELP_NAME)]) -> None:
     """Print the vllm serve command of a pair with its --speculative-config, and what is different there."""
-    check_known(pair)
+    check_pair_name(pair)
     with imports():
         from hf_specx.hub.vllm import vllm as export_vllm
 

@@ -39,9 +39,9 @@ NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx
 
 
 class NewProcessor(list[Any]):
-    """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
+    """A list with one logits processor, which is made anew whenever the list is read: one of xgrammar serves one call.
 
-    It is told from others by its schema: a file of texts is of one alone.
+    `fingerprint` is the schema, so that a file of texts goes on with the same schema only.
     """
 
     def __init__(self, make: Callable[[], Any], schema: str):
@@ -67,7 +67,9 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 
 
 class Session:
-    """A pair with options of its strategy and arguments of `generate`; `facts` and what methods return are for --json.
+    """What `specx generate` runs: a pair, options of its strategy, and arguments of `generate`.
+
+    `facts` and the values that methods return are printed by --json.
 
     Arguments that are left out come from the target's generation config.
     """
@@ -107,7 +109,7 @@ class Session:
         self.console.print(Text(f"\n{written_out(prompt)}", "dim"), end="", soft_wrap=True)
 
     def draft_model(self) -> PreTrainedModel | None:
-        """A draft that assisted generation takes: the pair's own if it is a model, or that in the package; or None."""
+        """A draft model for assisted generation: the pair's own, or that of the package for its pair; else None."""
         pair = self.pair
         if not same_tokens(pair.tokenizer, pair.draft_tokenizer):
             return None
@@ -125,8 +127,8 @@ class Session:
 
     def compare(self, inputs: Inputs, repeats: int, draft: PreTrainedModel | None = None) -> Comparison:
         """Time plain `generate` and ours in turns; with a draft also assisted generation and ours with that draft."""
-        num_contenders = 2 if draft is None else 3 + (draft is not self.pair.draft)
-        with steps("all in turns", num_contenders * (repeats + 1)) as bar:
+        num_methods = 2 if draft is None else 3 + (draft is not self.pair.draft)
+        with steps("all in turns", num_methods * (repeats + 1)) as bar:
             strategy = self.pair.strategy
             options = self.options | self.for_stops
             return compare(self.pair.target, strategy, [inputs], options, repeats, self.seed, bar.update, draft)
@@ -231,7 +233,7 @@ def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:
 
 
 def labels_of(draft: PreTrainedModel | None, pair_draft: Any) -> dict[str, str]:
-    """What the demo calls the attributes of a `Comparison`: the other two have one draft, and "ours" the pair's."""
+    """The labels of the demo's rows, by attribute of `Comparison`: "ours" has the pair's draft, the others `draft`."""
     labels = {"plain": "plain generate"}
     if draft is not None:
         labels["assisted"] = f"assisted generation with {draft_label(draft)}"
@@ -253,7 +255,7 @@ def figures_of(timing: Timing | None, plain: Timing) -> tuple[str, ...]:
 
 
 def draft_label(draft: Any) -> str:
-    """What a row of the demo calls a draft: its kind and size, or how it drafts."""
+    """The label of a draft in the demo: its kind and size, or how it drafts."""
     if not isinstance(draft, PreTrainedModel):
         return label_of(draft)
     return f"a {'model' if draft.can_generate() else 'head'} of {draft.num_parameters() / 1e6:.1f}M"

@@ -32,7 +32,7 @@ from .prompts import Prompts, read_prompts
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
-    from hf_specx.bench.study import DraftTrial
+    from hf_specx.bench.tune_settings import DraftTrial
     from hf_specx.hub.pair_config import Measurement
 
 
@@ -43,7 +43,7 @@ TUNE_COLUMNS = {  # with what is in them
     "candidates": "γ, the recommended number in each round",
     "tokens a round": "of each row",
     **SPEEDUP_COLUMNS,
-    "interval": "of the measured speed-up; all intervals together hold in 19 of 20 studies",
+    "interval": "of the measured speed-up; all intervals together hold in 19 of 20 runs of specx tune",
 }
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
 HELP_OUT = "Save the pair with the best draft in this folder."
@@ -92,13 +92,13 @@ def tune(
         from hf_specx.hub.fetch import find_files, get_tokenizer
         from hf_specx.hub.known_pairs import folder_of
 
-        from .loading import check_template, in_words, save_best, study_of, texts_of
+        from .loading import check_template, in_words, save_best, texts_of, tune_settings
     tokenizer = None
     if source.chat:
         tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code)
     check_template(tokenizer, source.chat)
     texts = texts_of(prompts, tokenizer)
-    study = study_of(
+    settings = tune_settings(
         loading,
         prompts=texts,
         batches=sizes,
@@ -108,13 +108,13 @@ def tune(
         command=typed(),
         seed=seed,
     )
-    names = tuning.drafts_to_try(target, drafts or [], study)
+    names = tuning.drafts_to_try(target, drafts or [], settings)
     with steps("drafts in turns with plain generate, runs") as bar:
-        trials = tuning.tune(target, names, study, bar.update)
+        trials = tuning.tune(target, names, settings, bar.update)
     best = trials[0]
     if best.pair is not None and texts:
-        settings = tuning.settings_of(best.pair.target, options)
-        say(f"target {target}, drafts {', '.join(names)}: {in_words(settings)}", "dim")
+        generation = tuning.settings_of(best.pair.target, options)
+        say(f"target {target}, drafts {', '.join(names)}: {in_words(generation)}", "dim")
     show_drafts(target, trials, Output(quiet=as_json))
     if as_json:
         typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in trials]}))
@@ -165,7 +165,7 @@ def row_of(measurement: "Measurement") -> tuple[str, ...]:
 
 
 def outcome(best: "DraftTrial") -> str:
-    """The result of a study in a line or two, by the draft that it put first."""
+    """The result of `tune` in a line or two; `best` is the draft that it put first."""
     assert best.config is not None
     numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
     speeds = [m.measured_speedup for m in best.measurements]

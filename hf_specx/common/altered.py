@@ -1,6 +1,6 @@
-"""Copies of models that share all weights with them and have a few other parts: the model itself is never changed.
+"""Copies of models that share their weights and have a few modules replaced; the model itself is never changed.
 
-Other parts are position tables that count the slots before a token: they get its column in `generate` instead.
+Replaced are position tables that count the slots before a token: they are given its column in `generate` instead.
 """
 
 import inspect
@@ -16,11 +16,11 @@ from .wrappers import shallow
 
 
 COUNT = f"{CACHE}_length"  # the argument of a position table that says how many slots come before
-NO_LIMIT = (0.0, float("inf"))
+NO_TIME_STEP_LIMIT = (0.0, float("inf"))
 
 
 def altered(model: Any, parts: Mapping[nn.Module, nn.Module]) -> Any:
-    """A model with other modules in the places of some of its own; the model itself if it has none of these.
+    """A copy of a model in which `parts` replaces modules (keys) by others (values); the model itself if it has none.
 
     Only modules that hold one of them are copied; what is registered on a module later, as hooks are, is on its copy
     as well.
@@ -36,19 +36,20 @@ def altered(model: Any, parts: Mapping[nn.Module, nn.Module]) -> Any:
 
 
 def without_limits(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For the Mamba-2 layers of a model, these without limits to the time step (5.23), as in single steps."""
+    """Replacements of Mamba-2 layers, without the limits of time steps that 5.23 ignores in single steps."""
     copies = {module: shallow(module) for module in model.modules() if hasattr(module, "time_step_limit")}
     for copy in copies.values():
-        copy.time_step_limit = NO_LIMIT
+        copy.time_step_limit = NO_TIME_STEP_LIMIT
     return copies
 
 
 class ColumnTable(nn.Module):
-    """Gives what a position table gives to tokens that are fed one by one, as in `generate`.
+    """A position table that gives each token the vector it has in `generate`, where tokens are fed one by one.
 
     Attributes:
-        table: the model's own; its first argument is tokens [R, q, ...], or only their shape.
-        columns: [R, q] int64, of the tokens that are fed next; `numbers`: which ones occur in it.
+        table: the model's own table; its first argument is tokens [R, q, ...], or only their shape.
+        columns: [R, q] int64, the column in `generate` of each token that is fed next.
+        numbers: the columns that occur in it.
     """
 
     columns: torch.Tensor
@@ -59,7 +60,7 @@ class ColumnTable(nn.Module):
         self.table, self.signature = table, inspect.signature(table.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Vectors [R, q, D]."""
+        """The vectors [R, q, D] of tokens at `columns`; arguments are those of the model's own table."""
         arguments = self.signature.bind(*args, **kwargs).arguments
         name, tokens = next(iter(arguments.items()))
         rows, count, *rest = tokens.shape if isinstance(tokens, torch.Tensor) else tokens

@@ -1,4 +1,4 @@
-"""In which layouts each architecture was shown to be exact on transformers 5.24, by tests/generate/test_sweep.py.
+"""The layouts in which each architecture was shown to be exact on transformers 5.24, by tests/generate/test_sweep.py.
 
 Types of vision-language models were run with and without images, by tests/models/test_vision.py or by hand. Names are
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
@@ -47,16 +47,16 @@ GROUPS = {
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
-UNKNOWN = ("ragged", "padded", "lockstep")  # for a type that the sweep has not seen: the first that is measured right
-WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: there is nothing to roll back
-READS_WHOLE = ("moshi",)  # its window is what its cache drops: it reads prompts without one
-BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps
-# Their config has a number of positions, and their positions are computed, or they have none: texts may be longer
+UNKNOWN = ("ragged", "padded", "lockstep")  # for a type that is not in the table: the first that is measured right
+WITHOUT_CACHE = ("fsmt", "openai-gpt")  # they have none, or are exact only without: there is nothing to roll back
+WINDOW_IN_CACHE = ("moshi",)  # has its window only by what its cache drops, so prompts are computed without a window
+UNMASKED_STEPS = ("led",)  # applies the mask of its text where it is fed several tokens, but not in single steps
+# their config has a number of positions, but these are computed, or they have none: texts may be longer
 ANY_POSITION = """
     fsmt inkling2_text inkling_text jamba kimi_linear m2m_100 nemo_speechlm nemotron_h nllb-moe pegasus_x rwkv
     seamless_m4t seamless_m4t_v2 xglm xlnet zamba
 """.split()  # noqa: SIM905
-ASK_FOR_MASKS = ("big_bird", "gpt2", "megatron-bert", "rembert")  # say so where none is given and a pad is fed
+ASK_FOR_MASKS = ("big_bird", "gpt2", "megatron-bert", "rembert")  # warn if no mask is given and a pad is fed
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")
 
@@ -90,4 +90,4 @@ REFUSED = {
     "voxtral_realtime": "each of its tokens is read with the next piece of sound",
     "kyutai_speech_to_text": "it reads codes of sound besides the text, which are not candidates",
     "blt": "its patches depend on the bytes that follow, candidates among them",
-} | dict.fromkeys(WHOLE, "it is exact without a cache only")
+} | dict.fromkeys(WITHOUT_CACHE, "it is exact without a cache only")

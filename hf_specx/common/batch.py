@@ -1,4 +1,4 @@
-"""The text of a batch while it grows, laid out as `generate` does, since processors and criteria must see just that.
+"""The text of a batch while it grows, in the columns of `generate`, since processors and criteria must see just that.
 
 Ends and lengths are numbers, never read from token ids: the pad id may be the end id, and a model may emit either.
 """
@@ -13,27 +13,29 @@ import torch
 
 from .devices import to_device_async
 from .round import Draft, Round, Verdict
+from .tree import Tree, at_nodes, tree_of
 
 
 @dataclass(eq=False)
-class Row:
-    """All that a call knows of one row. Where the next request has the place of a row, one `Row` replaces another.
+class RowState:
+    """All that a call knows of one row; in a queue the state of the next request replaces it once the row has ended.
 
-    How many tokens of a row have been computed only the models know.
+    Only the models know how many tokens of a row they have computed.
 
     Attributes:
-        limit: the most tokens that it may emit.
+        limit: how many tokens it may emit.
         seed: of its own random numbers; None if they are drawn with those of the other rows.
-        noise: where its own random numbers come from; a `Verifier` makes it of the seed when it is first needed.
-        drafts_alone: whether it must have the numbers of candidates that it would have in a batch of one.
-        is_refill: whether its prompt has the place of a row that has ended.
+        noise: its own random generators, which a `Verifier` makes from the seed when they are first needed.
+        independent_lengths: whether the numbers of candidates drafted for it must not depend on other rows.
+        is_refill: whether it has replaced a row that had ended.
         processors: its own `Processors`; None where those of the call take all rows at once.
         stopping: its own `Stopping`; None where that of the call holds for all rows.
-        request: what a queue was asked for; None in a call of its own.
+        request: the request of a queue that it answers; None outside of a queue.
         prompt_length: tokens of its prompt, without pads.
-        emitted: the ids of its tokens after the prompt.
+        emitted_ids: its tokens after the prompt.
         stopped_at: how many of these there are up to its stop; None as long as it goes on.
-        dead_end: how many tokens it had where there was no next one, and the error; None if there always was.
+        dead_end: (n, error) if no token can follow its first n emitted ones, as where processors exclude all; the
+            error is the one to raise. None otherwise.
         num_streamed: how many of its tokens a streamer was given.
         logprobs: of each token after all processors, and of the model, where a queue is asked for them.
     """
@@ -41,13 +43,13 @@ class Row:
     limit: int = sys.maxsize
     seed: int | None = None
     noise: Any = None
-    drafts_alone: bool = False
+    independent_lengths: bool = False
     is_refill: bool = False
     processors: Any = None
     stopping: Any = None
     request: Any = None
     prompt_length: int = 0
-    emitted: list[int] = field(default_factory=list)
+    emitted_ids: list[int] = field(default_factory=list)
     stopped_at: int | None = None
     dead_end: tuple[int, Exception] | None = None
     num_streamed: int = 0
@@ -55,16 +57,25 @@ class Row:
 
 
 class Batch:
-    """B rows of tokens, of which R are still decoding.
+    """The tokens of B rows, of which R are still decoding.
+
+    A row is named by its number, 0 to B - 1, in all arguments called `row` or `rows`; `row_states` has what belongs to
+    it. In all methods `ahead` counts columns after a row's end, where candidates of the round are.
 
     Attributes:
-        table: [B], the `Row` of each row.
+        row_states: [B], the `RowState` of each row.
+        width: columns of the prompts, which are padded on the left.
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then what nobody reads: pads in rows that left.
-        starts: [B] int64, the first column of each row that holds a token; prompts are left-padded to `width`.
-        counts: [B], how many of its emitted tokens each row has in this text; fewer than all of them in `view_at`.
+        starts: [B] int64, the first column of each row that holds a token.
+        counts: [B], how many tokens each row has emitted; fewer in a view of an earlier text, see `view_at`.
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
+        takes_trees: whether candidates may branch; else those of first choice are taken.
+        tree: how the candidates that stand behind the ends branch; None if each follows the one before.
+        host_candidates: [n][R], ids of candidates after the ends of the rows, as far as they were read back from the
+            device in this round.
+        parent: of a `row_view` the batch that it shows, and the row index there; None otherwise.
     """
 
     def __init__(
@@ -73,28 +84,31 @@ class Batch:
         attention_mask: torch.Tensor | None,
         pad_token_id: int,
         lockstep: bool = False,
-        table: list[Row] | None = None,
+        row_states: list[RowState] | None = None,
+        takes_trees: bool = False,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep = lockstep
+        self.lockstep, self.takes_trees = lockstep, takes_trees
         rows, device = input_ids.shape[0], input_ids.device
-        self.table = [Row() for _ in range(rows)] if table is None else table
+        self.row_states = [RowState() for _ in range(rows)] if row_states is None else row_states
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for row, start in zip(self.table, self.starts.tolist(), strict=True):
-            row.prompt_length = self.width - start
+        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            state.prompt_length = self.width - start
         self.counts = [0] * rows
-        self.parent: tuple[Batch, int] | None = None  # of a `row_view`: where it is from, and its row index
-        self._select(list(range(rows)))
+        self.parent: tuple[Batch, int] | None = None
+        self._set_rows(list(range(rows)))
 
-    def _select(self, rows: list[int]) -> None:
+    def _set_rows(self, rows: list[int]) -> None:
+        """Let these rows be the decoding ones."""
         self.rows = rows
-        self.read_candidates = list[list[int]]()  # candidates whose ids are known here, [n][R]
+        self.tree: Tree | None = None
+        self.host_candidates = list[list[int]]()
         self.index = to_device_async(rows, self.ids.device, torch.int64)
         self.ends = to_device_async([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
 
@@ -106,15 +120,16 @@ class Batch:
             longer[:, :present] = self.ids
             self.ids = longer
 
-    def write(self, tokens: torch.Tensor, ahead: int = 0, known_ids: Sequence[list[int]] = ()) -> None:
+    def write(self, tokens: torch.Tensor, ahead: int = 0, host_tokens: Sequence[list[int]] = ()) -> None:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted.
 
-        `known_ids` [up to n][R] are the ids of the first of these columns, as far as they were read back.
+        `host_tokens` [up to n][R] are the first of these columns as lists, if they were read back from the device.
         """
+        self.tree = None
         self.reserve(ahead + tokens.shape[1])
-        del self.read_candidates[ahead:]
-        if len(self.read_candidates) == ahead:
-            self.read_candidates += known_ids
+        del self.host_candidates[ahead:]
+        if len(self.host_candidates) == ahead:
+            self.host_candidates += host_tokens
         if len(self.counts) == 1:
             first = self.width + self.counts[0] + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
@@ -122,51 +137,77 @@ class Batch:
         self.ids[self.index[:, None], self.columns(ahead, tokens.shape[1])] = tokens
 
     def write_draft(self, draft: Draft) -> Draft:
-        """The same draft, whose candidates are written after each row's end, where the target reads them."""
+        """Write the candidates of a draft after each row's end, where the target reads them; returns the draft.
+
+        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
+        choices.
+
+        Raises:
+            ValueError: if its shapes or parents do not fit.
+        """
+        if draft.parents is not None and not self.takes_trees:
+            draft = draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
             message = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
         if draft.tokens.shape[1]:
-            self.write(draft.tokens, known_ids=draft.known)
+            self.write(draft.tokens, host_tokens=draft.host_tokens)
+            if draft.parents is not None:
+                self.tree = self._tree_of(draft)
         return draft
+
+    def _tree_of(self, draft: Draft) -> Tree | None:
+        """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
+        parents = tuple(map(tuple, draft.parents or ()))
+        numbers = list(map(len, parents))
+        if numbers != draft.lengths:
+            message = f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths "
+            raise ValueError(f"{message}{draft.lengths}; give each row one parent a candidate.")
+        if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
+            return None
+        return tree_of(parents, draft.tokens.shape[1], self.ids.device)
+
+    def candidates_before(self, index: int, node: int) -> Sequence[int]:
+        """The numbers of the candidates of row index `index` on the way to a node, itself the last."""
+        return range(node) if self.tree is None else self.tree.rows[index].paths[node]
 
     def candidates(self, count: int) -> list[list[int]]:
         """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
         if self.parent is not None:
             batch, index = self.parent
             return [batch.candidates(count)[index]]
-        columns = self.read_candidates
+        columns = self.host_candidates
         if count > len(columns):
             columns += self.last(count - len(columns), count).T.tolist()
         return [[column[index] for column in columns[:count]] for index in range(len(self.rows))]
 
-    def prefix(self, emitted: int) -> torch.Tensor:
-        """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
-        self.reserve(emitted - max(self.counts))
-        return self.ids[:, : self.width + emitted]
+    def prefix(self, num_columns: int) -> torch.Tensor:
+        """[B, L + num_columns]: prompts and so many emitted columns after them, as `generate` gives to processors."""
+        self.reserve(num_columns - max(self.counts))
+        return self.ids[:, : self.width + num_columns]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The `count` tokens of each decoding row that end `ahead` candidates after its end: [R, count].
+        """[R, count] consecutive tokens of each decoding row, up to its candidate number `ahead` (1 for the first).
 
-        A row that has fewer is preceded by its first token.
+        By default the last emitted ones. Where a row has fewer tokens, its first one is repeated before it.
         """
         if len(self.counts) == 1 and (end := self.width + self.counts[0] + ahead) >= count:
             # a plain clone of one row keeps the stride of the whole text, for which torch would compile again
             return self.ids[:, end - count : end].clone(memory_format=torch.contiguous_format)
         columns = self.columns(ahead - count, count)
-        num_emitted = count - ahead
-        if num_emitted > 1 and num_emitted > self.shortest():  # a row has one token or more
+        num_before_end = count - ahead
+        if num_before_end > 1 and num_before_end > self.shortest_length():  # a row has one token or more
             columns = columns.maximum(self.starts[self.index, None])
         return self.ids[self.index[:, None], columns]
 
-    def shortest(self) -> int:
+    def shortest_length(self) -> int:
         """Tokens of the shortest decoding row, its prompt among them."""
-        return min([self.table[row].prompt_length + self.counts[row] for row in self.rows])
+        return min([self.row_states[row].prompt_length + self.counts[row] for row in self.rows])
 
     def columns(self, first: int, count: int) -> torch.Tensor:
-        """[R, count], the columns from `first` after each decoding row's end on."""
+        """[R, count], consecutive columns of each decoding row, from its end + `first` on; `first` may be negative."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
     def append(
@@ -177,106 +218,128 @@ class Batch:
         forward: Any = None,
         scores: torch.Tensor | None = None,
     ) -> Round:
-        """Emit the accepted candidates and the token after them, up to a stop; `forward`, `scores` are for the record.
+        """Emit the accepted candidates and the token after them, up to a stop; returns the record of the round.
 
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
-        models are fed by the ends of the rows. `stopping` is a `Stopping`.
+        models are fed by the ends of the rows.
+
+        Args:
+            stopping: a `Stopping`, which cuts tokens behind a stop and says which rows have ended.
+            forward, scores: the target's, for the record.
         """
-        rows, lengths = self.rows, draft.lengths
-        before = [self.counts[row] for row in rows]
-        accepted, next_token, *figures = verdict
-        tokens = next_token[:, None]
-        if draft.tokens.shape[1]:
-            tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
-        stops = stopping.stop_flags(self, tokens, accepted)
-        new_ids, accepted_columns, acceptance, overlap, undefined, stops_of_rows = _as_lists(
-            tokens, accepted[:, None], *figures, stops
+        rows, tree, path, chain = self.rows, self.tree, verdict.path, draft.first_choices()
+        emitted_before = [self.counts[row] for row in rows]
+        tokens = _with_next_token(draft, verdict)  # [R, K + 1]
+        stop_flags = stopping.stop_flags(self, tokens, verdict.accepted)
+        figures = verdict.acceptance, verdict.overlap, verdict.undefined
+        nodes = tokens[:, :0] if path is None else path
+        # the round waits for the device here alone, so all that is read back goes in one transfer
+        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, node_lists = _as_lists(
+            tokens, verdict.accepted[:, None], *figures, stop_flags, nodes
         )
-        num_accepted = [number for (number,) in accepted_columns]
-        gained = [number + 1 for number in num_accepted]
+        num_accepted = [number for (number,) in accepted]
+        paths = [list(range(number)) for number in num_accepted]
+        if path is not None:
+            paths = [[node - 1 for node in node_lists[row][1 : 1 + number]] for row, number in enumerate(num_accepted)]
+            forward = forward.at_nodes(path)
+            scores = None if scores is None else at_nodes(scores, path)
+        num_new_tokens = [number + 1 for number in num_accepted]
         if self.lockstep:
-            gained = [min(gained)] * len(gained)
-        self.emit(tokens, stopping.num_to_emit(self, new_ids, gained, stops_of_rows), new_ids)
+            num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
+        num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
+        self.emit(tokens, num_to_emit, ids)
         ended = stopping.remove_ended(self)
-        emitted = [self.table[row].emitted[count:] for row, count in zip(rows, before, strict=True)]
-        return Round(
+        new_tokens = [
+            self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
+        ]
+        lengths = chain.lengths
+        done = Round(
             batch=self,
             rows=rows,
-            draft=draft,
-            before=before,
-            emitted=list(map(len, emitted)),
-            tokens=emitted,
+            draft=chain,
+            emitted_before=emitted_before,
+            emitted=list(map(len, new_tokens)),
+            tokens=new_tokens,
             accepted=num_accepted,
-            judged=[min(number + 1, length) for number, length in zip(num_accepted, lengths, strict=True)],
-            gained=gained,
+            judged=[],
+            num_new_tokens=num_new_tokens,
             acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
             ended=ended,
             forward=forward,
             scores=scores,
+            tree=tree,
+            paths=paths,
         )
+        done.judged = [min(number + 1, length) for number, length in zip(done.first_accepted, lengths, strict=True)]
+        return done
 
-    def emit(self, tokens: torch.Tensor, numbers: list[int], ids: list[list[int]] | None = None) -> None:
-        """Emit the first `numbers` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
+    def emit(self, tokens: torch.Tensor, num_to_emit: list[int], ids: list[list[int]] | None = None) -> None:
+        """Emit the first `num_to_emit` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
         self.write(tokens)
-        self.ends = self.ends + (numbers[0] if len(set(numbers)) == 1 else to_device_async(numbers, tokens.device))
+        is_uniform = len(set(num_to_emit)) == 1
+        self.ends = self.ends + (num_to_emit[0] if is_uniform else to_device_async(num_to_emit, tokens.device))
         ids = tokens.tolist() if ids is None else ids
-        for row, number, row_ids in zip(self.rows, numbers, ids, strict=True):
+        for row, number, row_ids in zip(self.rows, num_to_emit, ids, strict=True):
             self.counts[row] += number
-            self.table[row].emitted += row_ids[:number]
+            self.row_states[row].emitted_ids += row_ids[:number]
 
     def rewind(self, counts: list[int]) -> None:
-        """Take back what rows have emitted after their first `counts` [B] tokens."""
+        """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
-        for row, count in zip(self.table, counts, strict=True):
-            del row.emitted[count:]
-        self._select(self.rows)
+        for state, count in zip(self.row_states, counts, strict=True):
+            del state.emitted_ids[count:]
+        self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
-        """The same text, to be read only, of `counts` [B] tokens a row; `rows` decode there, by default the same."""
+        """A read-only view of the text when rows had emitted `counts` [B] tokens, and `rows` were decoding.
+
+        By default these are the rows that decode now.
+        """
         earlier = copy.copy(self)
         earlier.counts = counts
-        earlier._select(self.rows if rows is None else rows)
+        earlier._set_rows(self.rows if rows is None else rows)
         return earlier
 
     def remaining_tokens(self, row: int) -> int:
         """How many tokens a row may still emit."""
-        return self.table[row].limit - self.counts[row]
+        return self.row_states[row].limit - self.counts[row]
 
     def row(self, row: int) -> torch.Tensor:
-        """The tokens of one row, without pads: [length]."""
-        return self.ids[row, self.width - self.table[row].prompt_length : self.width + self.counts[row]]
+        """The prompt and emitted tokens of one row, without pads: [length]."""
+        return self.ids[row, self.width - self.row_states[row].prompt_length : self.width + self.counts[row]]
 
     def row_view(self, row: int) -> "Batch":
-        """A decoding row as a batch of one without pads, to be read only."""
-        view, width = copy.copy(self), self.table[row].prompt_length
+        """A read-only view of one decoding row as a batch of one without pads."""
+        view, width = copy.copy(self), self.row_states[row].prompt_length
         view.parent = self, self.rows.index(row)
-        view.table, view.counts = [self.table[row]], [self.counts[row]]
+        view.row_states, view.counts = [self.row_states[row]], [self.counts[row]]
         view.ids, view.width = self.ids[row : row + 1, self.width - width :], width
         # made on the device: numbers that are sent there wait for what it has to do
         view.rows, view.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
         view.starts = view.index
         view.ends = view.index + width + self.counts[row]
+        view.tree = None if self.tree is None else self.tree.row(view.parent[1])
         return view
 
     def truncate(self, row: int, count: int) -> None:
-        """Keep the first `count` emitted tokens of a row that is about to leave, and then pads, as `generate` does."""
+        """Cut a row that is about to leave to its first `count` emitted tokens, and pad it, as `generate` does."""
         self.ids[row, self.width + count :] = self.pad_token_id
         self.counts[row] = count
-        del self.table[row].emitted[count:]
+        del self.row_states[row].emitted_ids[count:]
 
-    def admit(self, number: int, row: Row, prompt: torch.Tensor) -> None:
-        """Put another `Row` with its prompt [l] in the place of one that has ended."""
+    def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
+        """Replace a row that has ended by another, with its state and prompt [l]."""
         length = len(prompt)
         self.widen(max(0, length - self.width))
-        self.ids[number] = self.pad_token_id
-        self.ids[number, self.width - length : self.width] = prompt
-        self.starts[number] = self.width - length
-        self.counts[number] = 0
-        row.prompt_length = length
-        self.table[number] = row
-        self._select(self.rows)
+        self.ids[row] = self.pad_token_id
+        self.ids[row, self.width - length : self.width] = prompt
+        self.starts[row] = self.width - length
+        self.counts[row] = 0
+        state.prompt_length = length
+        self.row_states[row] = state
+        self._set_rows(self.rows)
 
     def widen(self, columns: int) -> None:
         """Put columns of pads before the prompts of all rows."""
@@ -288,13 +351,13 @@ class Batch:
         self.ends = self.ends + columns
 
     def drop_rows(self, rows: list[int]) -> torch.Tensor | None:
-        """Take rows out of the batch; returns the row indices [R'] of those that stay, None if all do."""
+        """Let rows decode no longer; returns the row indices [R'] of those that go on, None if all do."""
         leaving = set(rows)
         if not leaving:
             return None
-        staying = [index for index, row in enumerate(self.rows) if row not in leaving]
-        self._select([self.rows[index] for index in staying])
-        return to_device_async(staying, self.ids.device, torch.int64)
+        keep_indices = [index for index, row in enumerate(self.rows) if row not in leaving]
+        self._set_rows([self.rows[index] for index in keep_indices])
+        return to_device_async(keep_indices, self.ids.device, torch.int64)
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
@@ -304,8 +367,18 @@ class Batch:
         return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
 
 
+def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
+    """[R, K + 1], the candidates of each row, and in place of the first that was not accepted the token after them."""
+    next_token, candidates = verdict.next_token[:, None], draft.tokens
+    if not candidates.shape[1]:
+        return next_token
+    if verdict.path is not None:
+        candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path)[:, 1:]
+    return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
+
+
 def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:
-    """Tensors [R, ...] as lists; the round waits for the device only here, since all go in one transfer.
+    """Tensors [R, n] of several widths as lists, by one transfer from the device.
 
     Ids are exact also as float32, which has 24 bits; scores may have half precision.
     """

@@ -1,4 +1,4 @@
-"""The files of a draft, from a folder or the Hub: what its config says, and tensors; nothing in them is run."""
+"""Reads the config and the tensors of a draft from a folder or the Hub; nothing in its files is run."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,14 @@ from transformers.utils import cached_file
 from hf_specx.common.errors import require
 
 
-HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+HUB = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "force_download",
+    "subfolder",
+)  # arguments of `cached_file`
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 WEIGHTS = (
     "model.safetensors",
@@ -24,7 +31,7 @@ WEIGHTS = (
 
 
 class Files(NamedTuple):
-    """A folder, or an id on the Hub and a commit, whose files are in `root`; of these perhaps a subfolder alone."""
+    """The local files of a repository or folder: `root`, or only its subfolder if there is one."""
 
     name: str
     revision: str | None
@@ -41,7 +48,7 @@ class Files(NamedTuple):
 
 
 def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict[str, Any]:
-    """What is in the config of a repository or folder, or in another such file."""
+    """The JSON object in the config of a repository or folder, or in another file; ValueError if there is none."""
     path = find_file(name, file, **hub)
     message = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
     require(path is not None, f"{message}give a folder or a repository of one.")
@@ -54,7 +61,7 @@ def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict
 
 
 def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a repository or folder; of safetensors perhaps only their names and shapes."""
+    """The tensors of a repository or folder; with `names_alone` those of safetensors without their values."""
     first = next((file for file in WEIGHTS if find_file(name, file, **hub) is not None), None)
     require(first is not None, f"{name} has no weights; a draft head has one of {', '.join(WEIGHTS)}.")
     files = [str(first)]
@@ -71,7 +78,7 @@ def read_weights(name: str | Path, names_alone: bool = False, **hub: Any) -> dic
 
 
 def read_pickle(path: Path) -> Any:
-    """What a small file of torch holds: tensors, numbers and texts, and lists and dicts of them."""
+    """The content of a small file of torch: tensors, numbers and texts, and lists and dicts of them."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of types that only pickle has
@@ -79,7 +86,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
-    """The path of a file on this machine, got from the Hub if need be; None if there is no such file."""
+    """The local path of a file, which is downloaded from the Hub if need be; None if there is no such file."""
     try:
         path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
@@ -88,12 +95,12 @@ def find_file(name: str | Path, file: str, **hub: Any) -> Path | None:
 
 
 def not_found(name: str | Path, error: OSError) -> str:
-    """What to say of a name that is neither here nor on the Hub, in place of an error that does not name it."""
+    """The message for a name that is neither a folder here nor on the Hub."""
     return f"{str(name)!r} cannot be got from the Hub, and there is no folder of that name here: {error}"
 
 
 def _tensors(path: Path, where: str) -> dict[str, torch.Tensor]:
-    """The tensors in a file; of a pickle nothing else is made."""
+    """The tensors in a file; if it is a pickle that has anything else, a ValueError."""
     try:
         tensors = load_state_dict(str(path), where, weights_only=True)
     except Exception as error:  # of types that only pickle and safetensors have

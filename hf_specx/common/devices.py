@@ -1,4 +1,7 @@
-"""Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
+"""The devices of models, transfers to them, their memory and names; and ranks of torch.distributed.
+
+`model.device` is not where a model runs if its weights are offloaded: they are on "meta" between forwards.
+"""
 
 import itertools
 import platform
@@ -40,17 +43,17 @@ def hardware(device: torch.device) -> str:
 
 
 def to_device_async(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers as a tensor on a device; this does not wait until the device has done what it has to do."""
+    """Numbers as a tensor on a device, without waiting for the work that is queued there."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def to_device(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Values on another device; only on a CPU it is waited for them, since there they are read at once."""
+    """Values on another device; waits for the copy only if that is a CPU, where they are read at once."""
     return values.to(device, dtype, non_blocking=device.type != "cpu")
 
 
 def cat_on(states: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Tensors [..., N] as one on a device; those that lie together on another one go there at once."""
+    """Tensors [..., N] joined on a device; neighbours that are on one other device are moved in one copy."""
     by_device = [list(group) for _, group in itertools.groupby(states, key=lambda state: state.device)]
     parts = [group[0] if len(group) == 1 else torch.cat(group, -1) for group in by_device]
     return parts[0] if len(parts) == 1 else torch.cat([to_device(x, device) for x in parts], -1)
@@ -65,10 +68,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
-    """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
-    free = _free_bytes(execution_device(models[0]))
-    needed = sum(cached_numbers(model.config) * model.dtype.itemsize for model in models)
-    return None if free is None or not needed else max(1, free // 2 // needed)
+    """How many tokens the caches of models can hold in half of the free memory; None if that is not known."""
+    num_free = _free_bytes(execution_device(models[0]))
+    bytes_per_token = sum(cached_numbers(model.config) * model.dtype.itemsize for model in models)
+    return None if num_free is None or not bytes_per_token else max(1, num_free // 2 // bytes_per_token)
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -83,7 +86,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def cached_numbers(config: PreTrainedConfig) -> int:
-    """How many numbers the self-attention of all layers keeps of a token: keys and values, or latents for them.
+    """How many numbers the self-attention of all layers caches for one token: keys and values, or latents for them.
 
     Windows and layers without attention are not deducted; 0 for a model that has no heads, whose states do not grow.
     """
@@ -97,7 +100,7 @@ def cached_numbers(config: PreTrainedConfig) -> int:
 
 
 def _cached_by_layer(config: Any) -> int:
-    """How many numbers the self-attention of one layer keeps of a token."""
+    """How many numbers the self-attention of one layer caches for one token."""
 
     def size(name: str, default: int = 0) -> int:
         value = getattr(config, name, None)

@@ -1,7 +1,7 @@
-"""How models and drafts are named, in Python and in every command alike. Nothing here imports torch.
+"""Parses names of models and drafts, which are the same in Python and in every command. Nothing here imports torch.
 
-A model is named by a folder, or by an id on the Hub, perhaps with "@" and a revision. A draft is named like a model,
-or by one of the words of `HELP_DRAFT`. A folder wins over a word of the same name.
+A model is named by a folder, or by an id on the Hub, if need be with "@" and a revision. A draft is named like a
+model, or as `HELP_DRAFT` says. A folder wins over a keyword of the same name.
 """
 
 import re
@@ -14,12 +14,12 @@ from hf_specx.common.errors import require, similar
 FIXED_DRAFT_TOKENS = 5  # candidates of a round where "auto" has no costs to go by, or must not use them
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"
-SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # words of one command
+SEVERAL_EXITS, NEW_HEADS = "exits", ("dspark", "eagle3")  # keywords of one command: of tune, of distill
 HELP_DRAFT = (
     "suffix (what followed the same tokens before), exit:4 (the target's first 4 layers; layers:4 means the same), "
     "head:NAME, or the id (perhaps with @ and a revision) or folder of a model or head."
 )
-ELSEWHERE = {  # words of one command, with what to type in the others
+ELSEWHERE = {  # by keyword of one command: what to type in the others
     SEVERAL_EXITS: "it stands for several numbers of layers, which specx tune tries; give one, like exit:4",
     **dict.fromkeys(
         NEW_HEADS, "it is a new head, which specx distill trains; name the trained one, like FOLDER/draft"
@@ -28,14 +28,14 @@ ELSEWHERE = {  # words of one command, with what to type in the others
 
 
 class NamedDraft(NamedTuple):
-    """What the name of a draft says: one of the two, or neither for "suffix" and the words of `ELSEWHERE`."""
+    """A parsed name of a draft: one of the two, or neither for "suffix" and the keywords of `ELSEWHERE`."""
 
     layers: int | None = None  # of the target, its first ones
     model: str | None = None  # id, perhaps with a revision, or folder of a model or head
 
 
 def read_draft(name: str, *words: str) -> NamedDraft:
-    """Parse the name of a draft; `words` are those of `ELSEWHERE` that this command has."""
+    """Parse the name of a draft; `words` are the keywords of `ELSEWHERE` that this command has."""
     if name in words:
         return NamedDraft()
     if _is_folder(name):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-SAME = {  # what transformers calls an argument of ours
+OUR_NAMES = {  # of arguments, by what transformers calls them
     "assistant_model": "draft_model",
     "assistant_tokenizer": "draft_tokenizer",
     "num_assistant_tokens": "num_draft_tokens",
@@ -20,10 +20,13 @@ def require(ok: bool, message: str) -> None:
 
 
 class OptionError(ValueError):
-    """An error about the value of an option, so that a command can say it by a name of its own.
+    """An error about the value of an option, in parts, so that a command can name the option as it is typed there.
+
+    The message is "option=value rest".
 
     Attributes:
-        option, value: as in Python; the message is "option=value" and `rest`, what is wrong with it and the remedy.
+        option, value: as in Python.
+        rest: what is wrong with the value, and the remedy.
     """
 
     def __init__(self, option: str, value: Any, rest: str):
@@ -38,7 +41,7 @@ def require_option(ok: bool, option: str, value: Any, rest: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what torch or Python raises where memory is not enough; on the CPU torch says it in words."""
+    """Whether an error means that there was not enough memory; on a CPU torch says so in the message alone."""
     names = {cls.__name__ for cls in type(error).mro()}
     in_words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return in_words or bool(names & {"MemoryError", "OutOfMemoryError"})
@@ -65,20 +68,20 @@ def kind(value: Any) -> str:
 
 
 def similar(name: str, names: Iterable[str]) -> str:
-    """The question whether the closest of these names was meant; "" if none is close."""
+    """The text "did you mean ...? " with the closest of these names; "" if none is close."""
     matches = difflib.get_close_matches(name, list(names), 1, 0.75)
     return f"did you mean {matches[0]!r}? " if matches else ""
 
 
 def check_names(where: str, names: Iterable[str], parameters: Iterable[str], more: str = "") -> None:
-    """Raise a TypeError, as Python does, for an argument of `where` that is none of its parameters."""
+    """Raise a TypeError, as Python does, if one of the `names` is none of the parameters of the function `where`."""
     parameters = list(parameters)
     unknown = min(set(names) - set(parameters), default=None)
     if unknown is not None:
-        suggestion = similar(SAME.get(unknown, unknown), parameters)
+        suggestion = similar(OUR_NAMES.get(unknown, unknown), parameters)
         raise TypeError(f"{where} has no argument {unknown!r}; {suggestion}{more}".rstrip())
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise an OptionError for a value that is none of the choices."""
+    """Raise an OptionError unless a value is one of the choices."""
     require_option(value in choices, name, value, f"is unknown; choose one of {', '.join(choices)}.")

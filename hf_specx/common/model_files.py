@@ -1,4 +1,4 @@
-"""Checks of a model's files before they are loaded: what is half-written, runs code or reads elsewhere."""
+"""Checks of a model's files before they are loaded: that they are whole, run no code and name no other files."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
 
 
 def check_generation(folder: Path) -> None:
-    """Raise ValueError if a target would generate with beams where nothing else is said."""
+    """Raise ValueError if a target's generation config asks for beam search."""
     path = folder / "generation_config.json"
     beams = (_object_in(path) or {}).get("num_beams")
     message = f"{path} has num_beams={beams!r}, for which transformers repeats every row before it calls a strategy; "
@@ -178,7 +178,7 @@ def check_layers(folder: Path) -> None:
 
 
 def check_size(folder: Path, needed: int) -> None:
-    """Raise ValueError if a model has far more parameters than the files, before it takes memory."""
+    """Raise ValueError if a model, not made yet, needs more than twice as many parameters as its files have."""
     available = sum(map(math.prod, _shapes(folder)))
     message = f"{folder} has {available} numbers in its weights, and the model of its config {needed}; {AGAIN}."
     require(needed <= 2 * available, message)

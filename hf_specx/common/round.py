@@ -1,28 +1,35 @@
-"""What passes through one round: a draft, and then the record of what became of it."""
+"""The data of one round: the draft, the verdict on it, and the record of the round that listeners are given."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import eq
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .devices import to_device_async
+from .tree import Parents, Tree, branches_of
 
 
 class Draft(NamedTuple):
-    """Candidates of the R decoding rows, each row with its own number of them.
+    """Candidates of the R decoding rows, each row with its own number of them: a chain, or a tree.
 
     Attributes:
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
         lengths: [R], the number of candidates of each row, 0 to K.
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
+            Of a tree, those of the chain of first choices alone.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
         estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
             drafter has no such estimate.
-        free: [R] bool, rows whose candidates took no steps of a draft model; None if all rows are alike.
-        known: ids of the first columns of `tokens`, [up to K][R], as far as they were read back.
+        model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
+            None if all rows are of one kind, as they are unless the draft has several parts.
+        host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
+        parents: of each row as many numbers as it has candidates: the candidate that each follows, -1 for the last
+            emitted token. Parents stand before their children, and a better choice before its siblings. None if each
+            candidate follows the one before. `forced`, `estimate` and `model_free` are of the chain of first choices.
     """
 
     tokens: torch.Tensor
@@ -31,8 +38,23 @@ class Draft(NamedTuple):
     source: str | list[str] = "none"
     forced: list[list[bool]] | None = None
     estimate: list[list[float]] | None = None
-    free: list[bool] | None = None
-    known: Sequence[list[int]] = ()
+    model_free: list[bool] | None = None
+    host_tokens: Sequence[list[int]] = ()
+    parents: Sequence[Parents] | None = None
+
+    def first_choices(self) -> "Draft":
+        """The chain of first choices, which is the draft itself if that is no tree."""
+        if self.parents is None:
+            return self
+        chains = [branches_of(tuple(of_row)).first for of_row in self.parents]
+        lengths = list(map(len, chains))
+        longest = max(lengths, default=0)
+        tokens = self.tokens[:, :longest]
+        if any(chain != tuple(range(len(chain))) for chain in chains):
+            index = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
+            tokens = self.tokens.gather(1, to_device_async(index, tokens.device))
+        host_tokens = self.host_tokens[: min(lengths, default=0)]
+        return self._replace(tokens=tokens, lengths=lengths, host_tokens=host_tokens, parents=None)
 
     @property
     def sources(self) -> list[str]:
@@ -40,31 +62,31 @@ class Draft(NamedTuple):
         return [self.source] * len(self.lengths) if isinstance(self.source, str) else self.source
 
     @property
-    def drafted(self) -> list[int]:
-        """[R], how many candidates of each row are a draft model's; in rows of its own forced ones count as well."""
-        if self.free is None:
+    def model_lengths(self) -> list[int]:
+        """[R], the number of candidates of each row, 0 in those that are `model_free`."""
+        if self.model_free is None:
             return self.lengths
-        return [0 if free else length for free, length in zip(self.free, self.lengths, strict=True)]
+        return [0 if is_free else length for is_free, length in zip(self.model_free, self.lengths, strict=True)]
 
     @property
     def steps(self) -> int:
-        """How many steps of the draft the candidates took: positions where a row has one that is not forced.
+        """How many steps of the draft the candidates took: positions where some row has one that is not forced.
 
-        Rows that are `free` take none; if all rows are alike, candidates count as steps of any draft.
+        Rows that are `model_free` take none. Where `model_free` is None, steps are counted for any draft.
         """
         if self.forced is None:
-            return max(self.drafted, default=0)
-        proposed = [flags[:length] for flags, length in zip(self.forced, self.drafted, strict=True)]
+            return max(self.model_lengths, default=0)
+        proposed = [flags[:length] for flags, length in zip(self.forced, self.model_lengths, strict=True)]
         return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
 
     @property
-    def proposed(self) -> torch.Tensor | None:
+    def is_candidate(self) -> torch.Tensor | None:
         """[R, K] bool, which tokens are candidates; None where all are."""
-        rows, most = self.tokens.shape
-        if sum(self.lengths) == rows * most:
+        rows, max_length = self.tokens.shape
+        if sum(self.lengths) == rows * max_length:
             return None
         device = self.tokens.device
-        return torch.arange(most, device=device) < to_device_async(self.lengths, device)[:, None]
+        return torch.arange(max_length, device=device) < to_device_async(self.lengths, device)[:, None]
 
 
 class Verdict(NamedTuple):
@@ -78,6 +100,9 @@ class Verdict(NamedTuple):
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
+        path: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what lies
+            behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this branch;
+            `acceptance` and `overlap` are of the chain of first choices, behind whose end they are not read.
     """
 
     accepted: torch.Tensor
@@ -85,68 +110,121 @@ class Verdict(NamedTuple):
     acceptance: torch.Tensor
     overlap: Any = None
     undefined: Any = None
+    path: torch.Tensor | None = None
 
 
 class RoundRecord(NamedTuple):
-    """One row's part in one round, in numbers alone.
+    """The counts of one row in one round.
 
     Attributes:
-        accepted, emitted: as in `Round`; `drafted`: candidates of the row.
+        drafted: candidates of the row; of a tree, those of first choice.
+        accepted, emitted: as in `Round`.
         forced: positions of candidates that were the only token allowed.
+        nodes: all candidates of the row, those on branches among them.
+        branch: the ranks of the accepted candidates among their siblings; 0 is the draft's first choice.
+        is_bonus: whether no candidate followed the accepted ones.
     """
 
     drafted: int
     accepted: int
     emitted: int
     forced: tuple[int, ...] = ()
+    nodes: int = 0
+    branch: tuple[int, ...] = ()
+    is_bonus: bool = False
 
 
 @dataclass
 class Round:
-    """What a round did; every listener gets it once the text has grown. Lists are of the R rows that took part.
+    """What a round did; every listener gets it once the text has grown. Lists have an entry for each of the R rows.
+
+    Of a tree, `draft` is the chain of first choices, and `forward` and `scores` are those on the branch that was
+    taken, so that whoever reads a round need not know of trees.
 
     Attributes:
-        before: tokens that each row had emitted before.
-        emitted: how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
-        accepted: candidates that the verifier kept, before a cut; `judged`: those whose predecessors were all kept.
-        gained: tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
+        batch: the text after the round.
+        rows: the numbers of the rows that took part.
+        draft: their candidates.
+        emitted_before: how many tokens each row had emitted before the round.
+        emitted: how many tokens it has emitted in the round: `num_new_tokens`, or fewer if it was cut at a stop.
+        tokens: the ids of these.
+        accepted: how many candidates were accepted, whether or not a stop cut them off.
+        judged: how many candidates were judged: the accepted ones, and the first that was rejected.
+        num_new_tokens: accepted candidates and the token after them; in lockstep, of the row that has fewest.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
-        ended: rows that have ended.
-        forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
-        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
-        finished: whether all rows have ended and nothing comes in their places; both are said to the models only.
+        ended: the numbers of rows that have ended.
+        forward: the target's, with the model's own logits; None in a record made without it.
+        scores: [R, P, V], the same after all processors.
+        keep_indices: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay. It
+            is set for the models only.
+        finished: whether all rows have ended and no request takes their places; set for the models only.
+        tree: the candidates with their branches; None for a chain.
+        paths: the numbers of the accepted candidates in the draft that was judged.
     """
 
     batch: Any
     rows: list[int]
     draft: Draft
-    before: list[int]
+    emitted_before: list[int]
     emitted: list[int]
     tokens: list[list[int]]
     accepted: list[int]
     judged: list[int]
-    gained: list[int]
+    num_new_tokens: list[int]
     acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
     ended: list[int] = field(default_factory=list)
     forward: Any = None
     scores: Any = None
-    stay: torch.Tensor | None = None
+    keep_indices: torch.Tensor | None = None
     finished: bool = False
+    tree: Tree | None = None
+    paths: list[list[int]] = field(default_factory=list)
 
     @property
-    def chances(self) -> list[list[float]]:
-        """`acceptance` of a draft model's candidates, without forced ones, which are kept if those before them are."""
-        drafted, forced = self.draft.drafted, self.draft.forced
-        acceptance = [chances[:number] for chances, number in zip(self.acceptance, drafted, strict=True)]
+    def first_accepted(self) -> list[int]:
+        """[R], how many of the accepted candidates are leading ones of the chain of first choices."""
+        if self.tree is None:
+            return self.accepted
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [sum(map(eq, path, branches.first)) for path, branches in pairs]
+
+    @property
+    def is_bonus(self) -> list[bool]:
+        """[R], whether no candidate followed the accepted ones, so that the token after them is a bonus token."""
+        if self.tree is None:
+            return [number == length for number, length in zip(self.accepted, self.draft.lengths, strict=True)]
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [not branches.children[1 + path[-1] if path else 0] for path, branches in pairs]
+
+    @property
+    def nodes(self) -> list[int]:
+        """[R], all candidates of each row."""
+        if self.tree is None:
+            return self.draft.lengths
+        return [len(branches.ranks) for branches in self.tree.rows]
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """[R], the rank of each accepted candidate among its siblings."""
+        if self.tree is None:
+            return [[0] * number for number in self.accepted]
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [[branches.ranks[number] for number in path] for path, branches in pairs]
+
+    @property
+    def draft_acceptance(self) -> list[list[float]]:
+        """`acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
+        lengths, forced = self.draft.model_lengths, self.draft.forced
+        acceptance = [chances[:number] for chances, number in zip(self.acceptance, lengths, strict=True)]
         if forced is None:
             return acceptance
-        free = []
+        unforced = []
         for chances, flags in zip(acceptance, forced, strict=True):
-            free.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
-        return free
+            unforced.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
+        return unforced
 
 
 class Listener(Protocol):

@@ -1,4 +1,4 @@
-"""Tokenizers: their vocabularies, found once since that takes a tenth of a second, and rows of tokens as a batch."""
+"""The vocabularies of tokenizers, cached since reading one takes a tenth of a second; rows of tokens as a batch."""
 
 import hashlib
 import json
@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Vocabulary(NamedTuple):
-    """All tokens of a tokenizer: their number when this was found, SHA-256 of tokens and ids, and the largest id or
-    -1.
-    """
+    """Figures of a vocabulary: its size, the SHA-256 of all tokens with their ids, the largest id (-1 if none)."""
 
     size: int
     digest: str
@@ -25,7 +23,7 @@ VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyDi
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """The vocabulary of a tokenizer; found anew only where tokens were added to it."""
+    """The vocabulary of a tokenizer; computed anew only where tokens were added to it."""
     vocabulary = VOCABULARIES.get(tokenizer)
     size = len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.get_vocab())  # the second takes longer
     if vocabulary is None or vocabulary.size != size:
@@ -37,7 +35,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 
 
 def same_tokens(tokenizer: PreTrainedTokenizerBase | None, draft_tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether each token has the same id in both; also where one of them is not known."""
+    """Whether each token has the same id in both; True where one of them is not known."""
     if tokenizer is None or draft_tokenizer is None or tokenizer is draft_tokenizer:
         return True
     return vocabulary_of(tokenizer).digest == vocabulary_of(draft_tokenizer).digest

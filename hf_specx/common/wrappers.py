@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class OfModels(WeakKeyDictionary[PreTrainedModel, Value]):
-    """What was made of models, as long as these exist. Copies and pickles of it are empty: it is made again there."""
+    """A cache by model, whose entries go when the model does. Copies and pickles of it are empty."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
@@ -40,8 +40,8 @@ class ModelReference(weakref.ref[PreTrainedModel]):
 def unwrapped(model: Any, adapters: bool = False) -> Any:
     """The model inside the wrapper of `torch.compile`, which has no `generate` of its own; anything else as it is.
 
-    With `adapters` inside that of PEFT too. LoRA layers are kept, they are part of the model inside; a tuned prompt is
-    lost. So this is for drafts, whose tokens may come from any distribution.
+    With `adapters` also the model inside PEFT's wrapper. Its LoRA layers stay, being part of that model, and a tuned
+    prompt is lost; so this is for drafts, whose tokens may come from any distribution.
     """
     compiled = getattr(model, "_modules", {}).get("_orig_mod")
     if compiled is not None:
@@ -57,14 +57,14 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 
 def unwrapped_draft(draft: Any) -> Any:
-    """The same for what drafts, a model or anything else; of a list each item."""
+    """A draft, or each draft of a list, without the wrappers of `torch.compile` and PEFT if it is a model."""
     return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)
 
 
 def shallow(module: Any) -> Any:
-    """A copy of a module that holds the same things; what was bound to the module is bound to the copy.
+    """A copy of a module with the same weights and submodules; methods bound to the module are bound to the copy.
 
-    What torch has compiled of the module is left out: it would run the module itself.
+    A compiled call of the module is left out, since it would run the module itself.
     """
     new_module = object.__new__(type(module))  # `copy.copy` fails for a class that FSDP2 has made
     attributes = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
@@ -90,10 +90,10 @@ def _rebound(value: Any, module: torch.nn.Module, new_module: torch.nn.Module) -
     return bound
 
 
-def keeping_cache(model: PreTrainedModel) -> Any:
-    """The model, or a copy whose preparation of inputs never drops its cache.
+def without_cache_reset(model: PreTrainedModel) -> Any:
+    """The model, or a shallow copy of it whose `prepare_inputs_for_generation` never drops the cache.
 
-    That of Phi-3 does once a text is longer than its short frequencies serve, to read all of it anew.
+    That of Phi-3 does so once a text outgrows its short rotary frequencies, to compute all of it anew.
     """
     if not hasattr(model.config, "original_max_position_embeddings"):
         return model
@@ -104,7 +104,7 @@ def keeping_cache(model: PreTrainedModel) -> Any:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that gives its states behind the final norm."""
+    """The part of a model whose output is the hidden states after the final norm."""
     decoder: Any = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # a head may have that name
         decoder = model.base_model
@@ -125,7 +125,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def logical_parameters(model: PreTrainedModel) -> int:
-    """How many numbers a model computes with: tied ones count once, packed ones as many as they stand for."""
+    """How many parameters a model computes with: tied ones count once, quantised ones as many as they stand for."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     counted = set[int]()
     total = 0
@@ -142,7 +142,7 @@ def logical_parameters(model: PreTrainedModel) -> int:
 
 
 def _linear_size(module: Any) -> int:
-    """How many numbers the weight of a linear layer stands for; 0 for other modules."""
+    """How many parameters the weight of a linear layer stands for; 0 for other modules."""
     sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
     has_base_layer = hasattr(module, "base_layer")  # as layers of LoRA, beside which the weight is counted
     if has_base_layer or not all(isinstance(size, int) for size in sizes):
@@ -151,13 +151,13 @@ def _linear_size(module: Any) -> int:
 
 
 def public_name(model: Any) -> str:
-    """Where a model was loaded from, of a folder on this machine its last part alone; "" if that is not known."""
+    """The name by which a model was loaded; of a folder on this machine its last part alone, "" if it has none."""
     name = str(getattr(model, "name_or_path", None) or "")
     return Path(name).resolve().name if name and Path(name).exists() else name
 
 
 def label_of(part: Any) -> str:
-    """What a `repr` says of a model, its class and where it was loaded from, of another draft, or of a list."""
+    """The text for a draft in a `repr`: of a model its class and name; of a list those of its items."""
     if isinstance(part, list):
         return f"[{', '.join(map(label_of, part))}]"
     name = type(part).__name__
@@ -167,7 +167,7 @@ def label_of(part: Any) -> str:
 
 
 class NoModel:
-    """What holds models and is none: it says so where it is taken for one, as by `pipeline(model=...)`."""
+    """A base for objects that hold models and are none: says so where one is taken for a model, as by `pipeline`."""
 
     if not TYPE_CHECKING:  # which would take every name for an attribute
 

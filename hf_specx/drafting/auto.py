@@ -1,21 +1,25 @@
 """`num_draft_tokens="auto"`: how many candidates give the most tokens a second, down to none.
 
-Before each round `Auto` takes the number γ of candidates with the largest
+Before each round `Auto` chooses the number γ of candidates with the largest
 
-    1 + S_1 + ... + S_γ                            tokens of a row, the one after the candidates among them
+    1 + S_1 + ... + S_γ                            expected tokens of a row, the one after the candidates among them
     ---------------------------------------
     overhead * (T_t(B, γ+1) + γ T_d(B, 1))         seconds of the round, which has B rows
 
-- S_i is the chance that the first i candidates are all kept: `AcceptanceEstimate`. If each is kept with the same
-  chance α, the upper line is Equation 1 of Leviathan et al. 2022, and the whole is their Theorem 3.8, without its
-  assumption that a forward of γ+1 tokens takes as long as one of a token.
-- T_t and T_d are bare forwards of target and draft, by `forward_times.py`. The overhead is how much longer whole
-  rounds were seen to take. `Costs` keeps both from call to call, and a call reads them by its `RoundTimer`.
+This file has, in this order,
 
-γ = 0 is plain decoding. A draft that does not pay is not asked; it is tried again once plain steps have saved up for
-that.
+- the choice: `best_num_candidates` computes the fraction for each γ;
+- acceptance: S_i is the probability that the first i candidates are all accepted, estimated by `AcceptanceEstimate`.
+  If each is accepted with the same probability α, the numerator is Equation 1 of Leviathan et al. 2022, and the
+  fraction their Theorem 3.8, without its assumption that a forward of γ+1 tokens takes as long as one of a token;
+- costs: T_t and T_d are seconds of bare forwards of target and draft (`forward_times.py`); the overhead is how much
+  longer whole rounds were seen to take. `Costs` remembers both from call to call, and a call reads them by its
+  `RoundTimer`;
+- the retry: with γ = 0, plain decoding, nothing is learned of the draft. So `Auto` sets a small part of the time of
+  plain steps aside, its budget for trials, and tries the draft again once that pays for what a trial may lose.
 """
 
+import copy
 import json
 import math
 import statistics
@@ -30,20 +34,21 @@ from hf_specx.common.round import Round
 
 from .forward_times import ForwardTimes, on_grid
 from .schedule import Schedule
+from .trees import Ranks
 
 
 MAX_DRAFT_TOKENS = 20  # the largest number that is considered
-COMPILED = (1, 2, 4, 7, 12, 20)  # of which torch compiles few forwards; the best of them loses 2 % at most
+COMPILED_NUMBERS = (1, 2, 4, 7, 12, 20)  # considered where forwards are compiled: few; the best loses 2 % at most
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-WEIGHT = 4.0  # candidates that this is worth, and at each depth the mean of all
-EARLIER = 10.0  # candidates that what earlier calls have seen is worth in a call, whose text may be another one
-FORGET = 0.98  # factor on the weight of earlier rounds at each round
-MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
-RECENT = 15  # at most so many last rounds of a size count; their median is used
-ENOUGH = 4  # rounds of a size to be seen before they are used
-PROBE_SHARE = 0.01  # of the time of plain steps that may be lost by trying a draft that does not pay
-TRIAL = 5  # rounds that try a draft, one of which may take the time to read what is missing
-ASSUMED = 0.2  # what a candidate, or a step of a draft, adds to a round, as a part of it, where no times may be used
+PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, and at each depth the mean of all depths
+EARLIER_WEIGHT = 10.0  # candidates that the acceptance of earlier calls counts for in a call: its text may be another
+DECAY = 0.98  # factor on the weight of earlier rounds at each round
+ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
+MAX_SAMPLES = 15  # last rounds of a size whose median is its time
+MIN_SAMPLES = 4  # rounds of a size before their time is used
+TRIAL_SHARE = 0.01  # part of the time of plain steps that trials of a draft may lose
+TRIAL_ROUNDS = 5  # rounds of a trial; one of them may take the time to read what the draft has missed
+ASSUMED_STEP = 0.2  # time that a candidate, or a step of a draft, adds to a round of 1, where no times may be used
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -53,79 +58,112 @@ def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
     return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
 
 
-def best_number(
+def best_num_candidates(
     chances: Sequence[float], seconds: Sequence[float], among: Sequence[int] | None = None
 ) -> tuple[int, float]:
-    """The number of candidates with the most expected tokens a second, and that rate compared with plain steps.
+    """The number of candidates with the most expected tokens a second, and its speed-up over plain steps.
 
-    `chances` are those that a row keeps its first i candidates, i = 1 to K, `seconds` of rounds with 0 to K
-    candidates; only the numbers in `among` are considered, all for None.
+    Args:
+        chances: [K], S_1 to S_K.
+        seconds: [K + 1], of rounds with 0 to K candidates.
+        among: the numbers that are considered; None is all.
     """
     tokens = 1.0
     rates = [1 / seconds[0]]
-    for chance, taken in zip(chances, seconds[1:], strict=True):
+    for chance, round_seconds in zip(chances, seconds[1:], strict=True):
         tokens += chance
-        rates.append(tokens / taken)
+        rates.append(tokens / round_seconds)
     best = max(among or range(len(rates)), key=rates.__getitem__)
     return best, rates[best] / rates[0]
 
 
-class AcceptanceEstimate:
-    """The chance S_i that the first i candidates of a row are all kept, from the rounds so far; rows are pooled.
+@dataclass
+class Tally:
+    """Sums over candidates, weighted so that later rounds count for more.
 
-    It is the product of estimated ratios S_i / S_{i-1}. They come from the probabilities at all candidates, also after
-    a rejection, so they have no bias. A depth i that was seldom seen is estimated by the mean of all; at first all are
-    `alpha`. If rows advance `together`, S_i is the chance that all keep i candidates.
+    `tried` sums the probability that all candidates before one are accepted, `accepted` that it is accepted as well.
+    """
+
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def decay(self) -> None:
+        """Have what was counted so far count for less."""
+        self.accepted *= DECAY
+        self.tried *= DECAY
+
+    def add(self, accepted: float, tried: float) -> None:
+        """Count one more candidate."""
+        self.accepted += accepted
+        self.tried += tried
+
+
+class AcceptanceEstimate:
+    """The probability S_i that the first i candidates of a row are all accepted, from the rounds so far of all rows.
+
+    It is the product of the ratios S_j / S_{j-1}, j = 1 to i. A ratio is estimated by the probabilities at all
+    candidates of that depth j, also after a rejection, so that it has no bias; where few were seen, by the mean of all
+    depths.
+
+    Args:
+        alpha: each ratio before any round.
+        together: whether all rows advance by the number that all accept, as in lockstep; S_i is then the probability
+            that all rows accept i candidates.
     """
 
     def __init__(self, alpha: float, together: bool = False):
         self.together = together
-        self.all = [alpha * EARLIER, EARLIER]  # kept and tried at all depths
-        self.depths: list[list[float]] = []  # the same at each depth
+        self.all_depths = Tally(alpha * EARLIER_WEIGHT, EARLIER_WEIGHT)
+        self.depths: list[Tally] = []
 
     def update(self, acceptance: Sequence[list[float]]) -> None:
-        """Count a round: `Verdict.acceptance` of each row that took part, at its own candidates; one at least."""
+        """Count a round.
+
+        Args:
+            acceptance: for each row that took part `Verdict.acceptance` at its own candidates, of which there is one.
+        """
         deepest = max(map(len, acceptance))
-        self.depths += [[0.0, 0.0] for _ in range(deepest - len(self.depths))]
-        for counts in (self.all, *self.depths):
-            counts[:] = [count * FORGET for count in counts]
+        self.depths += [Tally() for _ in range(deepest - len(self.depths))]
+        for tally in (self.all_depths, *self.depths):
+            tally.decay()
         if self.together:
             acceptance = [[math.prod(column) for column in zip(*acceptance, strict=False)]]
         for row in acceptance:
-            for counts, before, chance in zip(self.depths, [1.0, *row], row, strict=False):
-                for kept_and_tried in (self.all, counts):
-                    kept_and_tried[0] += chance
-                    kept_and_tried[1] += before
+            for tally, chance_before, chance in zip(self.depths, [1.0, *row], row, strict=False):
+                self.all_depths.add(chance, chance_before)
+                tally.add(chance, chance_before)
 
     def chances(self, count: int) -> list[float]:
         """S_i for i = 1 to `count`."""
-        ratio = self.all[0] / self.all[1]
+        mean_ratio = self.all_depths.accepted / self.all_depths.tried
         chance = 1.0
         chances = []
         for depth in range(count):
-            kept, tried = self.depths[depth] if depth < len(self.depths) else (0.0, 0.0)
-            chance *= (kept + WEIGHT * ratio) / (tried + WEIGHT)
+            tally = self.depths[depth] if depth < len(self.depths) else Tally()
+            chance *= (tally.accepted + PRIOR_WEIGHT * mean_ratio) / (tally.tried + PRIOR_WEIGHT)
             chances.append(chance)
         return chances
 
 
 @dataclass(eq=False, repr=False)
 class Costs(ForwardTimes):
-    """What the choice of a number of candidates depends on; a strategy keeps it as `strategy.costs`.
+    """What "auto" knows from earlier calls; a strategy keeps it as `strategy.costs`.
 
     With the same costs and seed, two processes draft the same numbers under token and block verification.
 
     Attributes:
-        table, clock, measured, assumed, unspent: of bare forwards, as in `ForwardTimes`.
+        table, clock, measured, assumed, timing_budget: of bare forwards, as in `ForwardTimes`.
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
-            `survival_rate` of reports.
+            `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        saved: plain steps' worth of time that later calls may lose by trying a draft that does not pay.
+        ranks: by verification, which of the draft's choices the target has taken; not saved.
+        trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
     """
 
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
-    saved: float = 0.0
+    ranks: dict[str, Ranks] = field(default_factory=dict)
+    trial_budget: float = 0.0
 
     def __repr__(self) -> str:
         """Batch sizes that were timed, and acceptance so far."""
@@ -133,34 +171,35 @@ class Costs(ForwardTimes):
         return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
 
     def apart(self) -> "Costs":
-        """A copy that from now on remembers other calls."""
+        """A copy, which learns from its own calls alone."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
         return Costs(
             dict(self.table),
             dict(self.alpha),
             rounds,
-            saved=self.saved,
+            copy.deepcopy(self.ranks),
+            trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
         )
 
     def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
-        """Add the acceptance of a call, as `judged` candidates have shown it, and how many `rounds` had candidates."""
-        self.unspent += rounds
+        """Add the acceptance `alpha` of a call, seen at `judged` candidates, and how many `rounds` had candidates."""
+        self.timing_budget += rounds
         if judged:
             old = self.alpha.get(verification, PRIOR_ALPHA)
-            weight = MEMORY if verification in self.alpha else WEIGHT
+            weight = ALPHA_MEMORY if verification in self.alpha else PRIOR_WEIGHT
             self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
     def remember_rounds(self, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         """Add how long the rounds of a call took: seconds, by batch size and number of candidates.
 
-        One that is known moves halfway, so that no call decides alone. Those of numbers of candidates that the call
-        did not use are dropped if it used others.
+        A time from earlier calls moves halfway, so that no call decides alone. After a call with candidates those of
+        other numbers of candidates are dropped; the time of plain steps is kept.
         """
         medians: dict[int, dict[int, float]] = {}
         for (batch, drafted), seconds in seen.items():
-            if len(seconds) >= ENOUGH:
+            if len(seconds) >= MIN_SAMPLES:
                 medians.setdefault(batch, {})[drafted] = statistics.median(seconds)
         for batch, times in medians.items():
             earlier = self.rounds.get(batch, {})
@@ -174,13 +213,13 @@ class Costs(ForwardTimes):
         """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
         return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
 
-    def best_num_draft_tokens(self, batch: int, verification: str, most: int | None = None) -> int:
-        """The γ, from 1 to `most`, with the largest `forward_limited_speedup` for a whole call.
+    def best_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
+        """The γ, from 1 to `limit`, with the largest `forward_limited_speedup` for a whole call.
 
         "auto" chooses each round.
         """
         alpha = self.alpha.get(verification, PRIOR_ALPHA)
-        numbers = range(1, min(MAX_DRAFT_TOKENS, most or MAX_DRAFT_TOKENS) + 1)
+        numbers = range(1, min(MAX_DRAFT_TOKENS, limit or MAX_DRAFT_TOKENS) + 1)
         return max(numbers, key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g))
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,38 +243,51 @@ class Costs(ForwardTimes):
         return cls(table, dict(values["alpha"]), rounds)
 
 
-NOT_TIMED = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED}, "draft": ASSUMED}})
+ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
 
 
 class RoundTimer:
-    """Seconds of the rounds of one call: what forwards cost, times what rounds were seen to take beside these.
+    """Expected seconds of the rounds of one call: those of their forwards, times the overhead that rounds have shown.
 
     Args:
-        costs: of the strategy, as they are when they are first asked for. None, or without any times, takes `ASSUMED`.
-        online: whether times of this call are used at once. If not, since they would change sampled text, they are
-            kept for later calls.
+        costs: of the strategy; this goes by a copy that is taken when times are first asked for. None, or without any
+            times, is `ASSUMED_COSTS`.
+        online: whether times of this call's rounds are used at once. Where these would change sampled text, they are
+            only kept for later calls.
     """
 
     def __init__(self, costs: Costs | None, online: bool = False):
-        self.costs, self.online = costs, online
-        self.snapshot: Costs | None = None  # that this call goes by
-        self.seen: dict[tuple[int, int], deque[float]] = {}  # seconds of its rounds, by rows and candidates
+        self.costs = costs
+        self.online = online
+        self.costs_at_start: Costs | None = None
+        self.samples: dict[tuple[int, int], deque[float]] = {}  # seconds of this call's rounds, by rows and candidates
         self.cached_times: dict[tuple[int, int, bool], list[float]] = {}
+        # seconds of rounds of trees over what was expected of them
+        self.tree_ratios: deque[float] = deque(maxlen=MAX_SAMPLES)
         self.last_end: float | None = None  # when the last round ended; None if the time since then does not count
-        self.last_drafted = 0
+        self.last_drafted = 0  # candidates of the last round
 
-    def times(self, rows: int, most: int, steps: bool = True) -> list[float]:
-        """T(B, γ), γ = 0 to `most`; without `steps`, of candidates that take no step of a draft model."""
-        key = rows, most, steps
+    def times(self, rows: int, max_candidates: int, steps: bool = True) -> list[float]:
+        """Seconds of rounds with 0 to `max_candidates` candidates; without `steps` these take no draft steps."""
+        key = rows, max_candidates, steps
         if key not in self.cached_times:
             costs, batch = self._costs_for(rows)
-            plain, drafting = self._ratios(rows)
+            plain_ratio, drafting_ratio = self._ratios(rows)
             step = costs.draft(batch) if steps else 0.0
-            seconds = [plain * costs.target(batch, 1)]
-            for number in range(1, most + 1):
-                seconds.append(drafting * (costs.target(batch, 1 + number) + step * number))
+            seconds = [plain_ratio * costs.target(batch, 1)]
+            for number in range(1, max_candidates + 1):
+                seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + step * number))
             self.cached_times[key] = seconds
         return self.cached_times[key]
+
+    def tree_times(self, rows: int, steps: int, most: int) -> list[float]:
+        """Seconds of rounds with so many draft steps and 0 to `most` candidates, which branch."""
+        costs, batch = self._costs_for(rows)
+        _, drafting_ratio = self._ratios(rows)
+        enough = self.online and len(self.tree_ratios) >= MIN_SAMPLES
+        ratio = drafting_ratio * (statistics.median(self.tree_ratios) if enough else 1.0)
+        drafting = costs.draft(batch) * steps
+        return [ratio * (costs.target(batch, 1 + number) + drafting) for number in range(most + 1)]
 
     def prefill_seconds(self, rows: int, tokens: int) -> float:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
@@ -251,38 +303,57 @@ class RoundTimer:
         return (costs.target(batch, 9) - plain) / 8 / plain
 
     def has_seen_plain(self, rows: int) -> bool:
-        """Whether it is known how long plain steps take, of half to twice as many rows."""
+        """Whether plain steps of half to twice as many rows have been timed, in this call or before."""
         costs, _ = self._costs_for(rows)
         sizes = [size for size, seconds in costs.rounds.items() if 0 in seconds]
-        sizes += [size for (size, drafted), seen in self.seen.items() if not drafted and len(seen) >= ENOUGH]
+        for (size, drafted), samples in self.samples.items():
+            if drafted == 0 and len(samples) >= MIN_SAMPLES:
+                sizes.append(size)
         return any(rows <= 2 * size and size <= 2 * rows for size in sizes)
 
     def skip(self) -> None:
-        """A round of another kind has ended, or a prompt is read: the time up to the next `observe` does not count."""
+        """Do not count the time up to the next `observe`: a round of another kind has ended, or a prompt is read."""
         self.last_end = None
 
     def observe(self, rows: int, drafted: int) -> None:
-        """Note that a round has ended. The first of a call, and those in which a draft catches up, do not count."""
+        """Note that a round with so many candidates has ended.
+
+        The first of a call does not count, nor one in which a draft reads what it has missed.
+        """
         if self.costs is None:
             return
         now = self.costs.clock()
-        catches_up = drafted > 0 and not self.last_drafted
+        catches_up = drafted > 0 and self.last_drafted == 0
         if self.last_end is not None and not catches_up:
-            seen = self.seen.setdefault((rows, drafted), deque(maxlen=RECENT))
-            seen.append(now - self.last_end)
-            if self.online and len(seen) >= ENOUGH:
-                self._use(rows, drafted, on_grid(statistics.median(seen)))
-        self.last_end, self.last_drafted = now, drafted
+            samples = self.samples.setdefault((rows, drafted), deque(maxlen=MAX_SAMPLES))
+            samples.append(now - self.last_end)
+            if self.online and len(samples) >= MIN_SAMPLES:
+                self._use(rows, drafted, on_grid(statistics.median(samples)))
+        self.last_end = now
+        self.last_drafted = drafted
+
+    def observe_tree(self, rows: int, steps: int, nodes: int) -> None:
+        """Note that a round with a tree has ended."""
+        if self.costs is None:
+            return
+        now = self.costs.clock()
+        if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
+            costs, batch = self._costs_for(rows)
+            _, drafting_ratio = self._ratios(rows)
+            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.draft(batch) * steps)
+            self.tree_ratios.append((now - self.last_end) / expected)
+        self.last_end = now
+        self.last_drafted = steps
 
     def end(self) -> None:
-        """The call is over; later ones go by what its rounds took."""
+        """End the call: later ones go by what its rounds took."""
         if self.costs is not None:
-            self.costs.remember_rounds(self.seen)
+            self.costs.remember_rounds(self.samples)
 
     def _use(self, rows: int, drafted: int, seconds: float) -> None:
         """Go by these seconds of a round from now on."""
         costs, _ = self._costs_for(rows)
-        if costs is NOT_TIMED:
+        if costs is ASSUMED_COSTS:
             return
         times = costs.rounds.setdefault(rows, {})
         if times.get(drafted) != seconds:
@@ -290,49 +361,51 @@ class RoundTimer:
             self.cached_times.clear()
 
     def _costs_for(self, rows: int) -> tuple[Costs, int]:
-        """The costs as they were when they were first asked for, and the batch size in them that stands for `rows`."""
-        if self.snapshot is None and self.costs is not None and self.costs.table:
-            self.snapshot = self.costs.apart()
-        return (NOT_TIMED, 1) if self.snapshot is None else (self.snapshot, rows)
+        """The costs that this call goes by, and the batch size to look up in them."""
+        if self.costs_at_start is None and self.costs is not None and self.costs.table:
+            self.costs_at_start = self.costs.apart()
+        return (ASSUMED_COSTS, 1) if self.costs_at_start is None else (self.costs_at_start, rows)
 
     def _ratios(self, rows: int) -> tuple[float, float]:
-        """What plain steps, and rounds with candidates, take compared with their forwards: at the nearest size.
-
-        Where only those of one kind were seen, the others count as equally long.
-        """
-        plain = self._ratio(rows, drafting=False)
-        drafting = self._ratio(rows, drafting=True)
+        """The overhead of plain steps, and of rounds with candidates; one that was not seen is that of the other."""
+        plain = self._overhead(rows, with_candidates=False)
+        drafting = self._overhead(rows, with_candidates=True)
         return plain or drafting or 1.0, drafting or plain or 1.0
 
-    def _ratio(self, rows: int, drafting: bool) -> float | None:
-        """The same for rounds of one kind; None where none were seen."""
+    def _overhead(self, rows: int, with_candidates: bool) -> float | None:
+        """Seconds of rounds over those of their forwards, at the nearest batch size; None if none were seen."""
         costs, batch = self._costs_for(rows)
-        ratio = None
+        overhead = None
         nearest = math.inf
         for size, times in costs.rounds.items():
-            ratios = [t / costs.forwards(size, number) for number, t in times.items() if (number > 0) is drafting]
+            ratios = []
+            for number, seconds in times.items():
+                if (number > 0) is with_candidates:
+                    ratios.append(seconds / costs.forwards(size, number))
             distance = abs(math.log(size / batch))
             if ratios and distance <= nearest:
-                ratio = statistics.geometric_mean(ratios)
+                overhead = statistics.geometric_mean(ratios)
                 nearest = distance
-        return ratio
+        return overhead
 
 
 class Auto(Schedule):
-    """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
+    """ "auto" for one call: in each round the number of candidates with the most tokens a second, which may be 0.
 
-    The longest draft of the batch decides what a forward costs, so all rows get the same number. In this order:
+    The longest draft of the batch decides what a forward costs, so all rows get the same number. A draft is asked
 
-    - A draft of which nothing is known is tried for `TRIAL` rounds, and so is one whose trial was saved up for.
-    - One that pays is used, once it is known how long plain steps take; until then steps are plain.
-    - One that does not pay is not asked, and reads nothing. Each plain step saves up a hundredth of its time, and when
-      that covers what a trial is expected to lose, the draft is tried again.
+    - on trial, for `TRIAL_ROUNDS`: at first if nothing is known of it, and again whenever the budget pays for a trial;
+    - if it pays, once plain steps were timed, so that the two can be compared.
+
+    Else steps are plain; each adds `TRIAL_SHARE` of its time to the budget. All costs are in plain steps.
 
     Attributes:
-        trial: rounds for which the draft is still tried.
-        unread: tokens of a row, at most, that the draft has not read.
-        saved: plain steps' worth of time that may be lost by trying the draft.
-        seconds, best, gain: of rounds; the best number from 1 on; its speed compared with plain steps.
+        num_draft_tokens: the number for the next round.
+        trial_rounds_left: rounds for which the draft is still on trial.
+        trial_budget: what trials may lose.
+        num_unread: the most tokens of a row that the draft has not read.
+        seconds: of rounds with 0 to `MAX_DRAFT_TOKENS` candidates.
+        best, speedup: the best number from 1 on, and its speed over that of plain steps.
     """
 
     def __init__(
@@ -342,92 +415,101 @@ class Auto(Schedule):
         assert round_timer.costs is not None
         self.timer = round_timer
         self.costs = round_timer.costs
-        self.numbers = COMPILED if compiled else range(1, MAX_DRAFT_TOKENS + 1)
-        self.rows = len(batch.rows)
-        self.room = max(row.limit for row in batch.table)
-        self.prompt_length = self.unread = max(row.prompt_length for row in batch.table)
-        alpha = self.costs.alpha.get(verification)
-        prior = PRIOR_ALPHA if alpha is None else alpha
-        self.acceptance = AcceptanceEstimate(prior ** (self.rows if batch.lockstep else 1), together=batch.lockstep)
-        self.trial = TRIAL if alpha is None else 0
-        self.saved = self.costs.saved
-        self.wanted = self._choose()
+        self.considered = COMPILED_NUMBERS if compiled else range(1, MAX_DRAFT_TOKENS + 1)
+        self.num_rows = len(batch.rows)
+        self.max_new_tokens = max(row.limit for row in batch.row_states)
+        self.prompt_length = self.num_unread = max(row.prompt_length for row in batch.row_states)
+        earlier_alpha = self.costs.alpha.get(verification)
+        alpha = PRIOR_ALPHA if earlier_alpha is None else earlier_alpha
+        if batch.lockstep:
+            alpha = alpha**self.num_rows  # that all rows accept
+        self.acceptance = AcceptanceEstimate(alpha, together=batch.lockstep)
+        self.trial_rounds_left = TRIAL_ROUNDS if earlier_alpha is None else 0
+        self.trial_budget = self.costs.trial_budget
+        self.num_draft_tokens = self._choose()
 
     def is_idle(self) -> bool:
-        """Whether a call that begins will probably end before the draft is used or tried, as far as others tell."""
-        if self.wanted or self.trial or not self.timer.has_seen_plain(self.rows):
+        """Whether a call that begins will probably end before its draft is used or tried."""
+        if self.num_draft_tokens or self.trial_rounds_left or not self.timer.has_seen_plain(self.num_rows):
             return False
-        return not self._covers_a_trial(self.saved + PROBE_SHARE * self.room)
+        return not self._pays_for_trial(self.trial_budget + TRIAL_SHARE * self.max_new_tokens)
 
-    def number(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.table[row].drafts_alone else self.wanted
+    def wanted_length(self, batch: Batch, row: int) -> int:
+        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.num_draft_tokens
 
     def observe(self, done: Round) -> None:
         super().observe(done)
-        self.rows = len(done.rows) if done.stay is None else len(done.stay)
-        if not any(done.before):
-            return  # the prompts' own step
+        self.num_rows = len(done.rows) if done.keep_indices is None else len(done.keep_indices)
+        if not any(done.emitted_before):
+            return  # the first step, with the prompts
         if done.draft.steps:
-            self.unread = 0
+            self.num_unread = 0
         else:
-            self.unread += max(done.gained)
-            self.saved += PROBE_SHARE
-        self.trial = max(0, self.trial - 1)
-        acceptance = _judged(done)
+            self.num_unread += max(done.num_new_tokens)
+            self.trial_budget += TRIAL_SHARE
+        self.trial_rounds_left = max(0, self.trial_rounds_left - 1)
+        acceptance = _acceptance_of_draft(done)
         if acceptance:
             self.acceptance.update(acceptance)
-        self.wanted = self._choose()
+        self.num_draft_tokens = self._choose()
 
     def _choose(self) -> int:
-        """The number for the next round."""
-        self.seconds = self.timer.times(self.rows, MAX_DRAFT_TOKENS)
-        self.best, self.gain = best_number(self.acceptance.chances(MAX_DRAFT_TOKENS), self.seconds, self.numbers)
+        """The number for the next round; a trial that begins is taken from the budget."""
+        chances = self.acceptance.chances(MAX_DRAFT_TOKENS)
+        self.seconds = self.timer.times(self.num_rows, MAX_DRAFT_TOKENS)
+        self.best, self.speedup = best_num_candidates(chances, self.seconds, self.considered)
         if self._is_on_trial():
             return self.best
         if self._pays():
-            return self.best if self.timer.has_seen_plain(self.rows) else 0
-        if self._covers_a_trial(self.saved):
-            self.saved -= self._trial_cost() + self._prefill_cost()
-            self.trial = TRIAL
+            return self.best if self.timer.has_seen_plain(self.num_rows) else 0
+        if self._pays_for_trial(self.trial_budget):
+            self.trial_budget -= self._trial_cost() + self._prefill_cost()
+            self.trial_rounds_left = TRIAL_ROUNDS
             return self.best
         return 0
 
     def _is_on_trial(self) -> bool:
         """Whether a trial goes on; not where even a good draft would hardly save the time that it takes to read."""
-        return self.trial > 0 and self._prefill_cost() <= self.room / 2
+        return self.trial_rounds_left > 0 and self._prefill_cost() <= self.max_new_tokens / 2
 
     def _pays(self) -> bool:
-        """Whether the draft saves more, in as long a text as there may be, than it takes to read what is missing."""
-        return self.gain > 1 and self.room * (1 - 1 / self.gain) > self._prefill_cost()
+        """Whether the draft saves more, in the longest text that may come, than it takes to read what is missing."""
+        if self.speedup <= 1:
+            return False
+        return self.max_new_tokens * (1 - 1 / self.speedup) > self._prefill_cost()
 
-    def _covers_a_trial(self, saved: float) -> bool:
-        """Whether so much is enough for a trial of the draft."""
-        left = saved - self._trial_cost()
+    def _pays_for_trial(self, budget: float) -> bool:
+        """Whether a budget covers what a trial is expected to lose."""
+        left = budget - self._trial_cost()
         return left >= 0 and left >= self._prefill_cost()
 
     def _trial_cost(self) -> float:
-        """What a trial is expected to lose by what was accepted so far, in plain steps."""
-        slower = max(0.0, 1 - self.gain)
-        return TRIAL * slower * self.seconds[self.best] / self.seconds[0]
+        """What the rounds of a trial are expected to lose by what was accepted so far."""
+        lost_share = max(0.0, 1 - self.speedup)
+        return TRIAL_ROUNDS * lost_share * self.seconds[self.best] / self.seconds[0]
 
     def _prefill_cost(self) -> float:
-        """What the draft takes to read what is missing, in plain steps."""
-        return self.timer.prefill_seconds(self.rows, self.unread) / self.seconds[0]
+        """What the draft takes to read what it has not read."""
+        return self.timer.prefill_seconds(self.num_rows, self.num_unread) / self.seconds[0]
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         super().admit(batch, rows)
-        self.unread = max(self.unread, self.prompt_length)
+        self.num_unread = max(self.num_unread, self.prompt_length)
 
     def end(self) -> None:
         super().end()
-        self.costs.saved = self.saved
+        self.costs.trial_budget = self.trial_budget
 
 
-def _judged(done: Round) -> list[list[float]]:
-    """`Round.chances` of the rows that tell how good the draft is.
+def _acceptance_of_draft(done: Round) -> list[list[float]]:
+    """`Round.draft_acceptance` of the rows that tell how good the draft is, [R'].
 
-    Others were finished before, had nothing to draft after, or have candidates from elsewhere.
+    Others have no candidates, have candidates from elsewhere, took their first step, or were finished before.
     """
-    free = done.draft.free or [False] * len(done.rows)
-    rows = zip(done.chances, done.before, done.gained, free, strict=True)
-    return [chances for chances, before, gained, is_free in rows if chances and before and gained and not is_free]
+    model_free = done.draft.model_free or [False] * len(done.rows)
+    acceptance = []
+    for index, chances in enumerate(done.draft_acceptance):
+        goes_on = done.emitted_before[index] and done.num_new_tokens[index]
+        if chances and goes_on and not model_free[index]:
+            acceptance.append(chances)
+    return acceptance

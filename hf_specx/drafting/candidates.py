@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
@@ -21,6 +23,7 @@ from .auto import RoundTimer
 from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
 from .several import SeveralDrafts
+from .trees import Trees
 
 
 AnyDraft = PreTrainedModel | CandidateGenerator | Drafter
@@ -53,13 +56,15 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """
 
     has_probs = True
+    proposes_trees = True
+    trees: Trees | None = None
     source = "model"  # of its drafts
     draftable: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
     round_timer: RoundTimer | None = None
     threshold = 0.0
-    forces = False
+    allow_forced_tokens = False
     counts_forced = False  # whether forced tokens count towards the number of candidates of a row
-    has_read = False  # whether the prompts were read
+    has_prefilled = False  # whether the prompts were read
 
     def __init__(
         self,
@@ -75,7 +80,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.vocab_size = vocab_size
         self.num_draft_tokens = num_draft_tokens
         self.batch: Batch | None = None  # of `get_candidates`
-        self.waiting = set[int]()  # rows whose prompts came later, and were not read yet
+        self.unread_rows = set[int]()  # rows whose prompts came later, and were not read yet
 
     def start(self, context: DraftContext) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
@@ -83,7 +88,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.verifier = context.verifier
         self.vocab_size = context.vocab_size
         self.threshold = context.threshold
-        self.forces = context.forces
+        self.allow_forced_tokens = context.allow_forced_tokens
+        self.trees = context.trees
         self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
         self.round_timer = None if context.independent_rows else context.round_timer
         self.runner = self._make_runner(context)
@@ -95,17 +101,17 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def _ready(self, batch: Batch) -> Any:
         """The runner, once it has read the prompts of all decoding rows."""
         runner = self.runner
-        if not self.has_read:
+        if not self.has_prefilled:
             runner.prefill()
             if len(batch.rows) < len(batch.counts):
                 runner.drop_rows(batch.index)
-            self.has_read = True
-        if self.waiting:
-            new_rows = [row for row in batch.rows if row in self.waiting]
+            self.has_prefilled = True
+        if self.unread_rows:
+            new_rows = [row for row in batch.rows if row in self.unread_rows]
             if new_rows:
                 runner.admit(batch.view_at([0] * len(batch.counts)), new_rows)
                 runner.has_all_prompt_logits = False  # these rows may have emitted tokens by now
-            self.waiting.clear()
+            self.unread_rows.clear()
         return runner
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -113,74 +119,121 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
+
+        Where candidates may branch, the next best choices at each position are candidates as well: see `with_leaves`.
+
+        Args:
+            batch: the text so far.
+            lengths: [R], how many candidates each row may have at most, forced ones aside.
+
+        Returns:
+            A draft with q, where the verifier draws candidates from it.
         """
+        if self.trees is not None:
+            lengths = self.trees.plan(len(lengths), lengths)
         limits = list(lengths)
-        num_drafted = [0] * len(lengths)
-        steps = 0
-        forced_run = None
-        if self.forces and self.processors.mask_size:
-            forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
+        num_drafted = [0] * len(lengths)  # without forced tokens
+        num_steps = 0
+        last_step = -1  # the position of the last step of the draft model
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        fed = -1  # the candidates before the last forward of this round
+        choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
+        host_choices: list[list[list[int]]] = []  # the same as lists, where masks ask for candidates on the host
+        forced_run = None
+        if self.allow_forced_tokens and self.processors.mask_size:
+            forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
         while True:
-            ahead = len(tokens)
-            counted = ahead if self.counts_forced else steps
-            draws = [counted < limit for limit in limits]
+            position = len(tokens)
+            num_counted = position if self.counts_forced else num_steps
+            draws = [num_counted < limit for limit in limits]  # [R], rows that take a candidate of the draft model
             if forced_run is not None:
-                draws = forced_run.next(ahead, draws)
+                draws = forced_run.next_position(draws)
             if any(draws):
-                logits = self._ready(batch).decode_step(batch, ahead, ahead - fed - 1)
-                surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
-                if surplus:
-                    logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
-                scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
-            elif forced_run is not None and forced_run.forces:
+                scores = self._scores(batch, position, num_unfed=position - last_step - 1)
+                last_step = position
+                num_steps += 1
+            elif forced_run is not None and forced_run.has_forced_tokens:
                 size = len(lengths), self.vocab_size or 0
                 scores = torch.zeros(size, dtype=torch.float32, device=batch.ids.device)
             else:
                 break
             if forced_run is not None:
-                scores = forced_run.only(scores)
-            token, drawn_from = self.verifier.choose(batch, scores, ahead, [ahead + draw for draw in draws])
-            batch.write(token[:, None], ahead)
+                scores = forced_run.restrict(scores)
+            if self.trees is None:
+                token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
+            else:
+                number = min(self.trees.choices_at(position, lengths), scores.shape[-1])
+                ranked, drawn_from = self.verifier.rank(batch, scores, position, number)
+                token = ranked[:, 0]
+                choices.append(ranked)
+                if forced_run is not None:
+                    host_choices.append(ranked.tolist())
+            host_tokens = [[ids[0] for ids in row_ids] for row_ids in host_choices[position:]]
+            batch.write(token[:, None], position, host_tokens)
             tokens.append(token)
             if drawn_from is not None:
                 probs.append(drawn_from[:, None])
-            steps += any(draws)
             num_drafted = [number + draw for number, draw in zip(num_drafted, draws, strict=True)]
             if self.threshold:
-                # NaN where the processors leave nothing that the draft has
-                chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
-                pairs = zip(chances, limits, strict=True)
-                limits = [0 if chance < self.threshold else most for chance, most in pairs]
+                limits = self._limits_after(token, scores, limits)
         if not tokens:
             return no_candidates(batch)
-        q = torch.cat(probs, 1) if probs else None
-        draft = Draft(torch.stack(tokens, 1), num_drafted, q, self.source, known=batch.read_candidates[: len(tokens)])
-        if forced_run is None:
-            return draft
-        source = self.source if steps else "forced"
-        return draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
+        draft = Draft(
+            torch.stack(tokens, 1),
+            num_drafted,
+            torch.cat(probs, 1) if probs else None,
+            self.source,
+            host_tokens=batch.host_candidates[: len(tokens)],
+        )
+        if forced_run is not None:
+            source = self.source if num_steps else "forced"
+            draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
+        draft = self._confident_part(draft)
+        return draft if self.trees is None else with_leaves(draft, choices, self.trees, host_choices)
+
+    def _confident_part(self, draft: Draft) -> Draft:
+        """The candidates of each row before the first that the draft itself takes back."""
+        return draft
+
+    def _scores(self, batch: Batch, position: int, num_unfed: int) -> torch.Tensor:
+        """Processed scores [R, V] at a position of the round, by a step of the draft model.
+
+        For the `num_unfed` positions before this one it took no step.
+        """
+        logits = self._ready(batch).decode_step(batch, position, num_unfed)
+        num_missing = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
+        if num_missing:  # cut, if that is negative
+            logits = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf)
+        return self.processors(batch, None, logits, position)[:, 0]
+
+    def _limits_after(self, token: torch.Tensor, scores: torch.Tensor, limits: list[int]) -> list[int]:
+        """The limits [R] after candidates [R] by scores [R, V]: 0 for rows whose candidate is below the threshold."""
+        # NaN where the processors leave nothing that the draft has
+        probabilities = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
+        pairs = zip(probabilities, limits, strict=True)
+        return [0 if probability < self.threshold else limit for probability, limit in pairs]
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""
-        self.waiting.update(rows)
-        if self.has_read and batch.width > self.runner.width:
+        self.unread_rows.update(rows)
+        if self.has_prefilled and batch.width > self.runner.width:
             self._ready(batch)
 
     def observe(self, done: Round) -> None:
         """Note how much of the cache is the text by now; the next step rolls back the rest, and feeds what is missing.
 
-        A row whose candidates came from elsewhere was fed others than were judged.
+        A row whose candidates came from elsewhere was fed others than were judged. One that left the chain of first
+        choices was fed what lies on that.
         """
-        if self.runner is None or not self.has_read:
+        if self.runner is None or not self.has_prefilled:
             return
-        free = done.draft.free or [False] * len(done.rows)
-        for row, before, is_free in zip(done.rows, done.before, free, strict=True):
-            self.runner.crop(row, before if is_free else done.batch.counts[row] - 1)
-        if done.stay is not None:
-            self.runner.drop_rows(done.stay)
+        model_free = done.draft.model_free or [False] * len(done.rows)
+        rows = zip(done.rows, done.emitted_before, done.first_accepted, model_free, strict=True)
+        for row, emitted_before, num_first, is_free in rows:
+            num_fed = emitted_before if is_free else emitted_before + num_first
+            self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
+        if done.keep_indices is not None:
+            self.runner.drop_rows(done.keep_indices)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)
@@ -207,6 +260,43 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Does nothing: the text of the next `get_candidates` tells what was kept."""
+
+
+def with_leaves(
+    draft: Draft, choices: Sequence[torch.Tensor], trees: Trees, host_choices: Sequence[list[list[int]]] = ()
+) -> Draft:
+    """A chain of candidates with next best choices beside it, of which no candidate follows: a comb.
+
+    Args:
+        choices: at each position [R, n], best first; the first are the candidates of the chain.
+        host_choices: the same as lists, if they were read back.
+    """
+    numbers = [ranked.shape[1] for ranked in choices]
+    widest, shapes = max(numbers), []
+    for row, length in enumerate(draft.lengths):
+        flags = draft.forced[row] if draft.forced is not None else []
+        at_most = [1 if depth < len(flags) and flags[depth] else number for depth, number in enumerate(numbers)]
+        shapes.append(trees.comb(length).with_leaves_below(at_most))
+    lengths = [len(shape.parents) for shape in shapes]
+    if lengths == draft.lengths:
+        return draft
+    most, index = max(lengths), []
+    for shape in shapes:
+        places = [depth * widest + rank for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
+        index.append([*places, *[0] * (most - len(places))])
+    ranked_tokens = torch.stack([nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices], 1)
+    tokens = ranked_tokens.flatten(1).gather(1, to_device_async(index, ranked_tokens.device))
+    parents = [shape.parents for shape in shapes]
+    host_tokens: list[list[int]] = []
+    if host_choices:
+        for number in range(most):
+            host_tokens.append(
+                [
+                    host_choices[of_row[number] // widest][row][of_row[number] % widest]
+                    for row, of_row in enumerate(index)
+                ]
+            )
+    return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
 
 
 class GeneratorDrafter(Drafter):
@@ -247,12 +337,12 @@ class GeneratorDrafter(Drafter):
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.gained, strict=True)
-        for index, (row, length, candidates, tokens, gained) in enumerate(of_rows):
+        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.num_new_tokens, strict=True)
+        for index, (row, length, candidates, tokens, num_new_tokens) in enumerate(of_rows):
             if not length or not tokens:
                 continue
             # after a cut at a stop the last token counts as the one that follows what was kept
-            emitted = tokens if len(tokens) == gained else tokens[:-1]
+            emitted = tokens if len(tokens) == num_new_tokens else tokens[:-1]
             num_matches = shared_prefix_length(candidates, emitted)
             scores = done.scores[index : index + 1, : len(candidates) + 1]
             self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, num_matches)

@@ -9,13 +9,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.models.prompts import HiddenStateTap, Prompt
+from hf_specx.models.prompts import HiddenStateTap, PreparedInputs
 from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
 from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
+from .trees import Trees
 
 
 class TokenizerMatch(NamedTuple):
@@ -32,7 +33,7 @@ class TokenizerMatch(NamedTuple):
 
 @dataclass
 class DraftContext:
-    """What a drafter is told of a call, once the target has read the prompts.
+    """What a drafter is told about a call, once the target has read the prompts.
 
     Attributes:
         batch: the target's prompts.
@@ -43,10 +44,12 @@ class DraftContext:
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
         prompt: prepared for the drafter's own model; None if it has none. `layout` is that of this model, and
             `compiled` whether its forwards after the prompt are compiled.
-        forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
+        allow_forced_tokens: whether forced tokens may add to the candidates; not where ranks or compiled forwards need
+            the same number of candidates for all rows.
         round_timer: how long rounds take; it is known before anything is proposed.
-        number: candidates of a round that the user asked for; None is "auto".
+        num_draft_tokens: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
+        trees: the shapes of trees, where candidates may branch; None where each follows the one before.
     """
 
     batch: Batch
@@ -55,13 +58,14 @@ class DraftContext:
     verifier: Verifier
     processors: Processors
     threshold: float = 0.0
-    prompt: Prompt | None = None
+    prompt: PreparedInputs | None = None
     layout: str = "ragged"
     compiled: bool = False
-    forces: bool = False
+    allow_forced_tokens: bool = False
     round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
-    number: int | None = None
+    num_draft_tokens: int | None = None
     alpha: float | None = None
+    trees: Trees | None = None
 
     @property
     def independent_rows(self) -> bool:
@@ -79,23 +83,26 @@ class Drafter(Protocol):
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
         runner: a `ModelRunner` of that model once a call has begun, or what acts as one.
-        has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
-            by what the target itself chooses.
+        has_probs: whether drafts have q, the distribution that candidates were drawn from; without it the default
+            verification is "coupled".
+        proposes_trees: whether drafts may have `parents`, where a call takes trees; it is then coupled, or greedy.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
-            behind its final norm; `hidden_of_all`: whether of prompts those of all tokens, or of the last alone.
+            after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
-        own_text: whether its model reads a text of its own, in other tokens than the target's; `matching` says how.
-        parts: of a draft that chooses among several; empty for any other.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
+            are matched.
+        parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
     model: PreTrainedModel | None = None
     runner: Any = None
     has_probs: bool = False
+    proposes_trees: bool = False
     needs_hidden: bool = False
-    hidden_of_all: bool = True
+    all_prompt_hidden: bool = True
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
-    own_text: bool = False
+    has_other_tokenizer: bool = False
     matching: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 

@@ -1,7 +1,7 @@
 """Forced tokens: where the processors leave one token, it is a candidate that nobody has to draft.
 
 Only what a mask forces is taken, token by token, and never what other tokens could spell. p and q are both 1 there, so
-it is kept wherever those before it are.
+such a candidate is accepted wherever those before it are.
 """
 
 import torch
@@ -14,15 +14,24 @@ from hf_specx.sampling.processors import Processors
 from .auto import RoundTimer
 
 
-MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
+MAX_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
 
 
 class ForcedRun:
     """The candidates of a round under processors with masks, while they are found position by position.
 
-    A row goes on while a draft has a candidate for it, or the next one is forced: `tokens` [R] has these, None
-    elsewhere. `lengths` [R] counts the candidates so far, and `flags` [R] say which of them are forced. A draft that
-    has no tokens but the `draftable` ones, [V] bool, has no candidate where a mask excludes all of these.
+    A row goes on while the draft has a candidate for it, or its next token is forced.
+
+    Args:
+        processors: of the call; some have masks.
+        batch: the text so far.
+        round_timer: what one more position costs; None counts it as free.
+        draftable: [V] bool, the tokens that the draft has; None is all.
+
+    Attributes:
+        forced_tokens: [R], the forced tokens at the last position, None elsewhere.
+        lengths: [R], candidates of each row so far, forced ones among them.
+        flags: [R], for each candidate of a row whether it is forced.
     """
 
     def __init__(
@@ -32,118 +41,137 @@ class ForcedRun:
         round_timer: RoundTimer | None,
         draftable: torch.Tensor | None = None,
     ):
-        self.processors, self.batch, self.draftable = processors, batch, draftable
+        self.processors = processors
+        self.batch = batch
+        self.draftable = draftable
         # of a position, in tokens of plain steps
         self.position_cost = 0.0 if round_timer is None else round_timer.position_cost(len(batch.rows))
+        self.position = 0
+        self.forced_tokens: list[int | None] = []
         self.lengths = [0] * len(batch.rows)
         self.flags = [list[bool]() for _ in batch.rows]
-        self.tokens: list[int | None] = []
-        self.room = [min(batch.remaining_tokens(row) - 1, processors.max_rollback) for row in batch.rows]
+        self.max_lengths = [min(batch.remaining_tokens(row) - 1, processors.max_rollback) for row in batch.rows]
 
-    def next(self, ahead: int, wanted: list[bool], proposed: list[int] | None = None) -> list[bool]:
-        """For which rows the draft has to find what comes after `ahead` candidates, [R]; one more each time.
+    def next_position(self, wanted: list[bool], proposed: list[int] | None = None) -> list[bool]:
+        """Find the forced tokens at the next position; returns which rows take the draft's candidate there, [R].
 
         Args:
-            wanted: [R], whether it has anything there, if several tokens are allowed.
-            proposed: [R], what that is, if it has found it before: a token that is not allowed does not count.
+            wanted: [R], rows that the draft has a candidate for there, if several tokens are allowed.
+            proposed: [R], the ids of these candidates, of which one that a mask excludes is not taken; None if they
+                are drawn later.
         """
-        going = [length == ahead < room for length, room in zip(self.lengths, self.room, strict=True)]
-        asked = []
-        for goes, row, flags in zip(going, self.batch.rows, self.flags, strict=True):
-            # none is asked for before the first token, which the prompt's forward gives
-            asked.append(goes and self.batch.counts[row] > 0 and sum(flags) < MOST_FORCED)
-        masks = self.processors.allowed(self.batch, ahead, asked) if any(asked) else None
-        self.tokens, draws = [], []
-        for index, goes in enumerate(going):
-            mask = None if masks is None else masks[index]
+        continues = []
+        for length, max_length in zip(self.lengths, self.max_lengths, strict=True):
+            continues.append(length == self.position < max_length)
+        is_masked, masks = self._masks(continues)
+        self.forced_tokens = []
+        takes_candidate = []
+        for index, mask in enumerate(masks):
             num_allowed = 0 if mask is None else int(mask.count_nonzero())
-            self.tokens.append(int(mask.byte().argmax()) if mask is not None and num_allowed == 1 else None)
-            ends = masks is not None and asked[index] and num_allowed < 2  # or its next token is forced
-            token = None if proposed is None else proposed[index]
-            draws.append(goes and wanted[index] and not ends and self._has_candidate(mask, token))
-        if not any(draws):
-            num_forced = sum(token is not None for token in self.tokens)
-            if num_forced < self.position_cost * len(going):
-                self.tokens = [None] * len(going)  # too few rows for a longer forward of all
-        for index, (draw, token) in enumerate(zip(draws, self.tokens, strict=True)):
-            if draw or token is not None:
+            self.forced_tokens.append(int(mask.byte().argmax()) if mask is not None and num_allowed == 1 else None)
+            may_choose = num_allowed > 1 or not is_masked[index]
+            candidate = None if proposed is None else proposed[index]
+            has_candidate = wanted[index] and may_choose and self._allows(mask, candidate)
+            takes_candidate.append(continues[index] and has_candidate)
+        if not any(takes_candidate):
+            num_forced = sum(token is not None for token in self.forced_tokens)
+            if num_forced < self.position_cost * len(continues):
+                self.forced_tokens = [None] * len(continues)  # too few rows for a longer forward of all
+        for index, (takes, token) in enumerate(zip(takes_candidate, self.forced_tokens, strict=True)):
+            if takes or token is not None:
                 self.lengths[index] += 1
-                self.flags[index].append(not draw)
-        return draws
+                self.flags[index].append(not takes)
+        self.position += 1
+        return takes_candidate
 
-    def _has_candidate(self, mask: torch.Tensor | None, token: int | None) -> bool:
-        """Whether a mask [V] leaves the draft its token, or any token if it has not found one yet."""
+    def _masks(self, continues: list[bool]) -> tuple[list[bool], list[torch.Tensor | None]]:
+        """For which rows [R] masks decide about the next token, and these masks, [V] bool.
+
+        A mask is None where an earlier candidate is excluded or ends the row.
+        """
+        is_masked = []
+        for row, goes_on, flags in zip(self.batch.rows, continues, self.flags, strict=True):
+            # none before the first token, which the prompt's forward gives
+            is_masked.append(goes_on and self.batch.counts[row] > 0 and sum(flags) < MAX_FORCED)
+        masks = self.processors.allowed(self.batch, self.position, is_masked) if any(is_masked) else None
+        if masks is None:
+            return [False] * len(continues), [None] * len(continues)
+        return is_masked, masks
+
+    def _allows(self, mask: torch.Tensor | None, candidate: int | None) -> bool:
+        """Whether a mask [V] leaves the draft its candidate, or any token if it has not found one yet."""
         if mask is None:
             return True
-        if token is not None:
-            return bool(mask[token])
+        if candidate is not None:
+            return bool(mask[candidate])
         return self.draftable is None or bool((mask & self.draftable).any())
 
     @property
-    def forces(self) -> bool:
-        """Whether the next token of some row is forced."""
-        return any(token is not None for token in self.tokens)
+    def has_forced_tokens(self) -> bool:
+        """Whether some row has a forced token at the last position."""
+        return any(token is not None for token in self.forced_tokens)
 
-    def only(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V] with the forced tokens alone, in rows that have one."""
-        if not self.forces:
+    def restrict(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [R, V] of the last position; where a token is forced, with all others at -inf."""
+        if not self.has_forced_tokens:
             return scores
-        ids = [-1 if token is None else token for token in self.tokens]
+        ids = [-1 if token is None else token for token in self.forced_tokens]
         forced = to_device_async(ids, scores.device)[:, None]  # [R, 1]
         is_forced = torch.arange(scores.shape[1], device=scores.device) == forced  # [R, V]
         return torch.where(forced < 0, scores, torch.where(is_forced, 0.0, -torch.inf))
 
     @property
     def forced(self) -> list[list[bool]] | None:
-        """As in `Draft`; None if no candidate is."""
+        """`flags` as in `Draft`; None if no candidate is forced."""
         return self.flags if any(map(any, self.flags)) else None
 
 
-def within_masks(
-    draft: Draft, processors: Processors, batch: Batch, round_timer: RoundTimer | None, joins: bool
+def apply_masks(
+    draft: Draft, processors: Processors, batch: Batch, round_timer: RoundTimer | None, add_forced_tokens: bool
 ) -> Draft:
-    """The candidates of a draft before the first that a mask excludes; if this `joins` them, with forced tokens.
+    """The candidates of a draft up to the first that a mask excludes, and forced tokens where these are added.
 
-    They are written after the rows' ends.
+    They are written after the rows' ends. A tree stays as it is.
     """
-    if not processors.mask_size:
+    if not processors.mask_size or draft.parents is not None:  # a tree has other candidates where one is excluded
         return draft
     batch.write_draft(draft)
     candidates = batch.candidates(draft.tokens.shape[1])
-    limits = list(draft.lengths)
-    forced_run = ForcedRun(processors, batch, round_timer if joins else None)
+    num_usable = list(draft.lengths)  # of each row, candidates of the draft that follow what stands before them
+    forced_run = ForcedRun(processors, batch, round_timer if add_forced_tokens else None)
     columns = list[list[int]]()
-    while joins or max(limits) > len(columns):
-        ahead = len(columns)
-        wanted = [ahead < limit for limit in limits]
-        proposed = [ids[ahead] if is_wanted else 0 for ids, is_wanted in zip(candidates, wanted, strict=True)]
-        draws = forced_run.next(ahead, wanted, proposed)
-        if not any(draws) and not forced_run.forces:
+    while add_forced_tokens or max(num_usable) > len(columns):
+        position = len(columns)
+        wanted = [position < number for number in num_usable]
+        proposed = [ids[position] if is_wanted else 0 for ids, is_wanted in zip(candidates, wanted, strict=True)]
+        takes_candidate = forced_run.next_position(wanted, proposed)
+        if not any(takes_candidate) and not forced_run.has_forced_tokens:
             break
         column = []
-        for index, (token, draw, forced_token) in enumerate(zip(proposed, draws, forced_run.tokens, strict=True)):
-            column.append(token if draw else forced_token or 0)
-            if not draw and token != forced_token:  # the candidates behind do not follow what stands here
-                limits[index] = min(limits[index], ahead)
+        for index, takes in enumerate(takes_candidate):
+            forced_token = forced_run.forced_tokens[index]
+            column.append(proposed[index] if takes else forced_token or 0)
+            if not takes and proposed[index] != forced_token:
+                num_usable[index] = min(num_usable[index], position)
         columns.append(column)
-        batch.write(to_device_async(columns[-1], batch.ids.device)[:, None], ahead, columns[-1:])
-    num_drafted = [min(pair) for pair in zip(limits, forced_run.lengths, strict=True)]
-    lengths = forced_run.lengths if joins else num_drafted
+        batch.write(to_device_async(column, batch.ids.device)[:, None], position, [column])
+    num_drafted = [min(pair) for pair in zip(num_usable, forced_run.lengths, strict=True)]
+    lengths = forced_run.lengths if add_forced_tokens else num_drafted
     estimate = None
     if draft.estimate is not None:
         rows = zip(draft.estimate, num_drafted, lengths, strict=True)
-        estimate = [_before_forced(chances, drafted, length) for chances, drafted, length in rows]
+        estimate = [_with_forced(chances, number, length) for chances, number, length in rows]
     return draft._replace(
         tokens=to_device_async(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
         lengths=lengths,
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
-        forced=forced_run.forced if joins else None,
+        forced=forced_run.forced if add_forced_tokens else None,
         estimate=estimate,
-        known=columns,
+        host_tokens=columns,
     )
 
 
-def _before_forced(chances: list[float], drafted: int, length: int) -> list[float]:
-    """The chances of the first `drafted` candidates, and of forced ones up to `length`: kept if those before are."""
-    last = chances[drafted - 1] if drafted else 1.0
-    return chances[:drafted] + [last] * (length - drafted)
+def _with_forced(chances: list[float], num_drafted: int, length: int) -> list[float]:
+    """The chances of a row's drafted candidates, and of forced ones up to `length`: kept if those before are."""
+    last = chances[num_drafted - 1] if num_drafted else 1.0
+    return chances[:num_drafted] + [last] * (length - num_drafted)

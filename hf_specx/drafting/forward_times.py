@@ -1,4 +1,4 @@
-"""What bare forwards cost: told by the sizes of models at first, so that a first call starts at once; timed later."""
+"""What bare forwards cost: assumed by the sizes of models, so that a first call starts at once, and timed later."""
 
 import itertools
 import math
@@ -16,8 +16,10 @@ QUERY_LENGTHS = (1, 3, 9)  # of the target forwards whose times are known; other
 TIMED_ROUNDS = 4  # how often each forward is timed, after a first time that warms up
 DRAFT_STEPS = 2  # draft steps that are timed after each of them
 GRID = 2 ** (1 / 32)  # times are rounded to powers of this, so that noise rarely changes a choice
-PAYS_FOR_TIMING = 400  # rounds with candidates; timing the forwards of a batch size takes about as long as 20 of them
-AROUND = 1.5  # what a forward does outside of its layers, in layers
+ROUNDS_PER_TIMING = (
+    400  # rounds with candidates; timing the forwards of a batch size takes about as long as 20 of them
+)
+OUTER_LAYERS = 1.5  # what a forward does outside of its layers, in layers
 LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")  # in configs; the first that is there
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -29,16 +31,16 @@ class ForwardTimes:
     Attributes:
         table: by batch size: {"target": {query length: seconds}, "draft": seconds}.
         clock: gives seconds; time is read nowhere else.
-        measured: rows of earlier tables, by batch size; `prepare` takes one over instead of timing it again.
-        assumed: batch sizes whose row is told by the models' sizes, and not timed yet.
-        unspent: rounds with candidates in the calls so far; every `PAYS_FOR_TIMING` of them pay for one row.
+        measured: every row that was timed, by batch size; `prepare` takes it over instead of timing it again.
+        assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
+        timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
     """
 
     table: dict[int, dict[str, Any]] = field(default_factory=dict)
     clock: Callable[[], float] = field(default=time.perf_counter, kw_only=True)
     measured: dict[int, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     assumed: set[int] = field(default_factory=set, kw_only=True)
-    unspent: int = field(default=0, kw_only=True)
+    timing_budget: int = field(default=0, kw_only=True)
 
     def knows(self, batch: int) -> bool:
         """Whether times were measured for a batch size."""
@@ -51,7 +53,7 @@ class ForwardTimes:
         """
         nearest = self._nearest(batch)
         points = sorted(self.table[nearest]["target"].items())
-        return _on_line(points, query_length * batch / nearest)
+        return _interpolate(points, query_length * batch / nearest)
 
     def draft(self, batch: int) -> float:
         """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
@@ -71,29 +73,34 @@ class ForwardTimes:
         batch: int,
         target: Callable[[int], object],
         draft: Callable[[int], object],
-        prior: dict[str, Any] | None = None,
+        assumed: dict[str, Any] | None = None,
     ) -> None:
-        """Have a row for this batch size before a call goes by it: timed once earlier calls pay for that.
+        """Have a row for this batch size before a call goes by it.
 
-        Until then it is `prior`; without one it is timed at once. The others are as for `measure`.
+        Args:
+            batch: B.
+            target, draft: as for `measure`.
+            assumed: the row until earlier calls pay for timing; None times it at once.
         """
         if self.knows(batch):
             return
         if batch in self.measured:
             self._set_row(batch, self.measured[batch])
-        elif prior is None:
+        elif assumed is None:
             self.measure(batch, target, draft)
-        elif self.unspent >= PAYS_FOR_TIMING:
-            self.unspent -= PAYS_FOR_TIMING
+        elif self.timing_budget >= ROUNDS_PER_TIMING:
+            self.timing_budget -= ROUNDS_PER_TIMING
             self.measure(batch, target, draft)
         elif batch not in self.table:
-            self.table[batch] = prior
+            self.table[batch] = assumed
             self.assumed.add(batch)
 
     def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
         """Fill in the row of batch size B by 15 target forwards and 30 draft steps.
 
-        `target` and `draft` run one forward of so many tokens of each row, and wait for it.
+        Args:
+            batch: B.
+            target, draft: run one forward of so many tokens of each row, and wait for it.
         """
         self._set_row(batch, timed(self.clock, target, draft))
 
@@ -106,7 +113,7 @@ class ForwardTimes:
         return min(self.table, key=lambda size: abs(math.log(size / batch)))
 
 
-def _on_line(points: list[tuple[int, float]], x: float) -> float:
+def _interpolate(points: list[tuple[int, float]], x: float) -> float:
     """The value at x, linear between and beyond known points; below the first at least in proportion to x."""
     for (q0, t0), (q1, t1) in itertools.pairwise(points):
         if x <= q1:
@@ -117,10 +124,13 @@ def _on_line(points: list[tuple[int, float]], x: float) -> float:
 
 
 class ForwardSize(NamedTuple):
-    """What a forward computes.
+    """How much a forward computes.
 
-    `dense` are bytes of the weights that every token needs, `experts` of all routed experts, of which a token needs a
-    `share`, and `weight` of one weight.
+    Attributes:
+        layers: of the model.
+        dense: bytes of the weights that every token needs.
+        experts: bytes of all routed experts, of which a token needs a `share`.
+        weight: bytes of one weight.
     """
 
     layers: int
@@ -168,7 +178,7 @@ def forward_seconds(size: ForwardSize, tokens: int, device: torch.device) -> flo
     """How long a forward of so many tokens in all rows should take."""
     on_cpu = device.type == "cpu"
     layer, bandwidth, operations = CPU if on_cpu else ACCELERATOR
-    starting = layer * (size.layers + AROUND) if size.layers else 0.0
+    starting = layer * (size.layers + OUTER_LAYERS) if size.layers else 0.0
     read = size.dense + size.experts * min(1.0, size.share * tokens)
     computed = 2 * tokens * (size.dense + size.experts * size.share) / size.weight
     working = read / bandwidth + computed / (operations * (torch.get_num_threads() if on_cpu else 1))
@@ -176,7 +186,7 @@ def forward_seconds(size: ForwardSize, tokens: int, device: torch.device) -> flo
 
 
 def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> dict[str, Any]:
-    """A row of `ForwardTimes.table` for B rows, told by sizes: only the ratios of these seconds matter."""
+    """A row of `ForwardTimes.table` for batch size B, assumed by sizes: only the ratios of these seconds matter."""
     times = {query: forward_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
     return {"target": times, "draft": forward_seconds(draft, batch, device)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
@@ -24,8 +24,8 @@ from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
 MATCHES = ("auto", "tokens")
-ENOUGH_COMMON = 0.5  # coverage from which such a draft is likely to help
-LONGEST_OPEN = 32  # bytes that are written anew when more follow
+MIN_COVERAGE = 0.5  # coverage from which such a draft is likely to help
+MAX_PENDING_BYTES = 32  # after the last boundary; they are written anew whenever a token follows
 
 
 class Translation:
@@ -45,13 +45,13 @@ class Translation:
         self.states: list[tuple[int, bytes]] = [(0, b"")]
 
     def extend(self, tokens: list[int]) -> int:
-        """Add tokens of the target; returns how many of the draft's tokens from before have stayed."""
+        """Add tokens of the target; returns how many of the draft's tokens are as before."""
         start, text = self.states[-1]
         new_ids: list[int] = []  # from the last boundary on
         for token in tokens:
             common = self.to_draft[token]
             content = self.target.joined([token])
-            ends_text = common >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN
+            ends_text = common >= 0 or content[:1].isspace() or len(text) > MAX_PENDING_BYTES
             if text and ends_text:
                 new_ids += self.draft.encode(text)
                 text = b""
@@ -67,85 +67,85 @@ class Translation:
         return num_unchanged
 
     def crop(self, count: int) -> None:
-        """Only the first `count` tokens of the target are its text; `ids` follow when more is added."""
+        """Keep the first `count` tokens of the target; `ids` follow when more is added."""
         del self.states[count + 1 :]
 
 
-class OwnText:
-    """A draft, as a `ModelRunner`, that reads a text of its own, which follows that of the target token by token.
+class OtherTokenizerRunner:
+    """A draft with another tokenizer, as a `ModelRunner`: its own text, `draft_batch`, follows that of the target.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
     """
 
-    def __init__(self, inner: ModelRunner, own: Batch, vocabularies: VocabularyMap):
-        self.inner, self.own, self.vocabularies = inner, own, vocabularies
-        self.translations = [Translation(vocabularies) for _ in own.counts]  # of all B rows
+    def __init__(self, runner: ModelRunner, draft_batch: Batch, vocabularies: VocabularyMap):
+        self.runner, self.draft_batch, self.vocabularies = runner, draft_batch, vocabularies
+        self.translations = [Translation(vocabularies) for _ in draft_batch.counts]  # of all B rows
 
     @property
     def width(self) -> int:
-        return self.inner.width
+        return self.runner.width
 
     def prefill(self) -> None:
-        self.inner.prefill()
+        self.runner.prefill()
 
-    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+    def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target.
 
         What the draft has not read of the text with these is written in its own tokens.
         """
-        new, counts = [], list(self.own.counts)
+        new, counts = [], list(self.draft_batch.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.table[row].emitted[: batch.counts[row]] + candidates
+            text = batch.row_states[row].emitted_ids[: batch.counts[row]] + candidates
             counts[row] = translation.extend(text[len(translation.states) - 1 :])
             new.append(translation.ids[counts[row] :])
-            self.inner.crop(row, counts[row])
-        if counts != self.own.counts:
-            self.own.rewind(counts)
+            self.runner.limit_computed_tokens(row, counts[row])
+        if counts != self.draft_batch.counts:
+            self.draft_batch.rewind(counts)
         numbers = [len(tokens) for tokens in new]
         longest = max(numbers)
         if longest:
             padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
-            self.own.emit(to_device_async(padded, self.own.ids.device), numbers, new)
-        return self.vocabularies.logits(self.inner.decode_step(self.own, 0))
+            self.draft_batch.emit(to_device_async(padded, self.draft_batch.ids.device), numbers, new)
+        return self.vocabularies.logits(self.runner.decode_step(self.draft_batch, 0))
 
-    def crop(self, row: int, count: int) -> None:
-        """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
+    def limit_computed_tokens(self, row: int, count: int) -> None:
+        """Keep the first `count` of the target's tokens that a row was fed after its prompt."""
         self.translations[row].crop(count)
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
-        self.inner.drop_rows(stay)
-        staying = set(stay.tolist())
-        self.own.drop_rows([row for index, row in enumerate(self.own.rows) if index not in staying])
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+        self.runner.drop_rows(keep_indices)
+        staying = set(keep_indices.tolist())
+        self.draft_batch.drop_rows([row for index, row in enumerate(self.draft_batch.rows) if index not in staying])
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]
         for row, prompt in zip(rows, prompts, strict=True):
-            self.own.admit(row, Row(), torch.tensor(prompt, device=self.own.ids.device))
+            self.draft_batch.admit(row, RowState(), torch.tensor(prompt, device=self.draft_batch.ids.device))
             self.translations[row] = Translation(self.vocabularies)
-        self.inner.admit(self.own, rows)
+        self.runner.admit(self.draft_batch, rows)
 
     def dummy_run(self, batch: Batch, count: int) -> None:
-        self.inner.dummy_run(self.own, count)
+        self.runner.dummy_run(self.draft_batch, count)
 
 
 class OtherTokenizerDrafter(SampledCandidateGenerator):
     """Samples candidates from a draft with another tokenizer, among the tokens that both have."""
 
-    own_text = True
+    has_other_tokenizer = True
 
     def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _make_runner(self, context: DraftContext) -> OwnText:
+    def _make_runner(self, context: DraftContext) -> OtherTokenizerRunner:
         batch, model = context.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
         inputs = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
-        own_batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
+        draft_batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
         # one token of the target may be several of the draft's, so there is no limit on these
         inner = make_runner(context.layout, prepare(model, UNLIMITED, inputs), vocabulary(model))
-        return OwnText(inner, own_batch, self.vocabularies)
+        return OtherTokenizerRunner(inner, draft_batch, self.vocabularies)
 
 
 def match_tokenizers(
@@ -179,7 +179,7 @@ def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
     common = f"{coverage:.0%} of the tokens of a sample text are in both tokenizers"
     all_the_same = ", or try tokenizer_match='tokens' all the same" if coverage else ""
     require(
-        coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9),
+        coverage >= (MIN_COVERAGE if match == "auto" else 1e-9),
         f"only {common}, too few for a draft that can propose no others; choose a draft with the target's own "
         f"tokenizer, check that each tokenizer belongs to its model{all_the_same}.",
     )

@@ -14,7 +14,7 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
-from .auto import RoundTimer, best_number
+from .auto import RoundTimer, best_num_candidates
 from .drafter import DraftContext, Drafter, check_number, no_candidates, shared_prefix_length
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
@@ -166,17 +166,17 @@ class SuffixDraft(Drafter):
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
         estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
-        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, known=columns)
+        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns)
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
-        rows, most = len(chances), max(map(len, chances))
-        means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(most)]
-        return best_number(means, self.round_timer.times(rows, most, steps=False))[0]
+        rows, longest = len(chances), max(map(len, chances))
+        means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
+        return best_num_candidates(means, self.round_timer.times(rows, longest, steps=False))[0]
 
-    def _find(self, row: int, most: int) -> Match:
-        """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        count = min(most, self.max_candidates)
+    def _find(self, row: int, max_candidates: int) -> Match:
+        """At most so many candidates for a row, each no less likely to be kept than `UNLIKELY`."""
+        count = min(max_candidates, self.max_candidates)
         if not count:
             return NO_MATCH
         text = self._text(row)
@@ -222,19 +222,22 @@ class SuffixDraft(Drafter):
             self.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
 
-def _most_frequent(continuations: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
-    """Token by token what most continuations have that agreed so far, and the chance that it is all kept."""
+def _most_frequent(continuations: list[list[int]], count: int, rate: float) -> tuple[list[int], list[float]]:
+    """At most `count` tokens, each what most continuations have that agreed so far, and the chances that all are kept.
+
+    `rate` is the chance that a token is kept if the text goes on as one of the continuations.
+    """
     tokens: list[int] = []
     chances: list[float] = []
     total = len(continuations)
     all_kept = 1.0  # the chance for all tokens so far, if the text goes on as one of the continuations
-    while continuations and len(tokens) < most:
+    while continuations and len(tokens) < count:
         depth = len(tokens)
         all_kept *= rate
         continuations = [continuation for continuation in continuations if len(continuation) > depth]
         counts = Counter(continuation[depth] for continuation in continuations)
-        token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
-        chance = all_kept * count / total
+        token, frequency = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
+        chance = all_kept * frequency / total
         if token < 0 or chance < UNLIKELY:
             break
         tokens.append(token)

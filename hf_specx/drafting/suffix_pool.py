@@ -18,19 +18,19 @@ from .drafter import check_number
 
 
 FORMAT = "hf_specx.SuffixPool 1"
-DEPTH = 32  # tokens of a match that are compared at most
-TRIED = 64  # places that are compared, the latest first
-SAMPLE = 16  # places after a match that are used
+DEPTH = 32  # tokens that are compared at most
+MAX_PLACES = 64  # places that are compared, the latest first
+MAX_CONTINUATIONS = 16  # places after a match that are used
 OFFSET_BITS = 32
 OFFSET = (1 << OFFSET_BITS) - 1
 NOWHERE = -1
 
 
 class NGrams:
-    """Texts that grow, and for each run of `length` tokens the `latest` place after it; no match is shorter.
+    """Texts that grow, and for each n-gram, n = `length`, the `latest` place after it; no match is shorter.
 
-    From a place the `earlier` one after the same run is known, and so on. A place is the number of a text times 2**32,
-    plus the offset of the token that stands there. It takes 12 bytes a token, and some 120 for each run.
+    From a place the `earlier` one after the same n-gram is known, and so on. A place is a text's number times 2**32,
+    plus the offset of the token that stands there. It takes 12 bytes a token, and some 120 for each n-gram.
     """
 
     def __init__(self, length: int):
@@ -46,48 +46,48 @@ class NGrams:
         for token in tokens:
             offset, place = len(text), NOWHERE
             if offset >= self.length:
-                run = self._run(text, offset)
-                place = self.latest.get(run, NOWHERE)
-                self.latest[run] = number << OFFSET_BITS | offset
+                ngram = self._ngram(text, offset)
+                place = self.latest.get(ngram, NOWHERE)
+                self.latest[ngram] = number << OFFSET_BITS | offset
             earlier.append(place)
             text.append(token)
 
     def remove(self, number: int) -> None:
-        """Forget a text. Of runs that stand in it places before those in it may be lost as well."""
+        """Forget a text. Of n-grams that stand in it places before those in it may be lost as well."""
         text, earlier = self.texts.pop(number), self.earlier.pop(number)
         for offset in range(self.length, len(text)):
-            run = self._run(text, offset)
-            place = self.latest.get(run, NOWHERE)
+            ngram = self._ngram(text, offset)
+            place = self.latest.get(ngram, NOWHERE)
             while place >> OFFSET_BITS == number:
                 place = earlier[place & OFFSET]
             if place >> OFFSET_BITS in self.texts:
-                self.latest[run] = place
+                self.latest[ngram] = place
             else:
-                self.latest.pop(run, None)
+                self.latest.pop(ngram, None)
 
-    def find(self, text: array, most: int, count: int) -> tuple[int, list[list[int]]]:
+    def find(self, text: array, max_match: int, count: int) -> tuple[int, list[list[int]]]:
         """The longest match with the end of a text, and up to `count` tokens after each place where it stands.
 
-        The text may be one of these; from its own end on, what follows in it goes round. At most `most` tokens are
-        compared. Returns how many match, 0 for none, and lists of tokens, the latest place first.
+        The text may be one of these; from its own end on, what follows in it goes round. At most `max_match` tokens
+        are compared. Returns how many match, 0 for none, and lists of tokens, the latest place first.
         """
         longest, places = 0, list[int]()
-        place = self.latest.get(self._run(text, len(text)), NOWHERE)
-        for _ in range(TRIED):
+        place = self.latest.get(self._ngram(text, len(text)), NOWHERE)
+        for _ in range(MAX_PLACES):
             number, offset = place >> OFFSET_BITS, place & OFFSET
             if number not in self.texts:  # none, or in a text that was removed
                 break
-            length = _shared_suffix_length(text, self.texts[number], offset, most)
+            length = _shared_suffix_length(text, self.texts[number], offset, max_match)
             if length > longest:
                 longest, places = length, []
             if length == longest:
                 places.append(place)
-            if longest == most and len(places) == SAMPLE:
+            if longest == max_match and len(places) == MAX_CONTINUATIONS:
                 break
             place = self.earlier[number][offset]
-        return longest, [self._following(text, place, count) for place in places[:SAMPLE]]
+        return longest, [self._following(text, place, count) for place in places[:MAX_CONTINUATIONS]]
 
-    def _run(self, text: array, offset: int) -> bytes:
+    def _ngram(self, text: array, offset: int) -> bytes:
         """The tokens before an offset; fewer, as no key is, where the text begins."""
         return text[max(0, offset - self.length) : offset].tobytes()
 
@@ -99,11 +99,11 @@ class NGrams:
         return following
 
 
-def _shared_suffix_length(text: array, other: array, offset: int, most: int) -> int:
-    """How many tokens at the end of `text` also stand before an offset of another one, at most `most`."""
-    most = min(most, len(text), offset)
-    if text[len(text) - most :] == other[offset - most : offset]:
-        return most
+def _shared_suffix_length(text: array, other: array, offset: int, max_length: int) -> int:
+    """How many tokens at the end of `text` also stand before an offset of another one, at most `max_length`."""
+    max_length = min(max_length, len(text), offset)
+    if text[len(text) - max_length :] == other[offset - max_length : offset]:
+        return max_length
     last, length = len(text) - 1, 0
     while text[last - length] == other[offset - 1 - length]:
         length += 1
@@ -113,7 +113,7 @@ def _shared_suffix_length(text: array, other: array, offset: int, most: int) -> 
 class SuffixPool:
     """A bounded number of tokens of earlier texts, shared between calls; the oldest texts leave first.
 
-    It takes some 16 bytes a token, and 120 for each run of two tokens that stands in it. Threads may read and add at
+    It takes some 16 bytes a token, and 120 for each pair of tokens that stands in it. Threads may read and add at
     once.
 
     Args:
@@ -199,14 +199,14 @@ class SuffixPool:
         for index in self._indices.values():
             index.remove(number)
 
-    def find(self, text: array, least: int, most: int, count: int) -> tuple[int, list[list[int]]]:
-        """As `NGrams.find`, for matches of `least` tokens or more."""
+    def find(self, text: array, min_match: int, max_match: int, count: int) -> tuple[int, list[list[int]]]:
+        """As `NGrams.find`, for matches of `min_match` tokens or more."""
         with self._lock:
-            if least not in self._indices:
-                self._indices[least] = NGrams(least)
+            if min_match not in self._indices:
+                self._indices[min_match] = NGrams(min_match)
                 for number, ids in self._texts.items():
-                    self._indices[least].extend(number, ids)
-            return self._indices[least].find(text, most, count)
+                    self._indices[min_match].extend(number, ids)
+            return self._indices[min_match].find(text, max_match, count)
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Raise ValueError if the texts are of another vocabulary than that of a target of so many tokens.

@@ -14,7 +14,7 @@ from hf_specx.common.errors import require
 
 
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
-TELLING = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}  # decoders
+REVERSIBLE_DECODERS = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 BROKEN = re.compile("([\udc80-\udcff]+)")  # bytes that are no text, as Python decodes them with "surrogateescape"
 CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces were; before these there is mostly none
@@ -28,9 +28,9 @@ class TokenBytes:
 
     Attributes:
         contents: by id, the bytes that a token adds in the middle of a text; b"" where an id has no token.
-        special: ids of special tokens, by how they are written; `numbers`: ids of all others, by their bytes.
+        special: ids of special tokens, by how they are written; `ids_by_bytes`: ids of all others.
         end, start, unknown: ids of these special tokens, None where there is none.
-        before: ids that it puts before a text, told by what comes before those of "a".
+        prefix_ids: ids of special tokens that it puts before a text, told by those that come before "a".
         opens_with_space: whether it puts a space before a text.
     """
 
@@ -46,7 +46,7 @@ class TokenBytes:
         decoders = {part["type"]: part for part in _parts(self.backend.decoder)}
         types = ", ".join(sorted(decoders)) or "None"
         require(
-            bool(decoders.keys() & TELLING),
+            bool(decoders.keys() & REVERSIBLE_DECODERS),
             f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is {types}), so it is not known "
             "what its tokens stand for; choose a draft with the target's own tokenizer.",
         )
@@ -60,17 +60,17 @@ class TokenBytes:
         self.unknown = tokenizer.unk_token_id
         self.filler = _first(self.unknown, self.end, self.start, 0)  # for what cannot be written
         self.contents = [b""] * (1 + max(vocabulary.values(), default=-1))
-        self.numbers: dict[bytes, int] = {}
+        self.ids_by_bytes: dict[bytes, int] = {}
         bytes_of = _bytes_reader(decoders)
         # of tokens that mean the same, those for single bytes as `<0x41>` come last
         for token, number in sorted(vocabulary.items(), key=lambda item: (bool(BYTE.fullmatch(item[0])), item[1])):
             content = token.encode() if number in added or number in special else bytes_of(token)
             self.contents[number] = content
             if content and number not in special:
-                self.numbers.setdefault(content, number)
-        self.longest = max(map(len, self.numbers), default=0)
+                self.ids_by_bytes.setdefault(content, number)
+        self.longest = max(map(len, self.ids_by_bytes), default=0)
         ids, with_special = self._ids("a"), self.backend.encode("a")
-        self.before: list[int] = with_special.ids[: with_special.special_tokens_mask.index(0)] if ids else []
+        self.prefix_ids: list[int] = with_special.ids[: with_special.special_tokens_mask.index(0)] if ids else []
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(ids).startswith(b" ")
         self._cached = lru_cache(PIECES)(self._encoded)
@@ -121,10 +121,10 @@ class TokenBytes:
         ids, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self.longest), start, -1)
-            end = next((end for end in ends if text[start:end] in self.numbers), None)
+            end = next((end for end in ends if text[start:end] in self.ids_by_bytes), None)
             if end is None:
                 return []
-            ids.append(self.numbers[text[start:end]])
+            ids.append(self.ids_by_bytes[text[start:end]])
             start = end
         return ids
 

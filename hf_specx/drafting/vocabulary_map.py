@@ -69,9 +69,9 @@ class VocabularyMap:
     def prompt(self, ids: list[int]) -> list[int]:
         """A prompt of the target as the draft's tokenizer writes its text, with what it puts before a text."""
         target = self.target
-        draft_ids = list(self.draft.before)
-        if target.before and ids[: len(target.before)] == target.before:
-            ids = ids[len(target.before) :]
+        draft_ids = list(self.draft.prefix_ids)
+        if target.prefix_ids and ids[: len(target.prefix_ids)] == target.prefix_ids:
+            ids = ids[len(target.prefix_ids) :]
         special = [number for number in target.special.values() if number < len(self.to_draft)]
         common_special = {number for number in special if self.to_draft[number] >= 0}
         opens = True
@@ -93,7 +93,7 @@ def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int)
     special = set(tokens.special.values())
     pairs: list[tuple[int | None, int | None]] = []
     for number, content in enumerate(tokens.contents):
-        pairs.append((number, None if number in special else others.numbers.get(content)))
+        pairs.append((number, None if number in special else others.ids_by_bytes.get(content)))
     pairs += [(number, others.special.get(token)) for token, number in tokens.special.items()]
     # one token may play several roles; the first of these counts
     pairs += [(getattr(tokens, role), getattr(others, role)) for role in ("end", "start", "unknown")]

@@ -1,6 +1,5 @@
-"""What a call gives, its text, masks, positions, cache and ways of generating: what is refused, or decoded plainly."""
+"""Inputs of a call that are refused before any forward: texts, masks, positions, caches, seeds, ways of generating."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,32 +7,25 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import is_int, require
-from hf_specx.models.prompts import Prompt, position_table
-from hf_specx.models.slots import CACHE, num_cached_tokens, unknown_cache
+from hf_specx.models.prompts import PreparedInputs, position_table
+from hf_specx.models.slots import num_cached_tokens
 
 
-WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
-NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
 MAX_SEED = 2**63
-OF_ASSISTANTS = {  # fields of a config that say what transformers does with a draft model of its own
+ASSISTANT_FIELDS = {  # fields of a config that say what transformers does with a draft model of its own
     "speculation_type": "a kind of draft that transformers makes itself",
     "assistant_ensemble_weight": "a mixture of draft and target",
 }
-ASSISTED = {  # fields that select assisted generation: by what, and the same as a draft
-    "prompt_lookup_num_tokens": ("prompt lookup", "SuffixDraft({})"),
-    "assistant_early_exit": ("early exit", "EarlyExitDraft({})"),
-    "use_mtp": ("multi-token prediction heads", "MtpDraft()"),
-}
 
 
-def check_mode(prompt: Prompt, streamer: Any) -> None:
+def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
     """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
-    for name, mode in OF_ASSISTANTS.items():
+    for name, mode in ASSISTANT_FIELDS.items():
         value = getattr(config, name, None)
         message = f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
         require(value is None, f"{message}model.generation_config.")
-    method = method_of(prompt)
+    method = decoding_method_of(prompt)
     message = f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also "
     require("/" not in method, f"{message}of model.generation_config, or call generate without a strategy.")
     message = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
@@ -45,43 +37,13 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
     require(streamer is None or rows == 1 or tags_rows, message)
 
 
-def method_of(prompt: Prompt) -> str:
-    """The name of the method by which `generate` would decode; of what is no part of transformers, its repository."""
+def decoding_method_of(prompt: PreparedInputs) -> str:
+    """The name of the method by which `generate` would decode; a repository of the Hub where the method is there."""
     return GENERATION_MODES_MAPPING[prompt.generation_config.get_generation_mode()]
 
 
-def why_mode_plain(prompt: Prompt) -> Iterator[str]:
-    """Reasons in how a call asks to generate: another method than greedy decoding or sampling, or no cache."""
-    config, method = prompt.generation_config, method_of(prompt)
-    if method == "_beam_search":
-        yield f"num_beams={config.num_beams} is beam search, which has no candidates; set num_beams=1"
-    for name, (mode, draft) in ASSISTED.items() if method == "_assisted_decoding" else ():
-        value = getattr(config, name, None)
-        if value:
-            instead = f"give SpeculativeDecoding({draft.format(value)}), or a list of it and other drafts"
-            yield f"{name}={value!r} selects {mode}; {instead}, and leave it out, also of model.generation_config"
-    if prompt.kwargs.get("use_cache") is False:
-        yield "use_cache=False leaves no cache, which candidates need; pass use_cache=True"
-    unknown = "" if prompt.past is None else unknown_cache(prompt.past)
-    if unknown:
-        yield f"{unknown}, from which rejected tokens cannot be taken back; use a DynamicCache"
-    if "inputs_embeds" in prompt.kwargs and config.prefill_chunk_size is not None:
-        yield "prefill_chunk_size= reads tokens in the places of inputs_embeds=; leave one of them out"
-
-
-def why_no_noise(device: torch.device, verification: str) -> str:
-    """Why the random numbers of a call cannot be drawn where its text is; empty if they can. "greedy" draws none."""
-    if verification != "greedy" and device.type == "mps":
-        needed = "sampling draws numbers of 64 bits, which device type 'mps' does not have"
-        return f"{needed}; use do_sample=False or the CPU"
-    if verification == "coupled" and device.type not in NOISE_DEVICES:
-        cannot = f"'coupled' cannot redraw the noise of sampling on {device.type!r}"
-        return f"{cannot}; use verification='token' or 'block'"
-    return ""
-
-
-def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
-    """Raise ValueError if a model does not know a token; `encoded` asks its encoder."""
+def check_token_ids(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
+    """Raise ValueError if a model, or its encoder if `encoded`, has no embedding for one of these ids."""
     config, embedding = model.config, _embedding(model, encoded)
     if embedding is None or not input_ids.numel():
         return
@@ -105,11 +67,11 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
-def check_inputs(prompt: Prompt) -> None:
-    """Check the text that one call of `generate` is given, as `generate` has prepared it."""
+def check_inputs(prompt: PreparedInputs) -> None:
+    """Raise ValueError if the text of a call is no batch of tokens or embeddings that the model has."""
     model, input_ids, kwargs = prompt.model, prompt.input_ids, prompt.kwargs
-    decodes = "encoder_outputs" in kwargs
-    embeds = None if decodes else kwargs.get("inputs_embeds")
+    is_encoded = "encoder_outputs" in kwargs
+    embeds = None if is_encoded else kwargs.get("inputs_embeds")
     shape, dtype = tuple(input_ids.shape), input_ids.dtype
     require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
     is_integer = not (dtype.is_floating_point or dtype == torch.bool)
@@ -117,18 +79,18 @@ def check_inputs(prompt: Prompt) -> None:
     message = f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row."
     require(bool(input_ids.numel()) or embeds is not None, message)
     if embeds is None:
-        unknown_token(model, input_ids)
+        check_token_ids(model, input_ids)
     elif (embedding := _embedding(model)) is not None:
         message = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
         message += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
         require(embeds.shape[-1] == embedding.embedding_dim, message)
-    _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
+    _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if is_encoded else "attention_mask")
 
 
-def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
+def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, name: str) -> None:
     """Raise ValueError if mask, positions or a cache are not those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    decodes, mask = name != "attention_mask", kwargs.get(name)
+    is_encoded, mask = name != "attention_mask", kwargs.get(name)
     cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
     width = width if embeds is None else max(width, embeds.shape[1])
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
@@ -136,7 +98,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
     )
     require(fits, f"{message}that came with input_ids, 1 for a token and 0 for a pad.")
-    positions = None if decodes else kwargs.get("position_ids")
+    positions = None if is_encoded else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
         new = width - cached
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
@@ -146,42 +108,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         require(fits, f"{message}{(rows, new)}; pass one a token, or leave it out.")
 
 
-def why_text_plain(prompt: Prompt) -> Iterator[str]:
-    """Reasons in the mask and the cache of a call, which `generate` takes as they are, though they fit no text."""
-    (_, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    decodes = "encoder_outputs" in kwargs
-    name = "decoder_attention_mask" if decodes else "attention_mask"
-    mask, embeds = kwargs.get(name), None if decodes else kwargs.get("inputs_embeds")
-    cached = 0 if prompt.past is None else num_cached_tokens(prompt.past)
-    widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
-    all_ones = getattr(prompt.generation_config, "_mask_length", None)
-    columns = all_ones if mask is None else mask.shape[-1]
-    if cached and embeds is None and not decodes and columns == width and cached >= width:  # it is then the whole text
-        more = "pass the text with at least one token more than the cache holds, or the new tokens with a mask for all"
-        yield f"{CACHE} holds {cached} tokens, and the whole text has {width}; {more}"
-    if columns is not None and columns not in widths and columns - cached not in widths:
-        fits = f"pass the mask that came with input_ids, with columns before them for the {cached} tokens of {CACHE}"
-        yield f"{name} has {columns} columns, and the text {' or '.join(map(str, sorted(widths)))}; {fits}"
-    if mask is None:
-        return
-    mask = mask.cpu()  # so that all that follow wait for the device once
-    seen = mask.bool()
-    strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
-    if strange:
-        yield f"{name} has the value {strange[0]}; pass 1 for a token and 0 for a pad"
-    unset = f"if you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token"
-    empty, last = (~seen.any(-1)).nonzero()[:, 0].tolist(), (~seen[:, -1]).nonzero()[:, 0].tolist()
-    if empty:
-        yield f"the prompt of row {empty[0]} is empty ({name} is all 0); pass at least one token a row, and {unset}"
-    elif last:
-        left = "pad prompts on the left, set tokenizer.padding_side='left'"
-        yield f"row {last[0]} of {name} ends in 0: {left}, and {unset}"
-    if prompt.model.config.model_type in WITHOUT_HOLES and (seen.cummax(-1).values != seen).any():
-        ignores = f"zeros between tokens of a row, which {type(prompt.model).__name__} ignores"
-        yield f"{name} has {ignores}; pad on the left only"
-
-
-def text_width(prompt: Prompt) -> int:
+def text_width(prompt: PreparedInputs) -> int:
     """Columns of the text before its first new token; it may be in embeddings, or partly in a cache."""
     width, mask = prompt.input_ids.shape[1], prompt.kwargs.get("attention_mask")
     if prompt.model.config.is_encoder_decoder:
@@ -189,68 +116,32 @@ def text_width(prompt: Prompt) -> int:
     return getattr(prompt.generation_config, "_mask_length", width) if mask is None else mask.shape[-1]
 
 
-def why_length_plain(prompt: Prompt, new_tokens: int) -> Iterator[str]:
-    """Reasons in how long a text with so many new tokens may be: what a model does with it changes on the way."""
-    longest, config = text_width(prompt) + new_tokens, prompt.model.config.get_text_config(decoder=True)
-    for kind, limit in rope_limits(prompt.model):
-        if longest > limit and not (kind == "longrope" and is_beyond(prompt, limit)):
-            changes = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates reach too"
-            yield f"{changes} early; keep prompt and new tokens within {limit} (they may be {longest})"
-    window = getattr(config, "keep_window_size", None)
-    if window is not None and longest > window:
-        leaves = f"{type(prompt.model).__name__} leaves tokens out of texts longer than keep_window_size={window}"
-        yield f"{leaves}, and of equal ones rounding decides; keep within it (there may be {longest} tokens)"
-
-
-def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """The kinds of rotary frequencies that depend on the length of the text, each with where it changes them."""
-    config = model.config.get_text_config(decoder=True)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
-        kind, limit = str(rope.get("rope_type")) if isinstance(rope, dict) else "", None
-        if kind in ("dynamic", "longrope"):
-            limit = getattr(config, "max_position_embeddings", None)
-        if kind == "longrope":
-            limit = rope.get("original_max_position_embeddings", limit)
-        if limit is not None:
-            yield kind, limit
-
-
-def is_beyond(prompt: Prompt, limit: int) -> bool:
-    """Whether all forwards are: each of them has a row with more tokens than that, whichever rows have ended."""
-    positions = prompt.kwargs.get("position_ids")
-    at_once = prompt.generation_config.prefill_chunk_size is None and not (
-        prompt.past and num_cached_tokens(prompt.past)
-    )
-    return at_once and positions is not None and positions.ndim == 2 and bool((positions[:, -1] >= limit).all())
-
-
-def check_length(prompt: Prompt, new_tokens: int) -> None:
+def check_length(prompt: PreparedInputs, new_tokens: int) -> None:
     """Raise ValueError if a text of so many new tokens is longer than a table of positions."""
     model, width = prompt.model, text_width(prompt)
-    table = position_table(model)
-    if table is None:
+    num_positions = position_table(model)
+    if num_positions is None:
         return
     positions = None if model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
     if positions is not None and positions.ndim == 2:  # pads have none
         width = int(positions.max()) + 1
-    if width + new_tokens - 1 <= table:  # the last one is not fed
+    if width + new_tokens - 1 <= num_positions:  # the last one is not fed
         return
-    room = table + 1 - width
-    remedy = f"set max_new_tokens={room} or less" if room > 0 else f"shorten the prompt to {table} tokens or fewer"
+    room = num_positions + 1 - width
+    shorter = f"shorten the prompt to {num_positions} tokens or fewer"
+    remedy = f"set max_new_tokens={room} or less" if room > 0 else shorter
     message = (
         f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
     )
-    raise ValueError(f"{message}of {table} positions, beyond which plain generate fails; {remedy}.")
+    raise ValueError(f"{message}of {num_positions} positions, beyond which plain generate fails; {remedy}.")
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
     """Raise ValueError if the encoder of a model lacks a position for a token of a prompt."""
-    table = position_table(model, encoder=True)
-    message = (
-        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
-    )
-    require(table is None or prompt_tokens <= table, f"{message}positions; shorten the prompt.")
+    num_positions = position_table(model, encoder=True)
+    message = f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of "
+    message += f"{num_positions} positions; shorten the prompt."
+    require(num_positions is None or prompt_tokens <= num_positions, message)
 
 
 def as_list(seeds: Any) -> Any:

@@ -10,12 +10,20 @@ from hf_specx.common.errors import check_names, is_int, kind, one_of, require, r
 
 
 VERIFICATIONS = ("token", "block", "coupled")
+MOST_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
 NEEDED = {  # option: (attributes that it must have, remedy)
     "streamer": (("put", "end"), "pass a TextStreamer or another BaseStreamer"),
     "tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
     "draft_tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
     "costs": (("table", "best_num_draft_tokens"), "pass strategy.costs of an earlier strategy"),
 }
+
+
+def check_tree(tree: Any, where: str = "") -> None:
+    """Raise ValueError if this is no number of nodes."""
+    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, 'auto', or False for a chain."
+    is_number = is_int(tree) and 1 <= tree <= MOST_NODES
+    require_option(tree is False or is_number or tree == "auto", f"{where}tree", tree, rest)
 
 
 def check_choices(num_draft_tokens: Any, verification: Any, where: str = "") -> None:
@@ -44,6 +52,7 @@ def check_options(
     require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
+    check_tree(options["tree"])
     for name, allowed in choices.items():
         one_of(name, options[name], allowed)
     compile = options["compile"]

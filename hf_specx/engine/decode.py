@@ -21,9 +21,9 @@ def decode(run: Run) -> Iterator[Round]:
         while run.active():  # here or on another rank
             lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
             draft = run.batch.write_draft(run.drafter.propose(run.batch, lengths))
-            run.lap("draft")
+            run.end_phase("draft")
             forward = run.target(run.batch, draft)
-            run.lap("target")
+            run.end_phase("target")
             scores = run.processors(run.batch, draft, forward.logits)
             verdict = run.verifier.verify(run.batch, draft, scores)
             done = run.batch.append(draft, verdict, run.stopping, forward, scores)

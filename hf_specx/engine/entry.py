@@ -1,4 +1,9 @@
-"""How we are called: what `generate` hands over, and arguments that it would drop, misread or fail on."""
+"""How `generate` calls a strategy: what it hands over, and arguments that it would drop, misread or fail on.
+
+`generate(custom_generate=strategy)` does two things with a strategy. First it asks for its signature, to learn which
+arguments it may pass on: `CheckingSignature` checks the call there. Then it prepares inputs, processors and criteria,
+and calls the strategy with them: `prepared_inputs` takes them.
+"""
 
 import copy
 import inspect
@@ -18,24 +23,24 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from hf_specx.common.errors import check_names, is_int, kind, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 
 
-OF_DRAFTS = {  # arguments of `generate` that a strategy object has its own of, and the remedy
+DRAFT_ARGUMENTS = {  # arguments of `generate` for which a strategy object has options, and the remedy
     "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
     "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
 }
-OF_STRATEGIES: tuple[str, ...] = ("draft_model", "num_draft_tokens", "verification", "layout", "compile", "costs")
-OF_STRATEGIES += ("stream_by", "draft_tokenizer", "tokenizer_match")
+STRATEGY_ARGUMENTS: tuple[str, ...] = ("draft_model", "num_draft_tokens", "verification", "layout", "compile", "costs")
+STRATEGY_ARGUMENTS += ("tree", "stream_by", "draft_tokenizer", "tokenizer_match")
 NO_HEAD = "which scores no next token; load it with AutoModelForCausalLM or another class that can generate."
-GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-OF_ONE_REQUEST = """
+GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
+SINGLE_CALL_ARGUMENTS = """
     inputs input_ids attention_mask inputs_embeds position_ids cache past_key_values seeds streamer
     num_return_sequences return_dict_in_generate custom_generate synced_gpus assistant_model negative_prompt_ids
 """.split()  # noqa: SIM905
 
 
-def prepared(
+def prepared_inputs(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
@@ -45,17 +50,18 @@ def prepared(
     seeds: Any = None,
     tokenizer: Any = None,
     **inputs: Any,
-) -> Prompt:
-    """What `generate` hands to a decoding method, and an argument of ours, `seeds`.
+) -> PreparedInputs:
+    """What `generate` hands to a decoding method, with an argument of ours, `seeds`.
 
-    It has used the tokenizer for stop strings, which are criteria by now, and to heal the ends of prompts.
+    Its parameters are what `generate` may pass on. The `tokenizer` is not used any more: stop strings have become
+    criteria, and the ends of prompts were healed.
     """
-    criteria = stopping_criteria
-    if len(input_ids) == 1:  # then lm-eval's criterion depends on the text of this row alone
-        is_of_row = [type(criterion).__name__ == "MultiTokenEOSCriteria" for criterion in criteria]
-        pairs = zip(criteria, is_of_row, strict=True)
-        criteria = StoppingCriteriaList(OneStop(criterion) if flag else criterion for criterion, flag in pairs)
-    return Prompt(
+    criteria = StoppingCriteriaList()
+    for criterion in stopping_criteria:
+        # with one row the criterion of lm-eval depends on the text of this row alone
+        is_of_lm_eval = len(input_ids) == 1 and type(criterion).__name__ == "MultiTokenEOSCriteria"
+        criteria.append(StopOfOneRow(criterion) if is_of_lm_eval else criterion)
+    return PreparedInputs(
         model,
         input_ids,
         generation_config,
@@ -67,8 +73,11 @@ def prepared(
     )
 
 
-class OneStop(StoppingCriteria):
-    """lm-eval's criterion for a stop sequence: it keeps which rows have it, and one row ends there anyway."""
+class StopOfOneRow(StoppingCriteria):
+    """lm-eval's criterion for a stop sequence, in a batch of one row.
+
+    It remembers which rows have the sequence; one row ends there anyway, so that this may be forgotten at each call.
+    """
 
     stateless = True
 
@@ -85,7 +94,7 @@ class OneStop(StoppingCriteria):
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:
-    """Raise ValueError if a target cannot be called, or not by the `custom_generate` of the call."""
+    """Raise ValueError if a model cannot be the target of a call with this `custom_generate`."""
     description = f"model is {kind(model)}"
     require(hasattr(model, "can_generate"), f"{description}; give the target itself, as from_pretrained loads it.")
     require(model.can_generate(), f"{description}, {NO_HEAD}")
@@ -96,7 +105,7 @@ def check_entry(model: Any, custom_generate: Any = None) -> None:
 
 
 def known_arguments(model: Any) -> set[str]:
-    """Names of what `generate` takes for a model: its own arguments, fields of a config, inputs of the model."""
+    """The names of what `generate` takes for a model: its own arguments, fields of a config, inputs of the model."""
     callables = [GenerationMixin.generate, type(model).generate, model.forward, model.prepare_inputs_for_generation]
     if model.config.is_encoder_decoder:
         callables += [part.forward for part in (model.get_encoder(), model.get_decoder()) if part is not None]
@@ -105,21 +114,21 @@ def known_arguments(model: Any) -> set[str]:
 
 
 def check_values(arguments: dict[str, Any]) -> None:
-    """Raise ValueError if a tensor among the arguments of a call has no values."""
+    """Raise ValueError if a tensor among the arguments of a call is on the meta device."""
     for name, value in arguments.items():
         message = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
         require(not isinstance(value, torch.Tensor) or value.device.type != "meta", message)
 
 
 def check_draft(draft_model: Any) -> None:
-    """Raise ValueError for what cannot draft for any target; of a list, each alone and all of them together."""
+    """Raise ValueError if a draft, or a list of drafts, cannot serve any target."""
     drafts = draft_model if isinstance(draft_model, list | tuple) else [draft_model]
     require(len(drafts) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
     for number, draft in enumerate(drafts):
         is_list = isinstance(draft, list | tuple)
         require(not is_list, "draft_model has a list inside its list; give all drafts in one.")
         if not isinstance(draft, str | Path):  # what it names is checked once it is loaded
-            _check_one(draft)
+            _check_one_draft(draft)
         is_new = not any(draft is other for other in drafts[:number])
         require(is_new, f"draft_model has the same {type(draft).__name__} twice; give each draft once.")
     named = (PreTrainedModel, str, Path)
@@ -130,7 +139,7 @@ def check_draft(draft_model: Any) -> None:
     require(len(models) <= 1, message)
 
 
-def _check_one(draft: Any) -> None:
+def _check_one_draft(draft: Any) -> None:
     """Raise ValueError for an object that cannot draft."""
     message = f"draft_model is the class {getattr(draft, '__name__', '')}; give an object of it."
     require(not isinstance(draft, type), message)
@@ -155,10 +164,10 @@ def check_pair_call(kwargs: dict[str, Any]) -> None:
     check_values(kwargs)
 
 
-def check_lifted(model: PreTrainedModel) -> None:
-    """Raise ValueError where Whisper's own `generate` has seen the draft of a call by string.
+def check_assistant_model(model: PreTrainedModel) -> None:
+    """Raise ValueError if a call by string has its draft in `assistant_model=` and the target is a Whisper.
 
-    It then changes the distribution.
+    Its own `generate` sees the argument too, and then changes the distribution.
     """
     message = (
         f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=; pass the draft as "
@@ -166,20 +175,20 @@ def check_lifted(model: PreTrainedModel) -> None:
     require(model.config.model_type != "whisper", f"{message}draft_model=.")
 
 
-def check_many(
-    model: Any, requests: Any, batch_size: int, most: int | None, streamer: Any, kwargs: dict[str, Any]
+def check_generate_many(
+    model: Any, requests: Any, batch_size: int, max_batch_tokens: int | None, streamer: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Check the arguments of `generate_many`; `most` is its `max_batch_tokens`."""
+    """Raise ValueError if `generate_many` cannot be called with these arguments."""
     check_entry(model)
-    single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
-    several = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
-    given = "a single prompt" if single else kind(requests)
+    is_single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
+    is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
+    description = "a single prompt" if is_single else kind(requests)
     message = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
-    require(several and not single and not hasattr(requests, "ndim"), f"requests is {given}; {message}")
+    require(is_iterable and not is_single and not hasattr(requests, "ndim"), f"requests is {description}; {message}")
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
-    message = f"max_batch_tokens={most!r} is no number of tokens; give 1 or more, or None."
-    require(most is None or (is_int(most) and most >= 1), message)
-    for name in OF_ONE_REQUEST:
+    message = f"max_batch_tokens={max_batch_tokens!r} is no number of tokens; give 1 or more, or None."
+    require(max_batch_tokens is None or (is_int(max_batch_tokens) and max_batch_tokens >= 1), message)
+    for name in SINGLE_CALL_ARGUMENTS:
         message = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, message)
     number = setting("num_return_sequences", model, kwargs)
@@ -193,61 +202,67 @@ def check_many(
 
 
 def repository_of(model: Any, generation_config: GenerationConfig | None = None, **kwargs: Any) -> str:
-    """The repository on the Hub by which `generate` would decode a call; empty if it would do so itself."""
+    """The repository on the Hub whose code would decode a call of `generate`; empty if transformers decodes it."""
     config, _ = model._prepare_generation_config(generation_config, **kwargs)
     method = GENERATION_MODES_MAPPING[config.get_generation_mode(kwargs.get("assistant_model"))]
     return method if "/" in method else ""
 
 
-class AskedSignature:
-    """The signature of an object that can be called.
+class CheckingSignature:
+    """A strategy's `__signature__`: that of `prepared_inputs`, after a check of the `generate` that asks for it.
 
-    transformers asks for it before it prepares anything, which is the first that a strategy hears of a call.
+    `generate` calls `inspect.signature(strategy)` before it prepares anything. Nothing of a strategy runs earlier, and
+    `generate` hands over neither the streamer nor what it would drop, so that its arguments are read from its frame.
     """
 
-    def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
+    def __get__(self, strategy: Any, owner: type | None = None) -> inspect.Signature:
+        """The signature of an object; a class has none of this name, so that `inspect` shows its constructor's.
+
+        Raises:
+            ValueError: if `generate` has arguments that do not go with a strategy.
+        """
         if strategy is None:
-            raise AttributeError("__signature__")  # of the class it is that of its constructor
+            raise AttributeError("__signature__")
         frame = frame_of_generate(sys._getframe(1))
         if frame is not None:
             check_call(frame, strategy.streamer)
-        return inspect.signature(prepared)
+        return inspect.signature(prepared_inputs)
 
 
 def frame_of_generate(frame: FrameType | None) -> FrameType | None:
-    """The frame of `GenerationMixin.generate` below the given one, whatever wraps the call; None if there is none.
-
-    transformers keeps from a callable what it has taken for itself: streamer, synced_gpus, tokenizer.
-    """
-    while frame is not None and frame.f_code is not GENERATE:
+    """The frame of `GenerationMixin.generate` among the callers of the given one; None if there is none."""
+    while frame is not None and frame.f_code is not GENERATE_CODE:
         frame = frame.f_back
     return frame
 
 
-def withheld(frame: FrameType) -> dict[str, Any]:
-    """What `generate`, below the given frame, has kept for itself, and a decoding method needs."""
+def withheld_arguments(frame: FrameType) -> dict[str, Any]:
+    """`streamer` and `synced_gpus` of the `generate` that calls: it keeps them to itself, and decoding needs them."""
     generate_frame = frame_of_generate(frame)
     arguments = {} if generate_frame is None else generate_frame.f_locals
     return {"streamer": arguments.get("streamer"), "synced_gpus": arguments.get("synced_gpus")}
 
 
-def check_call(frame: FrameType, own_streamer: Any) -> None:
+def check_call(frame: FrameType, strategy_streamer: Any) -> None:
     """Raise ValueError for what `generate` drops, or fails on in puzzling words; and have it pass its tokenizer on.
 
-    It cannot prepare tensors without values. A streamer, or that of the strategy, is ended after an error, so that
-    nobody waits for it.
+    Args:
+        frame: of `generate`.
+        strategy_streamer: the option of the strategy. After an error it is ended, as the streamer of the call is, so
+            that nobody waits for it.
     """
     arguments, caller = frame.f_locals, frame.f_back
     kwargs: dict[str, Any] = arguments.get("kwargs", {})
-    outer = caller.f_locals.get("kwargs") if caller is not None else None  # generate pops it from its own
+    # what wraps `generate` has the arguments that it pops from its own, the tokenizer among them
+    outer = caller.f_locals.get("kwargs") if caller is not None else None
     outer = outer if isinstance(outer, dict) else {}
-    streamers = [each for each in (arguments.get("streamer"), own_streamer) if each is not None]
+    streamers = [each for each in (arguments.get("streamer"), strategy_streamer) if each is not None]
     try:
         check_values({"inputs": arguments.get("inputs")} | kwargs)
-        for name in OF_STRATEGIES:
+        for name in STRATEGY_ARGUMENTS:
             remedy = f"give it to SpeculativeDecoding({name}=...), or call hf_specx.generate without custom_generate=."
             require(name not in kwargs, f"{name}= is an option of the strategy, which was made already; {remedy}")
-        for name, remedy in OF_DRAFTS.items():
+        for name, remedy in DRAFT_ARGUMENTS.items():
             value = outer.get(name) if "tokenizer" in name else arguments.get(name)
             require(value is None, f"{name}= is of no use beside a strategy object; {remedy}.")
         message = "the strategy and the call have a streamer each; leave one of them out."
@@ -261,20 +276,24 @@ def check_call(frame: FrameType, own_streamer: Any) -> None:
             streamer.end()
         raise
     if outer.get("tokenizer") is not None:
-        kwargs.setdefault("tokenizer", outer["tokenizer"])  # where it looks for arguments of `prepared`
+        kwargs.setdefault("tokenizer", outer["tokenizer"])  # where it looks for arguments of `prepared_inputs`
 
 
 def setting(name: str, model: Any, kwargs: dict[str, Any]) -> Any:
-    """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
-    value = getattr(kwargs.get("generation_config"), name, None)
+    """A field of the generation config as a user has set it: by keyword, in the call's config or in the model's.
+
+    None if it is set nowhere.
+    """
+    of_call = getattr(kwargs.get("generation_config"), name, None)
     of_model = getattr(getattr(model, "generation_config", None), name, None)
-    return kwargs.get(name, of_model if value is None else value)
+    return kwargs.get(name, of_model if of_call is None else of_call)
 
 
 def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Take what `setting` returns out of a call: out of its config, which stays as it is, and out of the model's.
+    """Remove what `setting` returns from `kwargs`, the arguments of a call; no config of the user is changed.
 
-    transformers warns of a keyword beside a config, so there is none where the model's has nothing that it must hide.
+    Where the model's config has a value, it is hidden by a keyword, and only there: transformers warns of a keyword
+    beside a config.
     """
     kwargs.pop(name, None)
     if getattr(kwargs.get("generation_config"), name, None) is not None:
@@ -287,9 +306,14 @@ def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 def bind_stop_strings(
     model: PreTrainedModel, tokenizer: Any, kwargs: dict[str, Any], make: Callable[..., Any] = StopStringCriteria
 ) -> None:
-    """Turn stop strings among the arguments of `generate`, which are changed, into a criterion.
+    """Replace stop strings in `kwargs`, the arguments of `generate`, by a criterion.
 
-    `generate` does not pass a tokenizer on to a strategy; `make` has it and a string, or a tuple of strings.
+    Args:
+        tokenizer: of the target; None if the call has none.
+        make: makes the criterion of the tokenizer and a string, or a tuple of strings.
+
+    Raises:
+        ValueError: if there are stop strings that are no strings, or no tokenizer.
     """
     strings = setting("stop_strings", model, kwargs)
     if strings is None:

@@ -32,7 +32,9 @@ class Outputs:
         """Keep what belongs to the tokens that a round emitted."""
         for name, entries in self.entries.items():
             values = done.scores if name == "scores" else done.forward.logits
-            for index, (row, before, number) in enumerate(zip(done.rows, done.before, done.emitted, strict=True)):
+            for index, (row, before, number) in enumerate(
+                zip(done.rows, done.emitted_before, done.emitted, strict=True)
+            ):
                 while len(entries) < before + number:
                     entries.append(values.new_zeros(self.rows, values.shape[2], dtype=torch.float32))
                 for n in range(number):
@@ -60,21 +62,22 @@ class Stream:
     """
 
     def __init__(self, call: Call):
-        self.stopping, self.by, self.shown = call.stopping, call.options.stream_by, call.shown
+        self.stopping, self.stream_by = call.stopping, call.options.stream_by
+        self.prompt_streamed = call.prompt_streamed
         self.streamer = streamer = call.options.streamer
         self.tags_rows = hasattr(streamer, "put_row")
         self.put = streamer.put_row if self.tags_rows else lambda row, tokens: streamer.put(tokens)
 
     def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
-        for row in () if self.shown else range(len(batch.counts)):
+        for row in () if self.prompt_streamed else range(len(batch.counts)):
             self.put(row, batch.row(row).cpu() if self.tags_rows else batch.prefix(0).cpu())
 
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row, end in zip(done.batch.table, self.stopping.num_final_tokens(done.batch), strict=True):
-            new.append(row.emitted[row.num_streamed : end])
+        for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
+            new.append(row.emitted_ids[row.num_streamed : end])
             row.num_streamed = end
         # where no row is padded, texts end with the call
         self.hand_on(new, done.ended if self.stopping.pads_finished_rows else ())
@@ -82,7 +85,7 @@ class Stream:
     def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""
         for row, tokens in enumerate(new):
-            step = 1 if self.by == "token" else max(1, len(tokens))
+            step = 1 if self.stream_by == "token" else max(1, len(tokens))
             for first in range(0, len(tokens), step):
                 self.put(row, torch.tensor(tokens[first : first + step], device="cpu"))
         for row in ended if self.tags_rows else ():

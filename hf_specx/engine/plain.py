@@ -10,25 +10,29 @@ from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
 from .call import Call
-from .check_inputs import method_of
+from .check_inputs import decoding_method_of
 from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
 from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
-    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report."""
-    prompt, begun = call.prompt, time.perf_counter()
-    ids, config, method = prompt.input_ids, prompt.generation_config, method_of(prompt)
+    """The output of `generate` without a strategy, under its own random numbers or those of one seed; and the report.
+
+    Raises:
+        ValueError: if several sampled rows have seeds of their own.
+    """
+    prompt, started = call.prompt, time.perf_counter()
+    ids, config, method = prompt.input_ids, prompt.generation_config, decoding_method_of(prompt)
     message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
-    alone = call.seeds is None or len(ids) == 1 or not config.do_sample
-    require(alone, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
+    has_one_generator = call.seeds is None or len(ids) == 1 or not config.do_sample
+    require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
     stream = None if call.options.streamer is None else Stream(call)
-    steps = method == "_sample"  # which asks the criteria after each token of each row
-    watch = _Watch(call.stopping, stream if steps else None, ids)
+    asks_criteria_each_token = method == "_sample"  # beams and the like do not
+    watch = _Watch(call.stopping, stream if asks_criteria_each_token else None, ids)
     if stream is not None:
         stream.prompt(make_batch(call))
-    arguments: dict[str, Any] = {"synced_gpus": call.synced, **prompt.kwargs}
+    arguments: dict[str, Any] = {"synced_gpus": call.synced_gpus, **prompt.kwargs}
     if method == "_assisted_decoding":
         arguments["inputs_tensor"] = prompt.inputs_tensor
     # under a seed the default generator is left as it was
@@ -38,35 +42,44 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
         output = getattr(prompt.model, method)(ids, prompt.processors, watch, config, **arguments)
     text = getattr(output, "sequences", output)[:, ids.shape[1] :]
     rows, columns = text.shape
-    if stream is not None and not steps:
+    if stream is not None and not asks_criteria_each_token:
         stream.hand_on(text.tolist(), [])
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.fallback_reason}", rows)
     report.plain_steps = columns
-    report.emitted_per_row = watch.emitted(columns).tolist() if steps else [columns] * rows
-    report.seconds["total"] = time.perf_counter() - begun
+    report.emitted_per_row = [columns] * rows
+    if asks_criteria_each_token:
+        report.emitted_per_row = watch.num_emitted(columns).tolist()
+    report.seconds["total"] = time.perf_counter() - started
     return output, report
 
 
 class _Watch(StoppingCriteriaList):
-    """The criteria of a call, which hand on each token of a row that is not finished; `stopped` has a [B] a token."""
+    """The criteria of a call, which stream each token of a row that has not ended, and count the tokens of rows.
+
+    Attributes:
+        stopped: [B] bool for each token, which rows the criteria stopped there.
+        has_ended: [B] bool, rows that get pads from now on.
+    """
 
     def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)
         self.stream, self.pads = stream, stopping.pads_finished_rows
         self.stopped: list[torch.Tensor] = []
-        self.over = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        self.has_ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         stopped = super().__call__(input_ids, scores, **kwargs)
         self.stopped.append(stopped)
         if self.stream is not None:
-            last = zip(input_ids[:, -1].tolist(), self.over.tolist(), strict=True)
-            ended = (stopped & ~self.over & self.pads).nonzero()[:, 0].tolist()
-            self.stream.hand_on([[token] * (not is_over) for token, is_over in last], ended)
-            self.over |= stopped & self.pads
+            new_tokens = []
+            for token, has_ended in zip(input_ids[:, -1].tolist(), self.has_ended.tolist(), strict=True):
+                new_tokens.append([] if has_ended else [token])
+            ends_now = (stopped & ~self.has_ended & self.pads).nonzero()[:, 0].tolist()
+            self.stream.hand_on(new_tokens, ends_now)
+            self.has_ended |= stopped & self.pads
         return stopped
 
-    def emitted(self, columns: int) -> torch.Tensor:
-        """[B], how many tokens rows have up to their ends."""
-        over = torch.stack(self.stopped).cumsum(0).bool() & self.pads
-        return (1 + (~over).sum(0)).clamp(max=columns)
+    def num_emitted(self, columns: int) -> torch.Tensor:
+        """[B], how many tokens rows have up to their ends, at most `columns`."""
+        has_ended = torch.stack(self.stopped).cumsum(0).bool() & self.pads
+        return (1 + (~has_ended).sum(0)).clamp(max=columns)

@@ -11,26 +11,30 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import Completion, Entry, Preparing, Request, as_ids
+from .requests import Completion, PreparedRequest, Request, RequestPreparer, as_ids
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
-LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
+MAX_UNUSED_COLUMNS = 4096  # before all prompts of a batch, left over from a longer prompt
 
 
 class RequestQueue:
     """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
 
-    `models` are the target, and the draft if it is a model; `options` are arguments of `generate` for all requests;
-    `most` is how many slots a cache may have, rows times their length.
+    Args:
+        models: the target, and the draft if it is a model.
+        requests: the iterable.
+        options: arguments of `generate` for all requests.
+        max_batch_tokens: how many slots a cache may have, rows times their length; None is any number.
+        logprobs: whether completions have log-probabilities.
 
     Attributes:
-        entries: the requests with which a batch has begun; `stopping` is of its rows.
-        failed: an error of the iterable; it is raised once what was taken before is done.
+        batch_requests: the requests with which the batch began; `stopping` is of its rows.
+        iterable_error: an error of the iterable; it is raised once what was taken before is complete.
     """
 
     stopping: RequestStopping
@@ -40,123 +44,134 @@ class RequestQueue:
         models: Sequence[PreTrainedModel],
         requests: Any,
         options: dict[str, Any],
-        most: int | None = None,
+        max_batch_tokens: int | None = None,
         logprobs: bool = False,
     ):
         message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
         require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
-        self.requests, self.preparing = enumerate(requests), Preparing(models[0], options)
-        self.max_batch_tokens, self.logprobs = most, logprobs
-        self.entries: list[Entry] = []
-        self.next: Entry | None = None
-        self.returned: list[Entry] = []  # taken for a batch that was not decoded
-        self.each_alone = False
+        self.iterator, self.preparer = enumerate(requests), RequestPreparer(models[0], options)
+        self.max_batch_tokens, self.logprobs = max_batch_tokens, logprobs
+        self.batch_requests: list[PreparedRequest] = []
+        self.next: PreparedRequest | None = None
+        self.put_back: list[PreparedRequest] = []  # taken for a batch that was not decoded
+        self.one_by_one = False
         self.completed: list[Completion] = []
-        self.failed: Exception | None = None
+        self.iterable_error: Exception | None = None
 
-    def begin(self, rows: int) -> bool:
+    def begin_batch(self, rows: int) -> bool:
         """Take as many requests as may share a batch of at most so many rows; False if none are left."""
-        self.entries = []
-        while len(self.entries) < rows and (entry := self._peek()) is not None and self._fits([*self.entries, entry]):
-            if self.entries and entry.alone:
+        requests: list[PreparedRequest] = []
+        while len(requests) < rows:
+            request = self._peek()
+            if request is None or not self._fits([*requests, request]):
                 break
-            self.entries.append(self._take())
-            rows = 1 if entry.alone else rows
-        if self.entries:
-            longest = max(entry.limit for entry in self.entries)
-            self.stopping = RequestStopping(self.entries[0].stopping.eos_token_ids, longest)
-        return bool(self.entries)
+            if requests and request.needs_own_batch:
+                break
+            requests.append(self._take())
+            if request.needs_own_batch:
+                break
+        self.batch_requests = requests
+        if requests:
+            limit = max(request.limit for request in requests)
+            self.stopping = RequestStopping(requests[0].stopping.eos_token_ids, limit)
+        return bool(requests)
 
-    def decode_each_alone(self) -> None:
+    def decode_one_by_one(self) -> None:
         """Let the requests of the batch that has begun wait again, and decode all requests in batches of one."""
-        self.returned, self.each_alone = self.entries, True
+        self.put_back, self.one_by_one = self.batch_requests, True
 
-    def prepared(self) -> Prompt:
-        """The prompts of all rows, as `generate` prepares them with pads; one alone as any call of `generate`."""
-        prompt = self.preparing.batch([entry.text for entry in self.entries], self.stopping.max_new_tokens)
-        prompt.seeds = [entry.seed for entry in self.entries] if prompt.generation_config.do_sample else None
-        if self.entries[0].alone:
-            config, prompt.criteria = prompt.generation_config, self.entries[0].stopping.all
+    def batch_inputs(self) -> PreparedInputs:
+        """What `generate` prepares for the batch: rows with pads, or a request in its own batch as any call."""
+        texts = [request.text for request in self.batch_requests]
+        prompt = self.preparer.prepare_batch(texts, self.stopping.max_new_tokens)
+        config = prompt.generation_config
+        prompt = replace(prompt, seeds=[request.seed for request in self.batch_requests] if config.do_sample else None)
+        if self.batch_requests[0].needs_own_batch:
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
             copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            prompt.processors = LogitsProcessorList([*copying, *self.entries[0].processors])
+            processors = LogitsProcessorList([*copying, *self.batch_requests[0].processors])
+            prompt = replace(prompt, criteria=self.batch_requests[0].stopping.all, processors=processors)
         return prompt
 
-    def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
-        """Take the next requests for the places of rows that have ended; returns these by row."""
-        entries: dict[int, Entry] = {}
+    def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, PreparedRequest]:
+        """The next requests, taken for the places of rows that have ended, by row."""
+        requests: dict[int, PreparedRequest] = {}
         for row in ended:
-            entry = self._peek()
-            if entry is None or entry.alone:
+            request = self._peek()
+            if request is None or request.needs_own_batch:
                 break
-            others = [entries.get(number, batch.table[number].request) for number in batch.rows if number != row]
-            widest = max(len(each.input_ids) for each in [entry, *others])
+            others = [requests.get(number, batch.row_states[number].request) for number in batch.rows if number != row]
+            widest = max(len(each.input_ids) for each in [request, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
-            too_wide = batch.width - widest > max(LEFT_OVER, widest)
-            if not too_wide and self._fits([entry, *others], len(batch.table), batch.width):
-                entries[row] = self._take()
-        return entries
+            too_wide = batch.width - widest > max(MAX_UNUSED_COLUMNS, widest)
+            if not too_wide and self._fits([request, *others], len(batch.row_states), batch.width):
+                requests[row] = self._take()
+        return requests
 
     def observe(self, done: Round) -> None:
-        """Take up what rows have emitted."""
-        table = done.batch.table
+        """Complete the requests of rows that ended in a round."""
+        row_states = done.batch.row_states
         for index, row in enumerate(done.rows if self.logprobs else ()):
-            table[row].logprobs += _logprobs(done, index, row)
+            row_states[row].logprobs += _logprobs(done, index, row)
         for row in done.ended:
-            state = table[row]
+            state = row_states[row]
             if state.dead_end is None:
-                self.close(state.request, list(state.emitted), done.batch.row(row)[None], state.logprobs)
+                self.complete(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
             else:
                 _, error = state.dead_end
                 state.dead_end = None
                 self.refuse(state.request.index, error)
 
-    def close(
-        self, entry: Entry, tokens: list[int], text: torch.Tensor, logprobs: Sequence[tuple[float, float]] = ()
+    def complete(
+        self,
+        request: PreparedRequest,
+        tokens: list[int],
+        text: torch.Tensor,
+        logprobs: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """A request has ended; its tokens are the end of its text [1, L]."""
+        """Complete a request that has ended, with new tokens that are the end of its text [1, L]."""
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if entry.stopping.by_limit(text, tokens) else "stop"
-        self.completed.append(Completion(entry.index, tokens, reason, processed, raw))
+        reason = "length" if request.stopping.ended_by_limit(text, tokens) else "stop"
+        self.completed.append(Completion(request.index, tokens, reason, processed, raw))
 
     def is_request_error(self, error: Exception) -> bool:
         """Whether the own processors of one request alone made an error, as where they exclude every token."""
         by_processors = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of multinomial
-        return by_processors and self.entries[0].has_processors
+        return by_processors and self.batch_requests[0].has_own_processors
 
     def refuse(self, index: int, error: Exception) -> None:
-        """A request cannot be served; the others go on."""
+        """Complete a request as one that cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def take_up(self, output: Any) -> None:
-        """What the call of one request alone has returned."""
-        output.speculation_report.keeps = KEPT_ROUNDS
-        (entry,) = self.entries
-        new = output.sequences[:, len(entry.input_ids) :]
+    def complete_single(self, output: Any) -> None:
+        """Complete the request that had a batch of its own, by the output of its call."""
+        output.speculation_report.max_history = KEPT_ROUNDS
+        (request,) = self.batch_requests
+        new = output.sequences[:, len(request.input_ids) :]
         logprobs: list[tuple[float, float]] = []
         if self.logprobs:
             tokens = new.mT  # [n, 1]
             logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
-        self.close(entry, new[0].tolist(), output.sequences, logprobs)
+        self.complete(request, new[0].tolist(), output.sequences, logprobs)
 
     def pop_completed(self) -> list[Completion]:
-        """What is done or was refused since the last time."""
+        """The completions since the last time."""
         done, self.completed = self.completed, []
         return done
 
-    def _peek(self) -> Entry | None:
+    def _peek(self) -> PreparedRequest | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
-        if self.next is None and self.returned:
-            self.next = replace(self.returned.pop(0), alone=True)
-        while self.next is None and self.failed is None:
+        if self.next is None and self.put_back:
+            self.next = replace(self.put_back.pop(0), needs_own_batch=True)
+        while self.next is None and self.iterable_error is None:
             try:
-                numbered = next(self.requests, None)
+                numbered = next(self.iterator, None)
             except Exception as error:
-                numbered, self.failed = None, error
+                numbered, self.iterable_error = None, error
             if numbered is None:
                 return None
             index, asked = numbered
@@ -164,34 +179,36 @@ class RequestQueue:
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:
-                entry = self.preparing.entry(index, request)
+                prepared = self.preparer.prepare_request(index, request)
                 message = (
-                    f"the prompt has {len(entry.text)} tokens and may get {entry.limit} new ones, more than there "
+                    f"the prompt has {len(prepared.text)} tokens and may get {prepared.limit} new ones, more than "
                 )
-                message += f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free "
-                message += "memory holds); raise it, lower max_new_tokens, or shorten the prompt."
-                require(self._fits([entry]), message)
-                self.next = replace(entry, alone=entry.alone or self.each_alone)
+                message += (
+                    f"there is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the "
+                )
+                message += "free memory holds); raise it, lower max_new_tokens, or shorten the prompt."
+                require(self._fits([prepared]), message)
+                self.next = replace(prepared, needs_own_batch=prepared.needs_own_batch or self.one_by_one)
             except ValueError as error:
                 self.refuse(index, error)
         return self.next
 
-    def _take(self) -> Entry:
-        """The request that `_peek` has shown."""
-        entry, self.next = self.next, None
-        assert entry is not None
-        return entry
+    def _take(self) -> PreparedRequest:
+        """Take the request that `_peek` has returned."""
+        request, self.next = self.next, None
+        assert request is not None
+        return request
 
-    def _fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
-        """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
-        width = max(width, *(entry.width for entry in entries))
-        longest = width + max(entry.limit for entry in entries)
-        return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
+    def _fits(self, requests: Sequence[PreparedRequest], rows: int = 0, width: int = 0) -> bool:
+        """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for requests."""
+        width = max(width, *(request.width for request in requests))
+        longest = width + max(request.limit for request in requests)
+        return self.max_batch_tokens is None or max(rows, len(requests)) * longest <= self.max_batch_tokens
 
 
 def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
-    """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
-    number, first = done.emitted[index], done.batch.width + done.before[index]
+    """Log-probabilities of the tokens that a row emitted in a round: after all processors, and of the model."""
+    number, first = done.emitted[index], done.batch.width + done.emitted_before[index]
     tokens = done.batch.ids[row, first : first + number, None]
     return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
 

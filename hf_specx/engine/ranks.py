@@ -13,8 +13,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import require
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting
-from hf_specx.models.choose import layouts_of
+from hf_specx.drafting.schedule import DraftSettings
+
+from .reasons import why_out_of_step
 
 
 def of_first_rank(number: int, device: torch.device) -> int:
@@ -35,7 +36,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return count.item() > 0
 
 
-def shares_rows(*models: PreTrainedModel) -> bool:
+def is_tensor_parallel(*models: PreTrainedModel) -> bool:
     """Whether a model is spread over ranks by tensor parallelism, so that all of them decode the same rows."""
     return any((getattr(model, "tp_size", None) or 1) > 1 for model in models)
 
@@ -48,13 +49,13 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, parts))
 
 
-def check_synced(drafting: Drafting, drafter: Drafter) -> None:
+def check_synced(settings: DraftSettings, drafter: Drafter) -> None:
     """Raise ValueError if ranks that hold parts of the models cannot keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
-    message = f"num_assistant_tokens_schedule={drafting.schedule!r} changes the number of candidates by what all rows "
-    require(drafting.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
-    message = f"assistant_confidence_threshold={drafting.threshold} changes the number of candidates by what all rows "
-    require(not drafting.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
+    message = f"num_assistant_tokens_schedule={settings.schedule!r} changes the number of candidates by what all rows "
+    require(settings.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
+    message = f"assistant_confidence_threshold={settings.threshold} changes the number of candidates by what all rows "
+    require(not settings.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
     same = "synced_gpus=True needs the same forwards on every rank, and "
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     why = "" if drafter.model is None else why_out_of_step(drafter.model)
@@ -62,14 +63,4 @@ def check_synced(drafting: Drafting, drafter: Drafter) -> None:
     message = (
         "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     )
-    require(not drafter.own_text, message)
-
-
-def why_out_of_step(model: PreTrainedModel) -> str:
-    """Why ranks with parts of a model would run different forwards; empty if they keep step."""
-    if layouts_of(model, drafts=True)[0] != "lockstep":
-        return ""
-    same = "synced_gpus=True needs the same forwards on every rank"
-    again = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often"
-    remedy = "use a target and a draft that take another layout, or replicas without synced_gpus"
-    return f"{same}, and {again}; {remedy}"
+    require(not drafter.has_other_tokenizer, message)

@@ -14,8 +14,10 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = """
-    verification layout layout_reason limit_reason misread_reason rows rounds rounds_per_row plain_steps compilations
-    copied num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    verification layout layout_reason limit_reason misread_reason tree_reason rows rounds rounds_per_row plain_steps
+    compilations
+    copied num_draft_tokens mean_draft_tokens drafted nodes accepted_per_rank forced judged accepted emitted
+    drafted_per_row accepted_per_row
     emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
@@ -31,20 +33,24 @@ class SpeculationReport:
         verification, layout: "plain" where transformers' own sampler decoded; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for, if anything did.
         misread_reason: why the files of a head look as if they were misread, and what to do.
+        tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
+        nodes: all candidates, where they branch; `drafted` and what is by position are those of first choice.
+        accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
-        gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
+        num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
-            that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
-        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
-        survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
-            chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
+        steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
+            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
+        num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
+        acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
+            accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
-        history: for each row its rounds in order, or at least the last `keeps`. With drafted == 0 one is a plain step.
+        history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
+            step.
     """
 
     verification: str
@@ -53,11 +59,14 @@ class SpeculationReport:
     rows: int
     limit_reason: str = ""
     misread_reason: str = ""
+    tree_reason: str = ""
     rounds: int = 0
     plain_steps: int = 0
+    nodes: int = 0
+    accepted_per_rank: list[int] = field(default_factory=list)
     forced: int = 0
     overlap: float = 0.0
-    gained: int = 0
+    num_new_tokens: int = 0
     rounds_per_row: list[int] = field(default_factory=list)
     drafted_per_row: list[int] = field(default_factory=list)
     accepted_per_row: list[int] = field(default_factory=list)
@@ -66,9 +75,9 @@ class SpeculationReport:
     judged_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
-    gained_in_steps: int = 0
+    new_tokens_in_steps: int = 0
     num_draft_tokens: int = 0
-    survival: tuple[float, float] = (0.0, 0.0)
+    acceptance_sums: tuple[float, float] = (0.0, 0.0)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compilations: int = 0
@@ -76,7 +85,7 @@ class SpeculationReport:
     costs: Costs | None = None
     matching: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
-    keeps: int | None = None
+    max_history: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
@@ -85,39 +94,45 @@ class SpeculationReport:
 
     def observe(self, done: Round) -> None:
         """Count a round."""
-        draft, longest = done.draft, max(done.draft.lengths)
-        steps, sources = draft.steps, draft.sources
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
+        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        accepted_mass, drafted_mass = self.survival
-        for chances in done.chances:
+        accepted_mass, drafted_mass = self.acceptance_sums
+        for chances in done.draft_acceptance:
             accepted_mass += sum(chances)
             drafted_mass += sum([1.0, *chances][: len(chances)])
-        self.survival = accepted_mass, drafted_mass
+        self.acceptance_sums = accepted_mass, drafted_mass
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
         for index, row in enumerate(done.rows):
             drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
-            gained = done.gained[index]
+            num_new_tokens = done.num_new_tokens[index]
             if drafted or self.emitted_per_row[row]:
-                self.steps[drafted, steps, longest] += 1
-                self.gained_in_steps += gained
+                self.steps[drafted, steps, width] += 1
+                self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced))
-            if self.keeps is not None and len(history) > 2 * self.keeps:
-                del history[: self.keeps]
+            branch = tuple(branches[index])
+            ends = done.is_bonus[index]
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch, ends))
+            if self.max_history is not None and len(history) > 2 * self.max_history:
+                del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
             if not drafted:
                 continue
             self.forced += len(forced)
-            self.gained += gained
+            self.nodes += nodes[index]
+            for rank in branch:
+                self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
+                self.accepted_per_rank[rank] += 1
+            self.num_new_tokens += num_new_tokens
             self.overlap += sum(done.overlap[index][:judged])
             self.rounds_per_row[row] += 1
             self.drafted_per_row[row] += drafted
             self.accepted_per_row[row] += accepted
             for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-                counts += [0] * (drafted - len(counts))
+                counts += [0] * (max(drafted, accepted) - len(counts))
                 for position in range(number):
                     counts[position] += 1
             of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
@@ -140,23 +155,26 @@ class SpeculationReport:
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
         total = copy.copy(other if self.layout == PLAINLY else self)
-        total.keeps = other.keeps if self.keeps is None else self.keeps
+        total.max_history = other.max_history if self.max_history is None else self.max_history
         for name in (each.name for each in fields(self)):
             first, second = getattr(self, name), getattr(other, name)
             if name.endswith("_reason"):
                 setattr(total, name, _joined_reasons(first, second))
             elif name in LARGEST:
                 setattr(total, name, max(first, second))
-            elif name.endswith(("_per_row", "_per_position")):
+            elif name.endswith(("_per_row", "_per_position", "_per_rank")):
                 setattr(total, name, [a + b for a, b in zip_longest(first, second, fillvalue=0)])
-            elif isinstance(first, int | float | Counter) and name != "keeps":
+            elif isinstance(first, int | float | Counter) and name != "max_history":
                 setattr(total, name, first + second)
-        total.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        total.acceptance_sums = (
+            self.acceptance_sums[0] + other.acceptance_sums[0],
+            self.acceptance_sums[1] + other.acceptance_sums[1],
+        )
         total.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         total.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
-        total.history = [(a + b)[None if total.keeps is None else -2 * total.keeps :] for a, b in pairs]
+        total.history = [(a + b)[None if total.max_history is None else -2 * total.max_history :] for a, b in pairs]
         return total
 
     @property
@@ -187,7 +205,7 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α."""
+        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -196,9 +214,9 @@ class SpeculationReport:
         return self.overlap / self.judged if self.judged else 0.0
 
     @property
-    def survival_rate(self) -> float:
-        """The chance that a candidate is kept if those before it are, estimated at all candidates of all rounds."""
-        return self.survival[0] / self.survival[1] if self.survival[1] else 0.0
+    def conditional_acceptance(self) -> float:
+        """The probability that a candidate is accepted if those before it are, by all candidates of all rounds."""
+        return self.acceptance_sums[0] / self.acceptance_sums[1] if self.acceptance_sums[1] else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -210,7 +228,7 @@ class SpeculationReport:
     def tokens_per_round(self) -> float:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
         rounds = sum(self.rounds_per_row)
-        return self.gained / rounds if rounds else 1.0
+        return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
@@ -239,7 +257,7 @@ class SpeculationReport:
     def forward_limited_speedup(self) -> float | None:
         """The speed-up if all steps after the prompt took no more time than their forwards; None if not measured.
 
-        That is the number of tokens that rows gained in them, over the number of plain steps that take as long.
+        That is the number of tokens that rows got in them, over the number of plain steps that take as long.
         """
         costs = self._costs
         if costs is None or not self.steps:
@@ -249,7 +267,7 @@ class SpeculationReport:
             n * (costs.target(self.rows, width + 1) + draft_steps * draft)
             for (_, draft_steps, width), n in self.steps.items()
         )
-        return self.gained_in_steps * plain / taken
+        return self.new_tokens_in_steps * plain / taken
 
     @property
     def _costs(self) -> Costs | None:
@@ -266,15 +284,16 @@ class SpeculationReport:
 
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates were the only token allowed" if self.forced else ""
+        nodes = f", {self.nodes} with branches" if self.nodes > self.drafted else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         alpha, rate = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
         lines = [
             f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
-            f"over up to {self.num_draft_tokens} candidates a row, {self.plain_steps} over none; "
+            f"over up to {self.num_draft_tokens} candidates a row{nodes}, {self.plain_steps} over none; "
             f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
-        lines += [reason for reason in (self.limit_reason, self.misread_reason) if reason]
+        lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:

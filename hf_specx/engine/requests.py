@@ -15,15 +15,14 @@ from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.processors import Processor, can_look_ahead
-from hf_specx.sampling.rewindable import TokenMasks, masked
+from hf_specx.sampling.rewindable import TokenMasks, with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import MAX_SEED, check_encoder_positions, check_length, rope_limits, text_width, unknown_token
-from .check_models import adapts_rows, why_learned_prompt
-from .entry import bind_stop_strings, prepared
-from .reasons import reasons_of
+from .check_inputs import MAX_SEED, check_encoder_positions, check_length, check_token_ids, text_width
+from .entry import bind_stop_strings, prepared_inputs
+from .reasons import adapts_rows, reasons_in_inputs, rope_limits, why_learned_prompt
 
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
@@ -76,25 +75,25 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PreparedRequest:
     """A request as `generate` prepared it for a batch of one.
 
     Attributes:
         text: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
-        seed: its own if it is `seeded`, else one that was drawn.
-        processors: of the call and its own; `has_processors`, whether there are some of its own.
-        alone: whether it needs a batch of its own.
+        seed: its own if `has_own_seed`, else one that was drawn.
+        processors: of the call and its own; `has_own_processors`, whether there are some of its own.
+        needs_own_batch: whether no others may be beside it: something of it keeps state, or transformers decodes it.
     """
 
     index: int
     text: torch.Tensor
     input_ids: torch.Tensor
     seed: int
-    seeded: bool
+    has_own_seed: bool
     processors: Sequence[Processor]
-    has_processors: bool
+    has_own_processors: bool
     stopping: Stopping
-    alone: bool
+    needs_own_batch: bool
 
     @property
     def limit(self) -> int:
@@ -107,33 +106,41 @@ class Entry:
         return max(len(self.text), len(self.input_ids))
 
 
-class Preparing:
+class RequestPreparer:
     """Has `generate` prepare requests, each for a batch of one, and then batches of them, with the same options."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
         self.model, self.options = model, dict(options)
         self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        # they are tried at once; stop strings are bound for each request, those of a config too
-        tried = self.options | {"stop_strings": None}
-        if not tried.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-            # each request may have its own limit
-            tried |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
-        self._alone(token, tried)
+        self._try_options()
 
-    def batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> Prompt:
-        """Several requests, [l] tokens each, with pads."""
+    def _try_options(self) -> None:
+        """Have `generate` prepare one token, so that it raises at once what it has against the options."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # stop strings become criteria for each request, those of a config too
+        options = self.options | {"stop_strings": None}
+        if not options.keys() & {"max_new_tokens", "max_length", "generation_config"}:
+            # each request may have its own limit
+            options |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
+        self._prepare_single(token, options)
+
+    def prepare_batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
+        """The inputs of several requests, [l] tokens each, with pads."""
         side = "right" if self.model.config.is_encoder_decoder else "left"
         padded = padded_rows(texts, side)
         options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
-        return _prepared(self.model, padded["input_ids"], padded["attention_mask"], options)
+        return _inputs_from_generate(self.model, padded["input_ids"], padded["attention_mask"], options)
 
-    def entry(self, index: int, request: Request) -> Entry:
-        """A request by itself; raises a ValueError if it cannot be served."""
+    def prepare_request(self, index: int, request: Request) -> PreparedRequest:
+        """A request as `generate` prepares it for a batch of one.
+
+        Raises:
+            ValueError: if it cannot be served.
+        """
         ids = as_ids(request.input_ids)
         _check(request, ids)
-        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
+        check_token_ids(self.model, ids, self.model.config.is_encoder_decoder)
         ids = ids.to(self.device, torch.int64)
         overrides = {
             "max_new_tokens": request.max_new_tokens,
@@ -145,44 +152,44 @@ class Preparing:
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        prompt = self._alone(ids[None], options)
-        processors, alone = self._with_masks(prompt)
+        prompt = self._prepare_single(ids[None], options)
+        processors, needs_own_batch = self._with_masks(prompt)
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if prompt.generation_config.do_sample else 0
-        entry = Entry(
+        prepared = PreparedRequest(
             index=index,
             text=ids,
             input_ids=prompt.input_ids[0],
             seed=seed,
-            seeded=request.seed is not None,
+            has_own_seed=request.seed is not None,
             processors=processors,
-            has_processors=request.logits_processor is not None,
+            has_own_processors=request.logits_processor is not None,
             stopping=prompt.stopping,
-            alone=alone,
+            needs_own_batch=needs_own_batch,
         )
-        check_length(prompt, entry.limit)
+        check_length(prompt, prepared.limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))
-        return entry
+        return prepared
 
-    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prompt:
-        """As `_prepared`, for ids [1, L] without pads."""
+    def _prepare_single(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
+        """As `_inputs_from_generate`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             states = torch.zeros(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
             options = options | {"encoder_outputs": BaseModelOutput(states)}
-        return _prepared(self.model, ids, torch.ones_like(ids), options)
+        return _inputs_from_generate(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, prompt: Prompt) -> tuple[Sequence[Processor], bool]:
+    def _with_masks(self, prompt: PreparedInputs) -> tuple[Sequence[Processor], bool]:
         """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
-        ours = masked(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
+        ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
         stateful += [mask.name for mask in masks if not mask.of_call]
         self._check_shared(stateful)
         longest = text_width(prompt) + prompt.stopping.max_new_tokens
         changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch
-        if stateful or changes or reasons_of(prompt, prompt.stopping.max_new_tokens):
+        if stateful or changes or reasons_in_inputs(prompt, prompt.stopping.max_new_tokens):
             return prompt.processors, True
         for mask in masks:
             mask.begin(1)
@@ -223,13 +230,15 @@ def _check(request: Request, ids: torch.Tensor) -> None:
     require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), message)
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prompt:
+def _inputs_from_generate(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]
+) -> PreparedInputs:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
-    prompts: list[Prompt] = []
+    prompts: list[PreparedInputs] = []
 
-    @wraps(prepared)
+    @wraps(prepared_inputs)
     def keep_prompt(*args: Any, **kwargs: Any) -> torch.Tensor:
-        prompt = prepared(*args, **kwargs)  # of PEFT's wrapper it has the model inside
+        prompt = prepared_inputs(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         why = why_learned_prompt(prompt.model)
         require(not why, f"{why}.")
         message = f"num_beams={prompt.generation_config.num_beams} and num_return_sequences="

@@ -7,14 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
-from hf_specx.drafting.drafter import DraftContext
+from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.drafting.several import SeveralDrafts
+from hf_specx.drafting.trees import COMPILED_NODES, Ranks, Trees
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
@@ -25,88 +26,125 @@ from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
+from .check_options import MOST_NODES
 from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
-from .requests import Entry
+from .requests import PreparedRequest
 
 
-REJECTION = ("token", "block")  # where the number of a row's candidates decides what is drawn for it
+DRAWN_BY_LENGTH = ("token", "block")  # verifications that draw other tokens for another number of candidates
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
 class Run:
-    """The decoding of one call; "auto" goes by `costs`.
+    """The decoding of one call: what the loop in `decode.py` asks in each round.
+
+    Args:
+        call: what was asked for, and how it is decoded.
+        costs: what "auto" goes by; the call adds what it has shown.
+        target: has read the prompts; None makes one that will.
 
     Attributes:
         batch: the text; `finished` says whether all of its rows have ended.
         target, verifier, drafter, schedule: what the loop asks in each round.
         processors: of the target and of the draft.
         report, outputs, stream: what the caller gets; the latter two are None where they are not asked for.
+        listeners: are told of each round first, before any row leaves.
     """
 
     schedule: Schedule
 
     def __init__(self, call: Call, costs: Costs, target: ModelRunner | None = None):
-        """A `target` that is given has read the prompts."""
-        prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
-        self.call, self.costs, self.stopping = call, costs, call.stopping
-        self.batch, self.finished = make_batch(call), False
-        self.has_read = target is not None
+        prompt, options = call.prompt, call.options
+        self.call = call
+        self.costs = costs
+        self.stopping = call.stopping
+        self.batch = make_batch(call)
+        self.finished = False
+        self.has_prefilled = target is not None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors = self._make_processors()
-        most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-        window = NOISE_WINDOW * (1 + most)
+        self.max_draft_tokens = max_draft_tokens(call)
+        window = NOISE_WINDOW * (1 + self.max_draft_tokens)
         self.verifier = make_verifier(call.verification, prompt.input_ids, window, seeded=call.seeds is not None)
-        # a draft that goes by times would differ from rank to rank
-        self.round_timer = RoundTimer(None if call.shared else costs, call.verification in ("greedy", "coupled"))
-        model = None if call.drafter.own_text else call.drafter.model
-        self.draft_prompt = None if model is None else draft_prompt(model, prompt)
-        # all ranks need the same numbers, and so do compiled forwards
-        self.forces, self.drafter = not (call.synced or options.compile), call.drafter
-        may_have_masks = call.queue is not None or self.processors.mask_size > 0  # later requests may bring some
-        if self.forces and may_have_masks and not (self.drafter.has_probs or self.drafter.parts):
-            self.drafter = SeveralDrafts([self.drafter])  # which adds forced tokens, as that of a model does itself
-        max_rollback, limited_by = self.processors.max_rollback, ""
-        if max_rollback < most:
-            limited_by = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
-        self.report = SpeculationReport(
-            call.verification,
-            call.layout.target,
-            call.layout.reason,
-            rows,
-            limited_by,
-            costs=costs,
-            keeps=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
-        )
+        # times differ from rank to rank, and drafts that go by them would differ as well
+        timer_costs = None if call.tensor_parallel else costs
+        self.round_timer = RoundTimer(timer_costs, online=call.verification in ("greedy", "coupled"))
+        self.trees = self._make_trees()
+        own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
+        self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
+        # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
+        self.allow_forced_tokens = not (call.synced_gpus or options.compile)
+        self.drafter = self._make_drafter()
+        self.report = self._make_report()
         config = prompt.generation_config
-        self.outputs = Outputs(config, rows) if config.return_dict_in_generate else None
+        self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
         self.stream = None if options.streamer is None else Stream(call)
-        self.listeners: list[Listener] = [self.report]
-        for listener in (self.outputs, self.stream, *options.listeners, call.queue):
-            if listener is not None:
-                self.listeners.append(listener)
-        self.started = self.lapped = time.perf_counter()
+        listeners = [self.report, self.trees, self.outputs, self.stream, *options.listeners, call.queue]
+        self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
+        self.started = self.phase_started = time.perf_counter()
 
     def _make_processors(self) -> Processors:
-        """The processors of the call, or those of a queue's requests."""
+        """The processors of the call, or those of a queue's requests, with how many candidates the target takes."""
         call = self.call
-        fits = tokens_of_a_round(call.prompt.model)
-        limit = NO_LIMIT if fits is None else (fits - 1, f"the target's experts take {fits} tokens of a row at once")
+        limit = NO_LIMIT
+        round_size = tokens_of_a_round(call.prompt.model)
+        if round_size is not None:
+            limit = round_size - 1, f"the target's experts take {round_size} tokens of a row at once"
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.table, self.stopping.eos_token_ids, limit)
+            return RequestProcessors(self.batch.row_states, self.stopping.eos_token_ids, limit)
         return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
+    def _make_drafter(self) -> Drafter:
+        """The drafter of the call; one without a model gets forced tokens from a `SeveralDrafts` of it alone."""
+        drafter = self.call.drafter
+        may_have_masks = self.processors.mask_size > 0 or self.call.queue is not None  # later requests may bring some
+        adds_forced_tokens_itself = drafter.has_probs or drafter.parts
+        if self.allow_forced_tokens and may_have_masks and not adds_forced_tokens_itself:
+            return SeveralDrafts([drafter])
+        return drafter
+
+    def _make_trees(self) -> Trees | None:
+        """The shapes of trees, where candidates of the call may branch."""
+        call = self.call
+        if not call.nodes:
+            return None
+        round_size = tokens_of_a_round(call.prompt.model)
+        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
+        numbers = (
+            [number for number in COMPILED_NODES if number <= most] if call.options.compile else range(1, 1 + most)
+        )
+        nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
+        return Trees(nodes, self.round_timer, self.costs.ranks.setdefault(call.verification, Ranks()), numbers)
+
+    def _make_report(self) -> SpeculationReport:
+        """The report of the call, with all counters at 0."""
+        call, max_rollback = self.call, self.processors.max_rollback
+        limit_reason = ""
+        if max_rollback < self.max_draft_tokens:
+            limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
+        return SpeculationReport(
+            call.verification,
+            call.layout.target,
+            call.layout.reason,
+            len(call.prompt.input_ids),
+            limit_reason,
+            costs=self.costs,
+            max_history=None if call.queue is None else KEPT_ROUNDS,
+            matching=call.drafter.matching,
+            tree_reason=call.tree_reason,
+        )
+
     def begin(self) -> None:
-        """Read the prompts, and decide how many candidates to draft."""
+        """Read the prompts, start the drafter, and decide how many candidates to draft."""
         call = self.call
         if self.stream is not None:
             self.stream.prompt(self.batch)
-        if not self.has_read:
+        if not self.has_prefilled:
             self.target.prefill()
         self.verifier.start()  # `generate` draws its first random number after this forward
         context = DraftContext(
@@ -115,61 +153,77 @@ class Run:
             vocab_size=self.target.prompt_logits.shape[-1],
             verifier=self.verifier,
             processors=self.processors,
-            threshold=call.drafting.threshold,
+            threshold=call.draft_settings.threshold,
             prompt=self.draft_prompt,
             layout=call.layout.draft,
             compiled=call.options.compile,
-            forces=self.forces,
+            allow_forced_tokens=self.allow_forced_tokens,
             round_timer=self.round_timer,
-            number=call.drafting.number,
-            alpha=None if call.shared else self.costs.alpha.get(call.verification),
+            num_draft_tokens=call.draft_settings.num_draft_tokens,
+            alpha=None if call.tensor_parallel else self.costs.alpha.get(call.verification),
+            trees=self.trees,
         )
         self.drafter.start(context)
         self.schedule = self._make_schedule()
-        self.lapped = time.perf_counter()
+        self.phase_started = time.perf_counter()
 
     def _make_schedule(self) -> Schedule:
-        """How many candidates rows draft; costs that this needs are measured first."""
-        call, batch, drafter, round_timer = self.call, self.batch, self.drafter, None
-        fixed = call.drafting.number is not None or any(row.drafts_alone for row in batch.table)
-        # other ranks, and requests that come later, may have longer texts
-        if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):
-            step = drafter.cost(batch)
-            if step is not None:
-                self._measure(step)
-                round_timer = RoundTimer(self.costs, self.round_timer.online) if call.shared else self.round_timer
-        options: dict[str, Any] = {"synced": call.synced, "processors": self.processors}
-        if round_timer is not None and (call.synced or call.shared):
-            options["agree"] = partial(of_first_rank, device=batch.ids.device)
-        number = drafter.max_candidates if call.drafting.number is None else call.drafting.number
-        if number is not None or round_timer is None:
-            return Schedule(FIXED_DRAFT_TOKENS if number is None else number, round_timer, **options)
-        return Auto(round_timer, call.verification, batch, call.options.compile, **options)
+        """The number of candidates that was asked for, "auto", or a fixed number where "auto" has nothing to go by."""
+        call = self.call
+        round_timer = self._timer_of_auto()
+        options: dict[str, Any] = {"equal_lengths": call.synced_gpus, "processors": self.processors}
+        if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
+            options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
+        num_draft_tokens = call.draft_settings.num_draft_tokens  # 0 in a queue without candidates
+        if num_draft_tokens is None:
+            num_draft_tokens = self.drafter.max_candidates
+        if num_draft_tokens is not None:
+            return Schedule(num_draft_tokens, round_timer, **options)
+        if round_timer is None:
+            return Schedule(FIXED_DRAFT_TOKENS, **options)
+        return Auto(round_timer, call.verification, self.batch, call.options.compile, **options)
 
-    def _measure(self, step: Callable[[int], object]) -> None:
-        """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
+    def _timer_of_auto(self) -> RoundTimer | None:
+        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
+        call = self.call
+        is_fixed = call.draft_settings.num_draft_tokens is not None
+        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+            return None
+        # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
+        is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
+        draft_step = self.drafter.cost(self.batch) if is_long else None
+        if draft_step is None:
+            return None
+        self._measure_costs(draft_step)
+        if call.tensor_parallel:
+            return RoundTimer(self.costs, self.round_timer.online)  # for the schedule alone, whose ranks agree
+        return self.round_timer
+
+    def _measure_costs(self, draft_step: Callable[[int], object]) -> None:
+        """Have times of this batch size in the costs: assumed by the models' sizes, or measured once."""
         call, costs, rows = self.call, self.costs, len(self.batch.rows)
-        forward, device = partial(self.target.dummy_run, self.batch), self.batch.ids.device
-        if call.synced:
-            if any_rank(rows not in costs.table, device):
-                costs.measure(rows, forward, step)
+        target_step, device = partial(self.target.dummy_run, self.batch), self.batch.ids.device
+        if call.synced_gpus:
+            if any_rank(rows not in costs.table, device):  # then all ranks measure together
+                costs.measure(rows, target_step, draft_step)
             return
         assumed = costs.table[rows] if rows in costs.assumed else None
-        # what is shared or compiled only timing tells
-        if assumed is None and not (costs.knows(rows) or call.shared or call.options.compile):
-            target, draft = size_of(self.target.model), self.drafter.size()
-            assumed = None if target is None or draft is None else assumed_times(target, draft, rows, device)
-        costs.prepare(rows, forward, step, assumed)
+        only_timing_tells = call.tensor_parallel or call.options.compile
+        if assumed is None and not costs.knows(rows) and not only_timing_tells:
+            target_size, draft_size = size_of(self.target.model), self.drafter.size()
+            if target_size is not None and draft_size is not None:
+                assumed = assumed_times(target_size, draft_size, rows, device)
+        costs.prepare(rows, target_step, draft_step, assumed)
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
         self.begin()
-        step = self.drafter.cost(self.batch) or (lambda _: None)
-        self.costs.measure(len(self.batch.rows), partial(self.target.dummy_run, self.batch), step)
+        draft_step = self.drafter.cost(self.batch) or (lambda _: None)
+        self.costs.measure(len(self.batch.rows), partial(self.target.dummy_run, self.batch), draft_step)
 
     def active(self) -> bool:
         """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
-        while self.call.synced and any_rank(not self.finished, self.batch.ids.device):
+        while self.call.synced_gpus and any_rank(not self.finished, self.batch.ids.device):
             if not self.finished:
                 return True
             self.dummy_round()
@@ -183,10 +237,14 @@ class Run:
         self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
-        """Tell those of a round who only look on. Where there is no next token, the call fails, or a request alone."""
+        """Tell the listeners of a round, once rows whose own processors leave no next token have ended.
+
+        Raises:
+            Exception: the error of such a row, as `generate` raises it, unless it is a request with own processors.
+        """
         for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
-            state = done.batch.table[row]
-            if state.request is None or not state.request.has_processors:
+            state = done.batch.row_states[row]
+            if state.request is None or not state.request.has_own_processors:
                 raise error
             if state.stopped_at is None:
                 state.stopped_at = done.batch.counts[row]
@@ -195,40 +253,40 @@ class Run:
             listener.observe(done)
 
     def admit(self, done: Round) -> None:
-        """Let rows that ended leave, or put the next requests in their places."""
+        """Drop the rows that ended, or put the next requests of the queue in their places."""
         call, batch = self.call, self.batch
-        entries: dict[int, Entry] = {}  # what comes in the place of each of these rows
+        requests: dict[int, PreparedRequest] = {}  # by the row whose place each takes
         if call.queue is not None and call.layout.refills:
-            entries = call.queue.next_requests(batch, done.ended)
-        leaving = [row for row in done.ended if row not in entries]
-        self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
-        stay = None if self.finished else batch.drop_rows(leaving)
-        done = replace(done, stay=stay, finished=self.finished)
+            requests = call.queue.next_requests(batch, done.ended)
+        dropped = [row for row in done.ended if row not in requests]
+        self.finished = len(dropped) == len(done.rows)  # the last rows to end stay in the batch
+        keep_indices = None if self.finished else batch.drop_rows(dropped)
+        done = replace(done, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
-        listeners: list[Listener] = [self.schedule, self.drafter, self.target]
-        for listener in listeners:
-            listener.observe(done)
-        self.lap("verify")
-        if not entries:
+        self.schedule.observe(done)
+        self.drafter.observe(done)
+        self.target.observe(done)
+        self.end_phase("verify")
+        if not requests:
             return
-        for row, entry in entries.items():  # only now, since all were told of the text before
-            batch.admit(row, request_row(call, entry, is_refill=True), entry.input_ids)
-        rows = list(entries)
+        for row, request in requests.items():  # only now, since all were told of the text before
+            batch.admit(row, request_row(call, request, is_refill=True), request.input_ids)
+        rows = list(requests)
         self.schedule.admit(batch, rows)
         self.target.admit(batch, rows)
         self.drafter.admit(batch, rows)
-        self.lap("read")
+        self.end_phase("read")
 
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap to a phase of the report."""
+    def end_phase(self, phase: str) -> None:
+        """Add the time since the last phase ended to this one's seconds in the report."""
         now = time.perf_counter()
-        self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + now - self.lapped
-        self.lapped = now
+        self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + now - self.phase_started
+        self.phase_started = now
 
     def finish(self) -> None:
-        """End the call, and remember what it has shown."""
-        columns, report, draft = self.stopping.columns(self.batch), self.report, self.drafter.runner
+        """End the call: complete the report, and add to the costs what the call has shown."""
+        columns, report, draft = self.stopping.num_output_columns(self.batch), self.report, self.drafter.runner
         self.verifier.finish(columns)
         self.schedule.end()
         cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
@@ -237,13 +295,15 @@ class Run:
         report.compilations, report.copied = self.target.compilations, self.target.reused_tokens
         if getattr(draft, "model", None) is not self.target.model:  # else these were counted
             report.compilations += getattr(draft, "compilations", 0)
-        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
+        self.costs.remember(
+            report.verification, report.conditional_acceptance, report.acceptance_sums[1], report.rounds
+        )
 
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
-        prompt, columns = self.call.prompt, self.stopping.columns(self.batch)
+        prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
         text = self.batch.output(columns)
-        past = self.target.past_key_values(self.batch, columns) if prompt.keeps_past else None
+        past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
@@ -251,23 +311,30 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
-def would_not_draft(call: Call, costs: Costs) -> bool:
-    """Whether "auto" will hardly draft in all of a call: candidates take forwards, and do not pay.
+def max_draft_tokens(call: Call) -> int:
+    """The most candidates that a row may have in a round of a call."""
+    return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
 
-    Not if anything else in it needs rounds, or gets candidates for nothing.
+
+def would_not_draft(call: Call, costs: Costs) -> bool:
+    """Whether "auto" will probably draft nothing in all of a call, so that transformers' own sampler may decode it.
+
+    Not if anything in it needs rounds, or gets candidates without a forward.
     """
     options, drafter = call.options, call.drafter
-    fixed = call.drafting.number is not None or drafter.max_candidates is not None
-    needs_rounds = call.seeds is not None or call.synced or call.shared
-    if fixed or needs_rounds or drafter.parts or not drafter.has_probs or options.compile or options.listeners:
+    is_fixed = call.draft_settings.num_draft_tokens is not None or drafter.max_candidates is not None
+    needs_rounds = call.seeds is not None or call.synced_gpus or call.tensor_parallel
+    needs_rounds = needs_rounds or options.compile or bool(options.listeners)
+    drafts_without_forwards = bool(drafter.parts) or not drafter.has_probs
+    if is_fixed or needs_rounds or drafts_without_forwards:
         return False
-    if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):
+    if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
     return Auto(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
 
 
 def make_batch(call: Call) -> Batch:
-    """The text of a call before its first token, with a `Row` for each prompt."""
+    """The text of a call before its first token, with a `RowState` for each prompt."""
     prompt = call.prompt
     width = prompt.input_ids.shape[1]
     name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
@@ -276,21 +343,25 @@ def make_batch(call: Call) -> Batch:
     pad = prompt.generation_config._pad_token_tensor
     if call.queue is None:
         seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
-        drafts_alone = call.seeds is not None and call.verification in REJECTION
-        table = [Row(limit=prompt.longest, seed=seed, drafts_alone=drafts_alone) for seed in seeds]
+        independent_lengths = call.seeds is not None and call.verification in DRAWN_BY_LENGTH
+        row_states = []
+        for seed in seeds:
+            limit = prompt.max_new_tokens_now
+            row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
     else:
-        table = [request_row(call, entry) for entry in call.queue.entries]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), call.layout.lockstep, table)
+        row_states = [request_row(call, request) for request in call.queue.batch_requests]
+    pad_token_id = 0 if pad is None else int(pad)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.nodes))
 
 
-def request_row(call: Call, entry: Entry, is_refill: bool = False) -> Row:
+def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:
     """The row of a request, as it begins."""
-    return Row(
-        limit=entry.limit,
-        seed=entry.seed,
-        drafts_alone=entry.seeded and call.verification in REJECTION,
+    return RowState(
+        limit=request.limit,
+        seed=request.seed,
+        independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(entry.processors, call.stopping.eos_token_ids),
-        stopping=entry.stopping,
-        request=entry,
+        processors=RowProcessors(request.processors, call.stopping.eos_token_ids),
+        stopping=request.stopping,
+        request=request,
     )

@@ -19,22 +19,30 @@ from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
-from hf_specx.drafting.auto import PROBE_SHARE, Costs
+from hf_specx.drafting.auto import TRIAL_SHARE, Costs
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
-from hf_specx.drafting.heads.gemma4 import with_assistant_drafts
+from hf_specx.drafting.heads.draft_names import with_assistant_drafts, with_loaded_drafts, with_weightless_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
 from hf_specx.models.choose import LAYOUTS
-from hf_specx.models.prompts import Prompt, prepare
+from hf_specx.models.prompts import PreparedInputs, prepare
 
-from .call import DOES_NOT_PAY, Call, make_call, warn_once
+from .call import Call, make_call, warn_once
 from .check_options import check_options
 from .decode import decode
-from .entry import AskedSignature, check_draft, check_entry, check_many, prepared, repository_of, withheld
+from .entry import (
+    CheckingSignature,
+    check_draft,
+    check_entry,
+    check_generate_many,
+    prepared_inputs,
+    repository_of,
+    withheld_arguments,
+)
+from .measured_target import with_measured_target
 from .plain import decode_plainly
-from .proven import proven
 from .queue import RequestQueue, in_order
+from .reasons import DOES_NOT_PAY
 from .report import SpeculationReport
 from .requests import Completion, Request
 from .run import Run, would_not_draft
@@ -65,6 +73,9 @@ class SpeculativeDecoding(NoModel):
             advance together. With `do_sample=False` the verifier is greedy whatever this says.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
+        tree: the most candidates of a row in a round where several may follow one token, of which the text takes the
+            branch that is the target's own; False has each follow the one before. `num_draft_tokens` is then how many
+            follow one another. Sampled text is that of "coupled" verification.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
             on CUDA). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
@@ -96,6 +107,7 @@ class SpeculativeDecoding(NoModel):
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
         layout: str = "auto",
+        tree: str | bool | int = False,
         compile: bool = False,
         streamer: BaseStreamer | None = None,
         stream_by: str = "token",
@@ -107,6 +119,7 @@ class SpeculativeDecoding(NoModel):
     ):
         self.draft_model: Any = unwrapped_draft(with_weightless_drafts(draft_model))
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
+        self.tree = tree
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
         options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
@@ -121,34 +134,39 @@ class SpeculativeDecoding(NoModel):
 
     def __repr__(self) -> str:
         description = label_of(self.draft_model)
-        for name in ("num_draft_tokens", "verification", "layout", "compile"):
+        for name in ("num_draft_tokens", "verification", "layout", "tree", "compile"):
             description += f", {name}={getattr(self, name)!r}"
         return f"SpeculativeDecoding({description})"
 
-    __signature__ = AskedSignature()
+    __signature__ = CheckingSignature()
 
     def __call__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> torch.Tensor | ModelOutput:
         """What `generate` calls after its preparations; a ValueError before any forward if it cannot be done exactly.
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(prepared(model, *args, **kwargs), **withheld(sys._getframe()))
+        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments(sys._getframe()))
 
     @torch.no_grad()
     def decode(
         self,
-        prompt: Prompt,
+        prompt: PreparedInputs,
         earlier: SpeculationReport | None = None,
         streamer: BaseStreamer | None = None,
         **withheld: Any,
     ) -> torch.Tensor | ModelOutput:
-        """Decode what `generate` has prepared, and what it withholds; the report goes on from an `earlier` one.
+        """The output of a call that `generate` has prepared.
 
-        A `streamer` of `generate` has got the prompt from it already.
+        Args:
+            prompt: what `generate` has prepared.
+            earlier: a report that this call's goes on from.
+            streamer: of `generate`, which has given it the prompt already; None takes the strategy's own.
+            **withheld: other arguments of `make_call` that `generate` keeps to itself.
         """
-        withheld |= {"shown": streamer is not None, "streamer": self.streamer if streamer is None else streamer}
+        withheld["prompt_streamed"] = streamer is not None
+        withheld["streamer"] = self.streamer if streamer is None else streamer
         try:
-            return self.complete(self.call(prompt, **withheld), earlier)
+            return self.run_call(self.prepare_call(prompt, **withheld), earlier)
         finally:
             if withheld["streamer"] is not None:
                 withheld["streamer"].end()
@@ -186,8 +204,8 @@ class SpeculativeDecoding(NoModel):
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
-        drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
+        check_generate_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        drafter, options = self._make_drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
         queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
         completions = self._completions(queue, batch_size)
@@ -195,36 +213,40 @@ class SpeculativeDecoding(NoModel):
 
     @torch.no_grad()
     def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Completion]:
-        """What becomes of each request, as soon as it is done.
+        """The completion of each request, as soon as it is done.
 
-        Rows are filled again as long as the next request fits beside the others. If it does not, or rows cannot be
-        filled again, they are completed first, and another batch begins.
+        Requests take the places of rows that ended as long as they fit beside the others. Where the next one does not,
+        or the layout refills no rows, the batch is completed first, and another one begins.
         """
         earlier: SpeculationReport | None = None
-        while queue.begin(batch_size):
-            prompt = queue.prepared()
-            if queue.entries[0].alone:
-                try:
-                    queue.take_up(self.complete(self.call(prompt), earlier))
-                except (ValueError, RuntimeError) as error:
-                    if not queue.is_request_error(error):
-                        raise
-                    queue.refuse(queue.entries[0].index, error)
-                    self.report = earlier
+        while queue.begin_batch(batch_size):
+            if queue.batch_requests[0].needs_own_batch:
+                self._complete_single(queue, earlier)
             else:
-                call, target = proven(self.call(prompt, queue))
+                call, target = with_measured_target(self.prepare_call(queue.batch_inputs(), queue))
                 if call.fallback_reason:  # which transformers' own sampler has no queue for
-                    queue.decode_each_alone()
+                    queue.decode_one_by_one()
                     continue
                 run = Run(call, self.costs, target)
-                for _ in self._rounds(run, earlier):
+                for _ in self._run_rounds(run, earlier):
                     yield from queue.pop_completed()
-                    run.lap("handing on")
+                    run.end_phase("handing on")
             earlier = self.report
             yield from queue.pop_completed()
         yield from queue.pop_completed()
-        if queue.failed is not None:
-            raise queue.failed
+        if queue.iterable_error is not None:
+            raise queue.iterable_error
+
+    def _complete_single(self, queue: RequestQueue, earlier: SpeculationReport | None) -> None:
+        """Decode a request that needs its own batch, as any call; refuse it if its own processors fail."""
+        inputs = queue.batch_inputs()
+        try:
+            queue.complete_single(self.run_call(self.prepare_call(inputs), earlier))
+        except (ValueError, RuntimeError) as error:
+            if not queue.is_request_error(error):
+                raise
+            queue.refuse(queue.batch_requests[0].index, error)
+            self.report = earlier
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -246,7 +268,7 @@ class SpeculativeDecoding(NoModel):
             attributes.update(before)
 
     def _generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `model.generate` gives inside of `attached`; without us where a repository of the Hub decodes."""
+        """What `model.generate` returns inside of `attached`; without a strategy where code of the Hub decodes."""
         repository = repository_of(model, *args[1:2], **kwargs)
         if not repository:
             return type(model).generate(model, *args, **{"custom_generate": self} | kwargs)
@@ -257,22 +279,26 @@ class SpeculativeDecoding(NoModel):
         return type(model).generate(model, *args, **kwargs)
 
     def load(self, target: PreTrainedModel) -> None:
-        """Load drafts that are named, for this target."""
+        """Load drafts that were given by name, for this target."""
         parts = self.draft_model if isinstance(self.draft_model, list) else [self.draft_model]
         if any(isinstance(part, str | Path) for part in parts):
             self.draft_model = with_loaded_drafts(self.draft_model, target)
             check_draft(self.draft_model)
 
-    def _drafter(self, target: PreTrainedModel) -> Drafter:
+    def _make_drafter(self, target: PreTrainedModel) -> Drafter:
+        """The drafter of one call with a target; a draft that is a model with another tokenizer is matched to it."""
         self.load(target)
-        draft, ours, other = with_assistant_drafts(self.draft_model), self.tokenizer, self.draft_tokenizer
-        if ours is not None and other is not None and not same_tokens(ours, other):
-            draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
+        draft = with_assistant_drafts(self.draft_model)
+        tokenizer, draft_tokenizer = self.tokenizer, self.draft_tokenizer
+        if tokenizer is not None and draft_tokenizer is not None and not same_tokens(tokenizer, draft_tokenizer):
+            draft = match_tokenizers(draft, target, tokenizer, draft_tokenizer, self.tokenizer_match)
         return make_drafter(draft, target)
 
-    def call(self, prompt: Prompt, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any) -> Call:
-        """What a call asks for, or a batch of a queue, checked."""
-        drafter, options = self._drafter(prompt.model), copy.copy(self)  # which may change later
+    def prepare_call(
+        self, prompt: PreparedInputs, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any
+    ) -> Call:
+        """A call of `generate`, or a batch of a queue, as `make_call` decides and checks it."""
+        drafter, options = self._make_drafter(prompt.model), copy.copy(self)  # which may change later
         options.streamer = streamer
         call = make_call(options, prompt, drafter, queue, **withheld)
         self.reset_costs_for(prompt.model)
@@ -285,26 +311,27 @@ class SpeculativeDecoding(NoModel):
             self.costs = Costs()
         self._last_target = ModelReference(model)
 
-    def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
-        """Decode a call to its end; the report goes on from an earlier one."""
+    def run_call(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
+        """The output of a call, decoded to its end; the report goes on from an earlier one."""
         if not call.fallback_reason and would_not_draft(call, self.costs):
             call = replace(call, fallback_reason=DOES_NOT_PAY)
-        call, target = proven(call)
+        call, target = with_measured_target(call)
         if not call.fallback_reason:
             run = Run(call, self.costs, target)
-            for _ in self._rounds(run, earlier):
+            for _ in self._run_rounds(run, earlier):
                 pass
             return run.output()
         warn_once(call, self.layout, self._warned)
         output, report = decode_plainly(call)
-        self.costs.saved += PROBE_SHARE * report.plain_steps if call.fallback_reason == DOES_NOT_PAY else 0.0
+        if call.fallback_reason == DOES_NOT_PAY:
+            self.costs.trial_budget += TRIAL_SHARE * report.plain_steps
         self.report = report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
             output.speculation_report = report
         return output
 
-    def _rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:
-        """The same, round by round."""
+    def _run_rounds(self, run: Run, earlier: SpeculationReport | None) -> Iterator[Round]:
+        """The rounds of a call while it is decoded; the report goes on from an earlier one."""
         warn_once(run.call, self.layout, self._warned)
         self.report = run.report
         yield from decode(run)
@@ -316,4 +343,4 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = replace(prepare(model, 1, inputs), inputs_tensor=input_ids)
-        Run(self.call(prompt), self.costs).calibrate()
+        Run(self.prepare_call(prompt), self.costs).calibrate()

@@ -17,12 +17,13 @@ from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
 from .folders import OF_CARD, check_out, without_folders
-from .known_pairs import EMBEDDED, NAMES, check_known_name, embedded_folder
+from .known_pairs import EMBEDDED, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
+SEQ2SEQ = "AutoModelForSeq2SeqLM"
 TASKS = {TEXT: "text-generation", SPEECH: "automatic-speech-recognition", VISION: "image-text-to-text"}
 
 
@@ -58,27 +59,23 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
     return f"{card.content}\n"
 
 
-def known_config(name: str) -> PairConfig:
-    """The config of a pair in the package; a ValueError for another name."""
-    check_known_name(name)
+def embedded_config() -> PairConfig:
+    """The config of the pair in the package."""
     return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
 
 
-def known_card(name: str) -> str:
-    """The card of a pair in the package; a ValueError for another name."""
-    return render(known_config(name), name)
+def embedded_card() -> str:
+    """The card of the pair in the package."""
+    return render(embedded_config(), EMBEDDED)
 
 
-def write_cards(folder: str | Path) -> list[Path]:
-    """Write the cards of the pairs in the package into a folder; returns the files."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    files = [root / f"{name}.md" for name in NAMES]
-    for file in files:
-        check_out(file, OF_CARD)
-    for name, file in zip(NAMES, files, strict=True):
-        file.write_text(known_card(name), encoding="utf-8")
-    return files
+def write_embedded_card(folder: str | Path) -> Path:
+    """Write the card of the pair in the package into a folder; returns the file."""
+    file = Path(folder) / f"{EMBEDDED}.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    check_out(file, OF_CARD)
+    file.write_text(embedded_card(), encoding="utf-8")
+    return file
 
 
 def auto_class_of(model: ModelSource) -> str:

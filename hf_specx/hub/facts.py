@@ -20,9 +20,9 @@ KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:
-    """Where a loaded model came from, and what it is.
+    """The `ModelSource` of a loaded model: the id and commit that it was loaded from, and facts about it.
 
-    If that is not the Hub, `name` and `revision` are None. `subfolder` is not known, and "".
+    `name` and `revision` are None if it is not from the Hub; `subfolder` cannot be known, and is "".
     """
     text, commit = model.config.get_text_config(decoder=True), commit_of(model)
     return ModelSource(
@@ -38,7 +38,7 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
 
 
 def differing(recorded: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Those of these facts that a pair's config has otherwise for a loaded model: (now, as recorded), by name."""
+    """The facts in which a loaded model differs from what a pair's config has recorded: (now, recorded) by name."""
     facts = model_facts(model)
     values = {name: (getattr(facts, name), getattr(recorded, name)) for name in names}
     return {name: (now, then) for name, (now, then) in values.items() if then not in (None, now)}
@@ -64,7 +64,7 @@ def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> st
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
-    """Compare two tokenizers token by token, and describe the first; None for the second means that there is one."""
+    """The facts about the target's tokenizer, compared with the draft's token by token; None: they share one."""
     if draft_tokenizer is None or draft_tokenizer is tokenizer:
         method = "one"
     elif same_tokens(tokenizer, draft_tokenizer):
@@ -76,7 +76,7 @@ def tokenizer_facts(
 
 
 def draft_tokenizer_facts(pair: Any) -> DraftTokenizer | None:
-    """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens."""
+    """The facts about the draft's own tokenizer for a pair's config; None if it has the target's tokens."""
     if same_tokens(pair.tokenizer, pair.draft_tokenizer):
         return None
     facts = tokenizer_facts(pair.draft_tokenizer)

@@ -25,7 +25,7 @@ from hf_specx.common.model_files import (
     check_weights,
     shards,
 )
-from hf_specx.drafting.heads.formats import is_head
+from hf_specx.drafting.heads.detect_head import is_head
 
 from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
@@ -52,14 +52,14 @@ def get_files(
 
 
 def find_files(name: str, **hub: Any) -> Files:
-    """All files of a model but its weights, by a folder, or an id on the Hub perhaps with "@" and a revision."""
+    """Download all files of a model but its weights; `name` is a folder, or an id on the Hub, also as ID@REVISION."""
     name, revision = split_revision(name)
     check_model_name(name, revision)
     return get_files(name, revision, **hub)
 
 
 def find_draft_files(name: str, **hub: Any) -> Files:
-    """All files of a draft but its weights; a ValueError for a pair, at whose root is its target."""
+    """Download all files of a draft but its weights; a ValueError if `name` is a pair, at whose root is its target."""
     files = find_files(name, **hub)
     message = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
     require(not (files.root / CONFIG_NAME).is_file(), message)
@@ -67,7 +67,7 @@ def find_draft_files(name: str, **hub: Any) -> Files:
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
-    """A pair's config, and with it all its files that are small; a ValueError if it is wrong, unsafe, or none."""
+    """Download a pair's small files and read its config; a ValueError if it is wrong or unsafe, or there is none."""
     check_model_name(str(name), revision)
     files = get_files(name, revision, **hub)
     path = files.root / CONFIG_NAME
@@ -145,7 +145,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _tensors_in(folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The name, kind and bytes of each tensor in a folder, which is read as these are used."""
+    """Yield the name, the dtype with the shape, and the bytes of each tensor in a folder, one by one."""
     for shard in shards(folder):
         path = folder / shard
         content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8, device="cpu")

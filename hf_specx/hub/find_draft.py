@@ -34,8 +34,10 @@ LOADING = threading.Lock()
 
 
 def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPair:
-    """The draft for a target: of the pair that `pair_source` names, or of the folder that `generate` was given by name
-    as `custom_generate`, else of the pair that the target was loaded from.
+    """The draft of a target's pair, with the options that the pair recommends, and its costs.
+
+    The pair is the one that `pair_source` names, or the folder that `generate` was given as `custom_generate`, else
+    the one that the target was loaded from.
 
     It is loaded once for each target, on the device of the target's last layers and in its precision. Of the
     `arguments` of the call only `HUB_OPTIONS` and `revision` are used.
@@ -98,7 +100,7 @@ def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub:
 
 def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
     """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
-    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout", "tree")}
     return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
 
 

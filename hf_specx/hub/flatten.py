@@ -3,6 +3,9 @@
 transformers' loader knows no sub-packages: from `custom_generate/` it fetches the files that `generate.py` imports by
 `from .name import thing`, and what these import. So all files of a room become sections of one file, unchanged except
 for their imports.
+
+Files that the calls of a published pair do not reach are left out. What others import from them is a stand-in, which
+raises an ImportError that says `pip install hf_specx`.
 """
 
 import ast
@@ -13,11 +16,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_specx.drafting.heads.config import ARCHITECTURES as HEAD_ARCHITECTURES
+
+from .pair_config import CONFIG_NAME, PairConfig
+
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
 SOURCE = "pair_source"
 ALONE = (ENTRY, SOURCE)  # stay files of their own
+STAND_IN = "not_published"  # the file and the function that makes a stand-in
+ANY, HEAD, NO_HEAD = "any", "head", "no head"  # which drafts the published code is for
+HEADS = "drafting/heads"
+OF_ALL_DRAFTS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
+OTHER_HEADS = ("mtp", "gemma4")  # files of what is part of a target, or a model that reads its keys
+GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
 
 class Module(NamedTuple):
@@ -41,35 +54,71 @@ class Module(NamedTuple):
         return self.name if self.name in ALONE else self.room.replace("/", "_")
 
 
+OF_MANY_REQUESTS = (  # of `generate_many`
+    Module("engine", "queue"),
+    Module("engine", "requests"),
+    Module("sampling", "per_request"),
+)
+
+
+def kind_of_draft(folder: Path) -> str:
+    """The drafts that the code of the pair in a folder is for: `HEAD` or `NO_HEAD`, or `ANY` if it is not known."""
+    if not (folder / CONFIG_NAME).is_file():
+        return ANY
+    config = PairConfig.from_file(folder / CONFIG_NAME)
+    model_type = config.draft.model_type
+    if config.weightless_draft() is not None:
+        return NO_HEAD
+    if model_type is None or model_type.startswith(GEMMA4):
+        return ANY
+    return HEAD if model_type in HEAD_ARCHITECTURES else NO_HEAD
+
+
 @functools.cache
-def published_code() -> dict[str, str]:
-    """The text of each published module by name, without `SOURCE`, which each pair has of its own."""
+def published_code(draft: str = ANY) -> dict[str, str]:
+    """The text of each published module by name, without `SOURCE`, which each pair has of its own.
+
+    It is for pairs with `ANY` draft, with a draft `HEAD`, or with `NO_HEAD`, which leaves all heads out.
+    """
     rooms: dict[str, list[Module]] = {}
-    for module in core_modules():
+    for module in core_modules(draft):
         if module.name != SOURCE:
             rooms.setdefault(module.published, []).append(module)
-    return {room: _merged(modules) for room, modules in rooms.items()}
+    return {room: _merged(modules, draft) for room, modules in rooms.items()}
 
 
 @functools.cache
 def code_version() -> str:
-    """The version of the published code: of this package, and a digest, which changes with every line."""
+    """The version of the published code: of this package, and a digest that changes with every line.
+
+    It is one for all kinds of drafts; what is left out for some follows from the lines of this file.
+    """
     text = "".join(f"{name}\n{module}" for name, module in sorted(published_code().items()))
+    text += Path(__file__).read_text(encoding="utf-8")
     return f"{import_module(PACKAGE.name).__version__}+{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def core_modules() -> list[Module]:
-    """The entry and all files that it needs, each after those that it imports."""
+def core_modules(draft: str = ANY) -> list[Module]:
+    """The published files: the entry and all that it needs, each file after those that it imports."""
     needs: dict[Module, list[Module]] = {}
-    waiting = [Module("pairs", ENTRY)]
+    waiting = [Module("pairs", ENTRY), Module("common", STAND_IN)]
     while waiting:
         module = waiting.pop()
         if module not in needs:
             nodes = ast.walk(ast.parse(module.path.read_text(encoding="utf-8")))
-            imports = [imported(node, module.room) for node in nodes]
-            needs[module] = sorted(imported_module for imported_module in imports if imported_module is not None)
+            imports = {imported(node, module.room) for node in nodes}
+            needs[module] = sorted(source for source in imports if source is not None and is_published(source, draft))
             waiting += needs[module]
     return list(TopologicalSorter({module: needs[module] for module in sorted(needs)}).static_order())
+
+
+def is_published(module: Module, draft: str) -> bool:
+    """Whether a file is part of the code for pairs with such a draft."""
+    if module.room == HEADS and draft == NO_HEAD:
+        return module.name in OF_ALL_DRAFTS
+    if module.room == HEADS and draft == HEAD:
+        return module.name not in OTHER_HEADS
+    return module not in OF_MANY_REQUESTS
 
 
 def imported(node: ast.AST, room: str) -> Module | None:
@@ -84,7 +133,7 @@ def imported(node: ast.AST, room: str) -> Module | None:
     return Module("/".join(names[:-1]), names[-1])
 
 
-def _merged(modules: list[Module]) -> str:
+def _merged(modules: list[Module], draft: str) -> str:
     """The text of a room's file: a section for each of its files, with what it imports from elsewhere."""
     version = import_module(PACKAGE.name).__version__
     paths = ", ".join(module.shown for module in modules)
@@ -97,8 +146,19 @@ def _merged(modules: list[Module]) -> str:
             for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             if source_module is not None or for_types:  # annotations in quotes need no import
                 lines[node.lineno - 1 : node.end_lineno] = []
-            if source_module is not None and source_module.published != module.published:
+            if source_module is not None and not is_published(source_module, draft):
+                lines[node.lineno - 1 : node.lineno - 1] = _stand_ins(node, module)
+            elif source_module is not None and source_module.published != module.published:
                 names = ast.unparse(node).partition(" import ")[2]
                 lines.insert(node.lineno - 1, f"from .{source_module.published} import {names}")
         sections.append("\n".join([f"# {module.shown}:", *lines]) + "\n")
     return "\n\n".join(sections)
+
+
+def _stand_ins(node: ast.AST, module: Module) -> list[str]:
+    """Lines that make a stand-in for each name that a statement of a module imports from a file that is left out."""
+    assert isinstance(node, ast.ImportFrom)
+    lines = [f"{alias.name} = {STAND_IN}({alias.name!r})" for alias in node.names]
+    if module.room != "common":
+        lines.insert(0, f"from .common import {STAND_IN}")
+    return lines

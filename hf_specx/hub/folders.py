@@ -14,7 +14,7 @@ from .secrets import without_secrets
 
 
 OF_CARD = "- draft-model"  # among the tags of each card of a pair
-LOOKED_AT = 2**20  # bytes of a file, for what tells that it may be replaced
+MARKER_BYTES = 2**20  # bytes at the beginning of a file in which a marker is looked for
 INSIDE, REFERENCE = "inside", "reference"
 OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
@@ -49,7 +49,7 @@ def check_out(path: Path | None, marker: str = "") -> None:
     require(writable, f"{path} is there and cannot be written; name another file.")
     if marker and path.is_file():
         with path.open("rb") as file:
-            beginning = file.read(LOOKED_AT)
+            beginning = file.read(MARKER_BYTES)
         message = f"{path} is there already, and is nothing that would be written there; name another file."
         require(not beginning or marker.encode() in beginning, message)
     check_writable(folder, path)

@@ -25,7 +25,7 @@ HEAD_NAME = "exit_head.safetensors"  # the head of an early exit, a linear map
 
 
 class FoundModel(NamedTuple):
-    """A model of a pair in checked files, not loaded yet; or a model, or a draft without weights, that is here."""
+    """A model of a pair in checked files, not loaded yet; or a model, or a draft without weights, in memory."""
 
     files: Files | None
     source: ModelSource = ModelSource()  # where in the files it is, and what the pair knows of it
@@ -51,7 +51,9 @@ class FoundModel(NamedTuple):
 
 
 def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """A pair's own target or draft in checked files; if it is not the measured one, the config forgets measurements.
+    """Get and check the files of a pair's own target or draft.
+
+    If it is not the model that was measured, a warning says so, and measurements are dropped from the config.
 
     `trust` is `trust_remote_code` and `use_safetensors`, as `get_model` takes them.
     """

@@ -13,7 +13,7 @@ from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.auto import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.check_options import VERIFICATIONS
+from hf_specx.engine.check_options import MOST_NODES, VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
 from .schema import ANEW, MAX_CONFIG_BYTES, of_items, read, read_text, validator
@@ -35,7 +35,8 @@ NO_ID = (
     "the pair with it inside"
 )
 MEASURE = "measure it anew with specx tune"
-SLOWER = "its draft was slower than plain generate at every batch size, so the pair decodes plainly"
+SLOWER = "its draft was slower than plain generate at every batch size, so it is not used"
+NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MOST_NODES}; give one of these"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
@@ -66,12 +67,15 @@ NumDraftTokens = Annotated[
 Verification = Annotated[
     str | None, validator(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
 ]
+TreeNodes = Annotated[
+    str | bool | int, validator(lambda n: n is False or n == "auto" or (is_int(n) and 1 <= n <= MOST_NODES), NO_TREE)
+]
 LayoutName = Annotated[str, validator(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
 
 
 @dataclass
 class ModelSource:
-    """Where one model of a pair is, and facts from its files; None is "not checked"."""
+    """The place of one model of a pair, and facts about it; None is "not checked"."""
 
     name: HubId = None  # None is the pair's own folder
     revision: CommitOrBranch = None  # commit on the Hub, so that the files are always the same
@@ -109,7 +113,7 @@ class EarlyExitOptions:
 
 @dataclass
 class TokenizerFacts:
-    """How the two tokenizers were compared."""
+    """The result of comparing the two tokenizers."""
 
     method: str  # "content": each token and its id; "one": both models share one; "own": the draft has another one
     tokens: int  # how many there are
@@ -129,7 +133,7 @@ class DraftTokenizer:
 
 @dataclass
 class Measurement:
-    """One measured batch size, in turns with plain `generate`, all turns together; None is "not known"."""
+    """The figures of one batch size over all turns, in each of which plain `generate` ran too; None is "not known"."""
 
     batch: Number  # rows
     dtype: str  # of the target, such as "float32"
@@ -213,7 +217,7 @@ class SavedCosts:
 
 @dataclass
 class PairConfig:
-    """`specx_config.json`; a file has `suffix`, `early_exit` and `draft_tokenizer` only where they are not None."""
+    """`specx_config.json`; a file has `tree` and drafts without a model only where they are not None or False."""
 
     target: ModelSource  # where the models are, and facts from their files
     draft: ModelSource  # nothing is known of one without a model
@@ -221,6 +225,7 @@ class PairConfig:
     num_draft_tokens: NumDraftTokens = "auto"  # recommended options of `SpeculativeDecoding`; 0 decodes plainly
     verification: Verification = None
     layout: LayoutName = "auto"
+    tree: TreeNodes = False
     costs: SavedCosts | None = None  # the times by which "auto" chooses the number of candidates
     measurements: list[Measurement] = field(default_factory=list)  # one for each batch size and precision
     prompts: list[str] = field(default_factory=list)  # texts to try the pair with
@@ -252,7 +257,7 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        rare = ("suffix", "early_exit", "draft_tokenizer", "processor")
+        rare = ("tree", "suffix", "early_exit", "draft_tokenizer", "processor")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         for measurement in values["measurements"]:
             for name in RARE_SAMPLING:
@@ -269,7 +274,7 @@ class PairConfig:
         return None if self.early_exit is None else EarlyExitDraft(self.early_exit.exit_layer)
 
     def set_draft(self, draft: WeightlessDraft | None) -> None:
-        """Note the options of a draft without weights, in place of a draft model; None is a draft model."""
+        """Record the options of a draft without weights; None: the draft is a model."""
         self.suffix = SuffixOptions(**draft.options) if isinstance(draft, SuffixDraft) else None
         self.early_exit = None
         if isinstance(draft, EarlyExitDraft):
@@ -285,12 +290,12 @@ class PairConfig:
     def speeds(self) -> list[str]:
         """Lines that say how fast it was at each batch size, and whether that is worth it."""
         lines = [str(measurement) for measurement in self.measurements]
-        return lines if self.pays else [*lines, f"{SLOWER}; num_draft_tokens='auto' makes it draft"]
+        return lines if self.pays else [*lines, f"{SLOWER} unless you pass num_draft_tokens='auto'"]
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""
         self.costs, self.measurements = None, []
-        self.num_draft_tokens, self.verification, self.layout = "auto", None, "auto"
+        self.num_draft_tokens, self.verification, self.layout, self.tree = "auto", None, "auto", False
 
     def costs_on(self, hardware: str, dtype: str) -> Costs:
         """A copy of the cost table; an empty one if it was measured on other hardware or in another precision."""

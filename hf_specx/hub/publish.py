@@ -50,11 +50,11 @@ from .references import why_not_there
 
 
 MESSAGE = "Draft-target pair"
-OF_MODELS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
-OF_PROCESSORS = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
+MODEL_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
-OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
+SOURCE_FIELDS = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 DRAFT = "draft"  # the subfolder of one that is inside
 
 
@@ -86,7 +86,10 @@ def save(
 
 
 def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePair:
-    """What writes a pair of loaded models, each inside or by reference; a ValueError for what cannot be saved."""
+    """A function that writes a loaded pair into a folder, each model inside or by reference.
+
+    Raises ValueError for what cannot be saved.
+    """
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
@@ -96,7 +99,7 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
 
 
 def pair_as_it_is(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> WritePair:
-    """What writes a pair as its files have it; these are checked, and no weight is loaded.
+    """A function that copies a saved pair into a folder; its files are checked, and no weight is loaded.
 
     A model that is named by its id stays so, and its weights are not needed.
     """
@@ -154,7 +157,7 @@ def reference_to(pair: Any, role: str) -> tuple[ModelSource, str]:
     model, source = getattr(pair, role), pair.sources[role]
     reference = model_facts(model)
     if source is not None and source.name is not None:
-        reference = replace(reference, **{name: getattr(source, name) for name in OF_FILES})
+        reference = replace(reference, **{name: getattr(source, name) for name in SOURCE_FIELDS})
     if reference.name is None:
         origin = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
         return reference, f"was {origin}, which is no repository on the Hub or not known at which commit"
@@ -177,7 +180,7 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
 
 
 def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> PairConfig:
-    """Write the models that are inside, the smaller one first, the tokenizers and the config; returns the config."""
+    """Write those models that are to be inside, the tokenizers and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
     config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
     head = _head_of(pair.draft)
@@ -225,14 +228,14 @@ def _copy(
         if model is None or model.files is None:
             continue
         (folder / subfolder).mkdir(exist_ok=True)
-        for name in (*OF_MODELS, *shards(model.files.folder)):
+        for name in (*MODEL_FILES, *shards(model.files.folder)):
             if (model.files.folder / name).is_file():
                 shutil.copyfile(model.files.folder / name, folder / subfolder / name)
         setattr(config, role, replace(getattr(config, role), subfolder=subfolder))
         draft_tokenizer = get_tokenizer(model.files, config.draft_tokenizer, model.trusted) if subfolder else None
         if draft_tokenizer is not None and config.draft_tokenizer is not None:
             draft_tokenizer.save_pretrained(folder / subfolder)
-    for name in OF_PROCESSORS if config.processor else ():
+    for name in PROCESSOR_FILES if config.processor else ():
         if (files.root / name).is_file():
             shutil.copyfile(files.root / name, folder / name)
     tokenizer = get_tokenizer(files, config.tokenizers, trust_remote_code)
@@ -294,7 +297,7 @@ def upload(
     revision: str | None = None,
     commit_message: str = MESSAGE,
 ) -> str:
-    """Publish what writes a pair, as `publish` does; returns the second commit."""
+    """Publish the pair that `write` writes, as `publish` does; returns the second commit."""
     api = HfApi(token=token)
     with reaching_hub(repo_id), tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "pair"
@@ -307,14 +310,14 @@ def upload(
 
 
 def warn_of_slower(config: PairConfig) -> None:
-    """Warn if a pair that is published does not pay."""
+    """Warn if a pair that is published was slower than plain `generate`."""
     if not config.pays:
         message = f"when this pair was measured, {SLOWER}; tune it with another draft, or where it will run."
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
-    """Upload a pair's folder, then the code, which names the first commit; returns the second."""
+    """Upload a pair's folder, then the code, which names the first commit; returns the second commit."""
     names, source = names_in(api, to)
     stale = sorted(filter(_is_saved, names))
     replaced = stale + [name for name in names if name.startswith(f"{CODE}/")]

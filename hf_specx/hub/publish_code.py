@@ -19,7 +19,7 @@ from hf_specx.common.errors import require
 from hf_specx.common.model_files import FULL_COMMIT
 
 from . import pair_source
-from .flatten import SOURCE, code_version, published_code
+from .flatten import SOURCE, code_version, kind_of_draft, published_code
 from .folders import OF_A_PAIR, check_repository
 
 
@@ -32,15 +32,20 @@ NAMED_IN_SOURCE = ("PAIR", "REVISION", "VERSION")
 OF_CODE_CARD = "# Speculative sampling for any two models"  # in the card of each repository of code
 
 
-def write_code(folder: Path, repo_id: str | None = None, revision: str | None = None) -> None:
+def write_code(
+    folder: Path, repo_id: str | None = None, revision: str | None = None, draft: str | None = None
+) -> None:
     """Write the `custom_generate` folder of a pair with an id on the Hub and a commit; of one in a folder, or of no
-    pair, without these."""
+    pair, without these.
+
+    It is for such a `draft` as `published_code` takes; None is that of the pair in the folder, or any where none is.
+    """
     code = folder / CODE
     code.mkdir()
     values = dict(zip(NAMED_IN_SOURCE, (repo_id, revision, code_version()), strict=True))
     source = f'"""{pair_source.__doc__}"""\n\n'
     source += "".join(f"{name} = {value!r}\n" for name, value in values.items())
-    for module, text in (published_code() | {SOURCE: source}).items():
+    for module, text in (published_code(draft or kind_of_draft(folder)) | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
     (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
     shutil.copyfile(LICENSE, code / LICENSE.name)
@@ -126,14 +131,17 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
         require((folder / SOURCE_FILE).is_file(), message)
         source = read_source((folder / SOURCE_FILE).read_text(encoding="utf-8"), str(folder / SOURCE_FILE))
         with tempfile.TemporaryDirectory(prefix=f".{CODE}.", dir=folder) as work:
-            write_code(Path(work), source["PAIR"], source["REVISION"])
+            write_code(Path(work), source["PAIR"], source["REVISION"], kind_of_draft(folder))
             put_in_place(Path(work) / CODE, folder / CODE, Path(work) / "old")
         return source["VERSION"], ""
     check_repository(first)
     api = HfApi(token=token)
     to = {"repo_id": first, "revision": revision}
     with reaching_hub(first), tempfile.TemporaryDirectory() as work:
-        require(SOURCE_FILE in api.list_repo_files(**to), message)
+        names = api.list_repo_files(**to)
+        require(SOURCE_FILE in names, message)
+        if OF_A_PAIR in names:
+            shutil.copyfile(api.hf_hub_download(filename=OF_A_PAIR, **to), Path(work) / OF_A_PAIR)
         text = Path(api.hf_hub_download(filename=SOURCE_FILE, **to)).read_text(encoding="utf-8")
         source = read_source(text, f"{SOURCE_FILE} of {name}")
         write_code(Path(work), source["PAIR"], source["REVISION"])

@@ -17,15 +17,16 @@ from .fetch import get_files
 from .pair_config import ModelSource
 
 
-OF_LOADING = ("dtype", "torch_dtype", "quantization_config", "use_cache")  # what may differ in a config
+LOADING_OPTIONS = ("dtype", "torch_dtype", "quantization_config", "use_cache")  # what may differ in a config
 
 
 def why_not_there(
     model: PreTrainedModel, source: ModelSource, target: PreTrainedModel, cache_dir: str | Path | None = None
 ) -> str:
-    """Why a model, or the head of a `target`, is not shown to be that of a repository at a commit; empty if it is.
+    """Why a model cannot be shown to be that of a repository at a commit; "" if it is.
 
-    It is compared with the files of that commit in the cache of the Hub's client, tensor by tensor.
+    It is compared, tensor by tensor, with the files of that commit in the cache of the Hub's client. It may be the
+    draft head of a `target`.
     """
     name = str(source.name)
     check_reference(name)
@@ -51,7 +52,7 @@ def _differing(there: dict[str, Any], here: dict[str, Any]) -> str:
     """The name of a setting that differs, also in a part of a config; empty if none does."""
     for name in sorted(there.keys() | here.keys()):
         then, now = there.get(name), here.get(name)
-        if name in OF_LOADING or name.startswith("_") or name == "transformers_version" or then == now:
+        if name in LOADING_OPTIONS or name.startswith("_") or name == "transformers_version" or then == now:
             continue
         if not (isinstance(then, dict) and isinstance(now, dict)):
             return name
@@ -62,7 +63,7 @@ def _differing(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _changed_weight(model: PreTrainedModel, folder: Path) -> str:
-    """What is wrong with a weight of a model that is not the one in the files in a folder; empty if all are these."""
+    """A sentence about the first weight of a model that differs from the files in a folder; "" if none does."""
     state = state_of(model)
     weights = {name: state[name] for name in model.state_dict()}
     if not any(isinstance(value, Offloaded) for value in weights.values()):  # else all of them would have to be loaded

@@ -26,7 +26,7 @@ Validator = Callable[..., None]  # of a value, and perhaps of where it is in its
 
 
 def validator(fits: Callable[[Any], object], remedy: str) -> Validator:
-    """What raises ValueError for a value that does not fit; None always fits, where the type has it."""
+    """A function that raises ValueError for a value that does not fit; None always fits, where the type allows it."""
 
     def check(value: Any, where: str = "") -> None:
         require(value is None or bool(fits(value)), f"{where} is {brief(value)}, {remedy}")
@@ -35,7 +35,7 @@ def validator(fits: Callable[[Any], object], remedy: str) -> Validator:
 
 
 def of_items(keys: Validator | None = None, values: Validator | None = None) -> Validator:
-    """What raises ValueError for a dict with a key, or a value, that does not fit."""
+    """A function that raises ValueError for a dict with a key or a value that does not fit."""
 
     def check(items: dict[str, Any], where: str = "") -> None:
         for key, value in items.items():

@@ -5,8 +5,8 @@ from typing import Any
 
 
 HIDDEN = "<hidden>"
-OF_TEXTS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # tokens that are none
-NAME = rf"{''.join(f'(?<!{kind}_)' for kind in OF_TEXTS)}token|secret|passw(?:or)?d|api[_-]?key|credentials?"
+SPECIAL_TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # as in eos_token, which is no secret
+NAME = rf"{''.join(f'(?<!{kind}_)' for kind in SPECIAL_TOKENS)}token|secret|passw(?:or)?d|api[_-]?key|credentials?"
 IS_SECRET = re.compile(f"(?:{NAME})$", re.IGNORECASE)
 # a name as a command, Python or JSON has it, and its value up to the same quote, or up to where the next thing begins
 BEFORE = rf"""(?:--[\w-]*(?:{NAME})\s+|[\w-]*(?:{NAME})["']?\s*[:=]\s*)(?!(?:None|null|true|false)\b|--)"""

@@ -12,8 +12,8 @@ from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import require
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 
-from .cards import SPEECH, auto_class_of
-from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
+from .cards import SEQ2SEQ, SPEECH, auto_class_of
+from .known_pairs import embedded_folder, is_embedded
 from .pair_config import ModelSource, PairConfig
 
 
@@ -27,7 +27,7 @@ DIFFERENCES = (
 
 
 class Export(NamedTuple):
-    """How to serve a pair: `--speculative-config`, the command that has it, and what is different in vLLM."""
+    """The command that serves a pair by vLLM, its `--speculative-config`, and remarks on what is different there."""
 
     speculative_config: dict[str, Any]
     command: str
@@ -90,7 +90,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
 
 
 def _served(model: ModelSource, role: str, name: str, revision: str | None) -> dict[str, str]:
-    """What vLLM loads a model of the pair `name` from: {"model": id or folder}, and perhaps its "revision"."""
+    """The id or folder from which vLLM loads a model of the pair `name`: {"model": ...}, perhaps with "revision"."""
     kind = auto_class_of(model)
     message = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; use transformers."
     require(kind not in (SEQ2SEQ, SPEECH), message)

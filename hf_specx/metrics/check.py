@@ -1,4 +1,4 @@
-"""`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
+"""`check`: test on a pair and its prompts that speculative text is plain text, by modules of `evaluate`."""
 
 import json
 import math
@@ -92,7 +92,10 @@ def check(
 
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, options: dict[str, Any]) -> Subject:
-    """What is checked; raises for what cannot be. Of `options`, arguments of `generate`, None is the target's own."""
+    """The `Subject` of a check; a ValueError for what cannot be checked.
+
+    `options` are arguments of `generate`; None is as the target's generation config says.
+    """
     check_packages()
     require(
         isinstance(pair, DraftTargetPair),
@@ -121,7 +124,7 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, options:
 
 
 def run_check(subject: Subject, advance: Advance, path: str | Path | None = None) -> CheckResult:
-    """The result of `check` for what was put together by `subject_of`."""
+    """Run a check on a subject made by `subject_of`; returns its result."""
     code = digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))
     where = provenance(subject.target) | described(subject.pair) | {"code": code}
     store = Store(None if path is None else Path(path), "check", where | {"asked": digest_of_subject(subject)})
@@ -166,7 +169,7 @@ def digest_of_subject(subject: Subject) -> str:
 
 
 def all_cells(subject: Subject, get_part: GetPart, texts: Texts) -> dict[str, dict[str, Any]]:
-    """What the metrics say of each verification."""
+    """The results of the metrics, by verification and batch size."""
     settings, cells = subject.settings, {}
     for verification in [name for name in settings.methods if name in settings.verifications]:
         in_distribution = verification in settings.in_distribution
@@ -217,7 +220,7 @@ def described(pair: DraftTargetPair) -> dict[str, str]:
 
 @cache
 def metric(name: str) -> Any:
-    """One of this package's, by its name."""
+    """The module for `evaluate` of this name in this package."""
     import evaluate
 
     return evaluate.load(path_of(name), keep_in_memory=True)
@@ -226,7 +229,7 @@ def metric(name: str) -> Any:
 def judge_equality(
     subject: Subject, method: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of the texts of a method and the plain ones, and what `Rounding` says of ours.
+    """Compare texts of a method with plain ones by `sequence_equality`, and their differences with rounding.
 
     "differences" are the first of each row: "plain" and "ours" are ids, -1 where a text has ended; "gap" is that of
     our token, None where it has none.
@@ -273,7 +276,7 @@ def judge_equality(
 def judge_distribution(
     subject: Subject, method: str, batch: int, ours: list[list[int]], offers: list[str]
 ) -> dict[str, Any]:
-    """`sampled_law` of the texts at one batch size, with what the draft offered."""
+    """The result of `sampled_law` for the texts at one batch size; `offers` are of `DraftOffers`."""
     result: dict[str, Any] = metric("sampled_law").compute(
         predictions=ours,
         references=[subject.prompt_ids[index] for index in subject.prompt_indices(method, batch)],
@@ -287,14 +290,14 @@ def judge_distribution(
 
 
 def too_few(num_pairs: int, level: float) -> bool:
-    """Whether all differences of so many pairs of texts may have one sign by chance, in one of the measures."""
+    """Whether so few pairs of texts could all differ in the same direction by chance."""
     return NUM_MEASURES * 2.0 ** (1 - num_pairs) >= level
 
 
 def judge_quality(
     subject: Subject, indices: list[int], plain: list[list[int]], ours: list[list[int]]
 ) -> dict[str, Any] | None:
-    """`text_quality` of all texts of a verification beside plain ones of the same prompts; None of too few texts.
+    """The result of `text_quality` for texts and plain texts after the same prompts; None if they are too few.
 
     Lengths are those of the tokens that were emitted, since text that is read again may have more of them.
     """

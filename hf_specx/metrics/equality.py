@@ -1,14 +1,14 @@
-"""Whether text that should be that of plain `generate` parts from it by more than rounding.
+"""Test whether text differs from that of plain `generate` by more than rounding.
 
-Plain logits are computed once more, in one forward over a whole row. How far an emitted token lies there below the
-best choice is its gap, in nats: of scores if text is greedy, of scores less the logarithm of the noise if it is drawn.
-The prefix is the row's own, so that tokens behind a first difference are looked at as well.
+The reference is one plain forward over a whole row. The gap of an emitted token is how far its score lies there below
+the largest one, in nats. (If text is sampled, scores are perturbed by the noise by which `generate` samples, so that
+there is one best token too.) Each token is judged after the row's own text, also after a first difference.
 
 Two plain forwards of different shapes round differently. By how much is measured on this model and these prompts:
-`measure_rounding` holds the scores of the steps of plain `generate` against those of one forward over the same text. A
-correct verifier then chooses a token with gap g with probability exp(-g / scale) / 2 at most, the tail of Laplace's
-distribution; `scale` is the mean size measured, times `ALLOWANCE`, since the shape of a round is a third one. The sum
-of all gaps is compared with what this law makes likely, by Chernoff's bound.
+`measure_rounding` compares the scores of the steps of plain `generate` with those of one forward over the same text.
+It is assumed that a correct verifier chooses a token with gap g with probability exp(-g / scale) / 2 at most, as in
+Laplace's distribution. `scale` is the mean difference measured, times `ALLOWANCE`: a round has yet another shape.
+Chernoff's bound then gives the p-value of the sum of all gaps.
 """
 
 import copy
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from hf_specx.common.devices import execution_device
-from hf_specx.engine.requests import Preparing, Request
+from hf_specx.engine.requests import Request, RequestPreparer
 
 from .settings import POWER
 
@@ -35,7 +35,7 @@ NUM_SHIFTS, FINEST, FACTOR = 1400, 1e-9, 1.02  # of a logit until a token is cho
 
 
 class Noise(NamedTuple):
-    """Where the noise of sampled tokens comes from: the seed and rows of a batch, and the row among them."""
+    """The noise by which `generate` samples a row: seed and number of rows of its batch, and the number of the row."""
 
     seed: int
     rows: int
@@ -50,7 +50,7 @@ class Noise(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A row as `generate` had it: the prompt with the pads of its batch, the prompt alone, and what was emitted."""
+    """A row of `generate`: the prompt with the pads of its batch, the prompt alone, and the emitted tokens."""
 
     padded: list[int]
     prompt: list[int]
@@ -71,26 +71,27 @@ class Reference:
 
     @property
     def largest(self) -> float:
-        """The largest size of a logit."""
+        """The largest absolute value of a finite logit."""
         return float(self.logits.masked_fill(self.logits.isinf(), 0).abs().max())
 
     def processors(self) -> LogitsProcessorList:
-        """New ones: some keep a state."""
-        return LogitsProcessorList(Preparing(self.target, self.options).entry(0, Request(self.text.padded)).processors)
+        """New logits processors, since some keep state."""
+        request = RequestPreparer(self.target, self.options).prepare_request(0, Request(self.text.padded))
+        return LogitsProcessorList(request.processors)
 
     def processed(self, processors: LogitsProcessorList, position: int, logits: Tensor) -> Tensor:
-        """Scores [V] of logits [V] at a position."""
+        """The scores [V] that processors make of logits [V] at a position."""
         before = self.ids[:, : len(self.text.padded) + position]
         return processors(before, logits[None].to(torch.float32, copy=True))[0]  # type: ignore[arg-type]
 
     def scores(self) -> Iterator[Tensor]:
-        """[V] at each position, after all processors."""
+        """Yield the scores [V] at each position, after all processors."""
         processors = self.processors()
         for position, logits in enumerate(self.logits):
             yield self.processed(processors, position, logits)
 
     def edge_gap(self, position: int, token: int, best: int, exponentials: Tensor | None, gap: float) -> float:
-        """The least shift of one logit by which a token is chosen and not the best: its own up, or the other down.
+        """The least shift of one logit that makes a token the best: its own up, or that of the best down.
 
         It is smaller than the `gap` of the scores where one of the two is at the edge of what top-k and the like keep.
         """
@@ -102,7 +103,7 @@ class Reference:
             logits = self.logits[position].double()
             logits[token_shifted] += shift
             copies = copy.deepcopy(processors, {id(self.target): self.target})  # some have a state, and ask the model
-            scores = raced(self.processed(copies, position, logits), exponentials)
+            scores = perturbed(self.processed(copies, position, logits), exponentials)
             return int(scores.argmax()) == token
 
         temperature = self.options.get("temperature", 1.0) if self.options.get("do_sample") else 1.0
@@ -115,13 +116,13 @@ class Reference:
         return min(gap, shifts[min(up, down)] / temperature)
 
 
-def raced(scores: Tensor, exponentials: Tensor | None) -> Tensor:
-    """Scores [V] whose largest is chosen: those of a greedy text, or as `generate` draws by its noise."""
+def perturbed(scores: Tensor, exponentials: Tensor | None) -> Tensor:
+    """Scores [V] of which `generate` chooses the largest: as they are if text is greedy, else with its noise."""
     return scores.double() if exponentials is None else scores.double().log_softmax(-1) - exponentials.log()
 
 
 class StepScores(StoppingCriteria):
-    """Keeps the two best tokens of each step of plain `generate` with their scores; it stops nothing."""
+    """A stopping criterion that records the two best tokens of each step with their scores, and stops nothing."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Tensor, Tensor]] = []  # scores and ids, each [B, 2]
@@ -134,18 +135,18 @@ class StepScores(StoppingCriteria):
 
 
 def measure_rounding(reference: Reference, steps: Sequence[tuple[Tensor, Tensor]], row: int) -> list[float]:
-    """By how much the lead of the best token over the second differs between plain steps and the reference: nats."""
+    """The differences between plain steps and the reference in the lead of the best token over the second, in nats."""
     sizes = []
     for scores, (values, ids) in zip(reference.scores(), steps, strict=False):
-        of_step, of_reference = values[row].double(), scores[ids[row]].double()
-        if of_step.isfinite().all() and of_reference.isfinite().all():
-            lead, reference_lead = of_step[0] - of_step[1], of_reference[0] - of_reference[1]
+        step_scores, reference_scores = values[row].double(), scores[ids[row]].double()
+        if step_scores.isfinite().all() and reference_scores.isfinite().all():
+            lead, reference_lead = step_scores[0] - step_scores[1], reference_scores[0] - reference_scores[1]
             sizes.append(abs(float(lead - reference_lead)))
     return sizes
 
 
 class Gaps(NamedTuple):
-    """A row of text beside the reference, at each of T emitted tokens; nats below the best choice.
+    """The gaps of a row at each of its T emitted tokens, in nats.
 
     Attributes:
         chosen: [T] float64, of the emitted tokens; 0 up to the first difference to plain text.
@@ -160,13 +161,13 @@ class Gaps(NamedTuple):
 
 @torch.no_grad()
 def gaps_of(reference: Reference, noise: Noise | None, first_difference: int, candidates: Sequence[int]) -> Gaps:
-    """The gaps of a text that differs from plain text from a position on; -1 in `candidates` [T] is none."""
+    """The gaps of a text; it equals plain text before `first_difference`, and `candidates` [T] has -1 for none."""
     draws = None if noise is None else noise.exponentials(reference.logits)
     chosen, rejected, rivals = [], [], []
     emitted = zip(reference.text.emitted, candidates, reference.scores(), strict=True)
     for position, (token, candidate, processed) in enumerate(emitted):
         exponentials = None if draws is None else next(draws)
-        scores = raced(processed, exponentials)
+        scores = perturbed(processed, exponentials)
         near = scores.topk(min(RIVALS + 1, len(scores)))
         top, best = float(near.values[0]), int(near.indices[0])
         gap = top - float(scores[token]) if position >= first_difference else 0.0
@@ -180,12 +181,12 @@ def gaps_of(reference: Reference, noise: Noise | None, first_difference: int, ca
 
 
 def rounding_scale(mean: float, largest: float) -> float:
-    """The scale of rounding, of the mean size measured; scores of the `largest` size are compared in float32."""
+    """The scale of rounding, by the mean difference measured; float32 limits it from below for the `largest` logit."""
     return max(ALLOWANCE * mean, torch.finfo(torch.float32).eps * largest)
 
 
 class Rounding:
-    """What rounding may do to rows of text, each with its `Gaps`, and how surely anything else would be seen."""
+    """The test of rows of text, each with its `Gaps`, and the faults that it would detect."""
 
     def __init__(self, rows: Sequence[Gaps], scale: float):
         self.rows, self.scale = rows, scale
@@ -199,13 +200,13 @@ class Rounding:
 
     @property
     def expected(self) -> float:
-        """The sum of gaps that rounding makes on average, at most."""
+        """The mean of the sum of gaps under rounding, at most."""
         gaps = torch.cat([row.rivals.flatten() for row in self.rows])
         return float((gaps * (-gaps / self.scale).exp()).nan_to_num(0.0).sum() / 2)
 
     @property
     def p_value(self) -> float:
-        """Chance of such a sum of gaps by rounding, at most."""
+        """The chance, at most, of so large a sum of gaps by rounding."""
         return float(self.bound(self.sums.sum(), self.cumulants.sum(0)))
 
     def bound(self, sums: Tensor, cumulants: Tensor) -> Tensor:

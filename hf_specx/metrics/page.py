@@ -13,7 +13,7 @@ from .result import CHECK_LEGEND, FAILED, PASSED, SEEN_IN_WORDS, CheckResult, su
 
 
 PAGES = (".html", ".htm")
-OF_PAGE = ": specx check"  # in the title of each
+PAGE_MARKER = ": specx check"  # in the title of each
 
 
 def check_can_write(path: str | Path | None) -> None:
@@ -21,7 +21,7 @@ def check_can_write(path: str | Path | None) -> None:
     if path is not None:
         path = Path(path)
         require(path.suffix.lower() in PAGES, f"the report {path} does not end in .html, which it is; name it so.")
-        check_out(path, OF_PAGE)
+        check_out(path, PAGE_MARKER)
 
 
 def page(result: CheckResult) -> str:

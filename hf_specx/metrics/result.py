@@ -1,4 +1,4 @@
-"""What a check says: a verdict in lines, and all figures that it rests on."""
+"""The result of a check: a verdict in lines, and all figures that it rests on."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from hf_specx.hub.folders import check_out
 from .settings import POWER, Settings
 
 
-OF_RESULT = '"comparisons": '  # in the file of each
-PASSED, FAILED, NOT_TOLD = "passed", "failed", "not told"
+RESULT_MARKER = '"comparisons": '  # in the file of each
+PASSED, FAILED, NOT_TESTED = "passed", "failed", "not tested"
 NEVER_CHOSEN = "which is never chosen"
 SEEN_IN_WORDS = "9 of 10 such checks would reject"
 MIN_P_VALUE = 1e-300  # a p-value of 0 has no logarithm
@@ -44,17 +44,17 @@ WHERE = {"_first": " first", "_alternating": ", at even against odd places", "_a
 
 
 def in_words(name: str) -> str:
-    """What a statistic or a measure is about; its name where that is a word."""
+    """A statistic or a measure in words."""
     subject = next((words for begins, words in IN_WORDS.items() if name.startswith(begins)), name)
     where = next((words for ends, words in WHERE.items() if name.endswith(ends)), "")
     return subject + where
 
 
 class CheckLine(NamedTuple):
-    """One thing that was looked at."""
+    """The verdict of one test."""
 
     what: str  # in words
-    verdict: str  # "passed", "failed", or "not told" where too little was generated
+    verdict: str  # "passed", "failed", or "not tested" where too little was generated
     figure: float | None  # how far off, larger is worse: -log10 of a p-value
     threshold: float  # a figure above it fails
     note: str  # what was seen
@@ -84,16 +84,16 @@ class CheckResult:
 
     @property
     def level(self) -> float:
-        """Chance that a check of correct code fails, at most, over all its tests together."""
+        """The chance, at most, that a check of correct code fails in any of its tests."""
         return float(self.settings["level"])
 
     @property
     def comparisons(self) -> int:
-        """How many tests share the level equally."""
+        """The number of tests that share the level equally."""
         return Settings(**self.settings).comparisons
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, which JSON takes."""
+        """All attributes and the verdict as plain values."""
         verdict = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
         return verdict | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
@@ -105,7 +105,7 @@ class CheckResult:
         now, path = datetime.now(), Path(path)
         file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
-        check_out(file, OF_RESULT)
+        check_out(file, RESULT_MARKER)
         where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
         file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
         return file
@@ -116,7 +116,7 @@ class CheckResult:
 
 
 def note_of(line: CheckLine) -> str:
-    """What was seen, and what would have been."""
+    """The note of a line, with the smallest fault that it would have shown."""
     return f"{line.note}. {SEEN_IN_WORDS}: {line.sees}" if line.sees else line.note
 
 
@@ -133,7 +133,7 @@ def summary(result: CheckResult) -> str:
 
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
-    """A line for each test in the cells."""
+    """A line for each test of `CheckResult.cells`."""
     make_line: dict[str, Callable[..., CheckLine]] = {
         "equality": equality_line,
         "law": partial(distribution_line, temperature=settings.temperature),
@@ -169,12 +169,12 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
 
 
 def minus_log10(chance: float) -> float:
-    """A p-value as a figure of which more is worse: -log10 of it."""
+    """-log10 of a p-value: the larger, the worse."""
     return 0.0 - math.log10(max(chance, MIN_P_VALUE))  # 0 for 1, and not -0
 
 
 def standard_errors(chance: float) -> float:
-    """How far off a normal is with this two-sided p-value."""
+    """The distance from the mean, in standard errors, at which a normal has this two-sided p-value."""
     return abs(NormalDist().inv_cdf(max(chance, MIN_P_VALUE) / 2))
 
 
@@ -208,7 +208,7 @@ def quality_line(name: str, cell: dict[str, Any] | None, level: float) -> CheckL
     what = f"{name}: quality of plain text"
     threshold = minus_log10(level)
     if cell is None:
-        return CheckLine(what, NOT_TOLD, None, threshold, "too few texts; ask for more samples")
+        return CheckLine(what, NOT_TESTED, None, threshold, "too few texts; ask for more samples")
     furthest = min(cell, key=lambda key: cell[key]["p_value"])
     measured = cell[furthest]
     chance = min(1.0, len(cell) * measured["p_value"])

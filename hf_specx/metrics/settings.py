@@ -1,4 +1,4 @@
-"""How a check is made: what is generated, in how many rows, from which seeds, and the level of each test."""
+"""The settings of a check: what is generated, in how many rows, with which seeds, and the level of each test."""
 
 import json
 import math
@@ -25,7 +25,7 @@ SET_BY_CHECK = (
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 MIN_SAMPLES, MIN_BATCHES = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
-UNITS = 16.0  # logits that may be off by rounding, of tokens that are drawn, in the epsilon times the largest logit
+UNITS = 16.0  # by how much rounding may change the logit of a sampled token, in epsilons times the largest logit
 POWER = 0.9  # with which faults are rejected that a result says would have been seen; SEEN_IN_WORDS says it
 
 
@@ -40,7 +40,7 @@ def check_packages() -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked, and how closely; raises a ValueError for settings with which nothing can be checked."""
+    """The settings of a check; a ValueError for settings with which nothing can be checked."""
 
     batch_sizes: tuple[int, ...] = (1, 8)  # rows of a batch, each size on its own
     max_new_tokens: int = 64  # of each row, at most
@@ -48,8 +48,8 @@ class Settings:
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     verifications: tuple[str, ...] = CHECKED
-    # texts for each sampled verification and batch size; None is 8 batches of each size, and at the largest size no
-    # fewer than 16 texts or than prompts. Greedy texts are one for each prompt, at smaller sizes as many as these
+    # texts for each sampled verification and batch size. None: 8 batches of each size, at the largest size at least
+    # 16 texts and one for each prompt. Greedy texts: one for each prompt, at smaller sizes at most `samples`
     samples: int | None = None
     num_draft_tokens: int = FIXED_DRAFT_TOKENS  # candidates a round; "auto" would depend on the clock
     seed: int = 0
@@ -66,11 +66,11 @@ class Settings:
         )
         for name in ("max_new_tokens", "samples"):
             value = getattr(self, name)
-            rest = "leaves nothing to compare; give 2 or more."
-            require_option(value is None or value >= 2, name, value, rest)
-        rest = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
+            problem = "leaves nothing to compare; give 2 or more."
+            require_option(value is None or value >= 2, name, value, problem)
+        problem = "is not an int of 1 or more; give one ('auto' goes by the clock, a check must not)."
         is_count = is_int(self.num_draft_tokens) and self.num_draft_tokens >= 1
-        require_option(is_count, "num_draft_tokens", self.num_draft_tokens, rest)
+        require_option(is_count, "num_draft_tokens", self.num_draft_tokens, problem)
         require(
             0 < self.level < 1,
             f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001.",
@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def measures_rounding(self) -> set[str]:
-        """The plain methods whose tokens are those of a verification, so that their rounding is measured."""
+        """The plain methods with whose tokens a verification is compared, so that their rounding is measured."""
         return {plain_of(name) for name in self.verifications if name not in self.in_distribution}
 
     @property
@@ -106,7 +106,7 @@ class Settings:
 
     @property
     def methods(self) -> list[str]:
-        """All methods by which texts are generated: ours, which refuse what cannot be checked, and then plain ones."""
+        """The methods by which texts are generated: ours first, since these raise for what cannot be checked."""
         checked = [name for name in CHECKED if name in self.verifications]
         return list(dict.fromkeys([*checked, *map(plain_of, checked)]))
 
@@ -119,7 +119,7 @@ class Settings:
         return options | {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def batches(self, method: str, batch: int, prompts: int) -> list[list[int]]:
-        """The indices of the prompts in each batch: all in order, again and again, as far as they are needed."""
+        """The indices of the prompts in each batch; after the last prompt the first one follows again."""
         largest = batch == max(self.batch_sizes)
         # at smaller sizes fewer texts, since a token takes longer there
         rows = MIN_BATCHES * batch
@@ -132,13 +132,13 @@ class Settings:
         return [[index % prompts for index in range(first, first + batch)] for first in firsts]
 
     def batch_seed(self, method: str, batch: int, run: int) -> int:
-        """The seed of one batch; coupled sampling has those of plain sampling, each other method its own."""
+        """The seed of one batch: coupled sampling has that of plain sampling, each other method its own."""
         stream = PLAIN_SAMPLED if method == "coupled" else method
         return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
 
     @property
     def steps(self) -> int:
-        """How many parts a check has: texts, what is made of them, and the trace."""
+        """The number of parts of a check: texts, tests of them, and the trace."""
         return len(self.batch_sizes) * (len(self.methods) + len(self.verifications)) + len(self.in_distribution) + 1
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a check generates: a pair with prompts, and the texts of each method to generate."""
+"""Generate the texts of a check: by each verification, and plainly."""
 
 import json
 import operator
@@ -13,7 +13,7 @@ from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.auto import Costs
-from hf_specx.engine.call import DOES_NOT_PAY
+from hf_specx.engine.reasons import DOES_NOT_PAY
 from hf_specx.engine.report import PLAINLY
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.complete import token_ids
@@ -29,7 +29,7 @@ ROUNDING_ROWS = 16  # in which rounding is measured
 
 @dataclass
 class Subject:
-    """What is checked, and how; `prompt_ids` are those of each prompt, without pads."""
+    """A pair and prompts that are checked, and the settings; `prompt_ids` are the token ids of each prompt."""
 
     pair: DraftTargetPair  # with a tokenizer
     prompts: list[str]
@@ -40,22 +40,22 @@ class Subject:
 
     @property
     def target(self) -> PreTrainedModel:
-        """Of the pair."""
+        """The target of the pair."""
         return self.pair.target
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the pair."""
+        """The tokenizer of the pair."""
         assert self.pair.tokenizer is not None
         return self.pair.tokenizer
 
     def strategy(self, verification: str) -> SpeculativeDecoding:
-        """Like the pair's own, but for what is checked; nothing that was learned elsewhere counts."""
+        """A strategy like the pair's, with this verification and without costs that were learned earlier."""
         options = {"num_draft_tokens": self.settings.num_draft_tokens, "costs": Costs()}
         return self.pair.strategy_for(options | {"verification": None if verification == "greedy" else verification})
 
     def generate_arguments(self, method: str) -> dict[str, Any]:
-        """What `generate` is given besides its inputs; with a strategy where it is not plain."""
+        """The arguments of `generate` for a method, without inputs; with a strategy unless it is plain."""
         options = self.settings.generate_options(method)
         if method == plain_of(method):
             return options
@@ -70,7 +70,7 @@ class Subject:
         return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.max_new_tokens)
 
     def text(self, method: str, batch: int, row: int, emitted: list[int]) -> Text:
-        """A row of all batches as `generate` had it."""
+        """The row of this number, counted over all batches: its prompt with and without pads, and its text."""
         batch_index, row_in_batch = divmod(row, batch)
         indices = self.settings.batches(method, batch, len(self.prompts))[batch_index]
         padded = self.encoded(indices)["input_ids"][row_in_batch].tolist()
@@ -82,24 +82,24 @@ class Subject:
 
 
 class DraftOffers:
-    """Listens to a call for what the draft gave most chance at each emitted token that was judged by its candidate.
+    """A listener that records, for each emitted token that a candidate was judged for, the draft's likeliest tokens.
 
-    Given that it was, and the text before, each token still comes with the target's probability. `rows` has the ids
-    and chances for each row and token, none where there was no such candidate.
+    Given the text before it, and that a candidate was judged there, an emitted token still has the target's
+    probability. `rows` has ids and probabilities for each row and token; both are empty where none was judged.
     """
 
     def __init__(self, num_rows: int):
         self.rows = [list[tuple[list[int], list[float]]]() for _ in range(num_rows)]
 
     def observe(self, done: Round) -> None:
-        """Note a round."""
+        """Record a round."""
         draft = done.draft
         num_offers = [0] * len(done.rows)
         if draft.probs is not None:
             likely = draft.probs.topk(min(LIKELY_TOKENS, draft.probs.shape[-1]))
             tokens = likely.indices.tolist()
             chances = likely.values.double().round(decimals=3).tolist()
-            num_offers = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
+            num_offers = [min(pair) for pair in zip(done.emitted, done.judged, strict=True)]
         for index, row in enumerate(done.rows):
             for position in range(num_offers[index]):
                 self.rows[row].append((tokens[index][position], chances[index][position]))
@@ -107,24 +107,25 @@ class DraftOffers:
 
 
 class JudgedCandidates:
-    """Listens to a call for the candidate that was judged at each emitted token, kept or not; -1 if there was none."""
+    """A listener that records the candidate judged at each emitted token, accepted or not; -1 if there was none."""
 
     def __init__(self, num_rows: int):
         self.rows = [list[int]() for _ in range(num_rows)]
 
     def observe(self, done: Round) -> None:
-        """Note a round."""
+        """Record a round."""
         for index, row in enumerate(done.rows):
-            judged = min(done.emitted[index], done.draft.lengths[index])
+            judged = min(done.emitted[index], done.judged[index])
             self.rows[row] += done.draft.tokens[index, :judged].tolist()
             self.rows[row] += [-1] * (done.emitted[index] - judged)
 
 
 def generate_texts(subject: Subject, method: str, batch: int) -> dict[str, Any]:
-    """The "texts", emitted ids of each row; of ours also "acceptance", by position of a candidate as well.
+    """Generate the texts of a method at one batch size; returns a dict with "texts", the emitted ids of each row.
 
-    Of ours also what was "observed" of each row: by `DraftOffers` where the distribution is compared, else by
-    `JudgedCandidates`. Of plain text, where tokens are compared, also "rounding".
+    With a draft it also has "acceptance", and "observed", what `DraftOffers` (where distributions are compared) or
+    `JudgedCandidates` (where tokens are) has recorded of each row. Plain text that tokens are compared with has
+    "rounding".
     """
     settings, arguments = subject.settings, subject.generate_arguments(method)
     strategy: SpeculativeDecoding | None = arguments.get("custom_generate")
@@ -172,7 +173,7 @@ def generate_texts(subject: Subject, method: str, batch: int) -> dict[str, Any]:
 def rounding_of(
     subject: Subject, method: str, batch: int, texts: list[list[int]], steps: list[StepScores]
 ) -> dict[str, float]:
-    """By how much plain scores differ from one shape of a forward to another, in nats: "mean", "most", "positions"."""
+    """By how much plain scores differ between shapes of a forward: "mean" and "most" in nats, and "positions"."""
     sizes = list[float]()
     for row, emitted_ids in enumerate(texts[:ROUNDING_ROWS]):
         text = subject.text(method, batch, row, emitted_ids)

@@ -1,4 +1,4 @@
-"""Which keys new tokens see, and attention to keys that query heads share, without a copy of the keys for each head.
+"""Masks by position (`Masks`), and attention in which query heads that share keys need no copies of them.
 
 Under a mask the `sdpa` function of transformers repeats keys and values for every query head of a group (`repeat_kv`),
 in each layer of each forward. Here heads that share keys are folded into the query length, since they are just more
@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -41,8 +41,8 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """[R, q, n * H, D'] of queries [R, n * H, q, D], keys [R, H, S, D] and values [R, H, S, D'], without weights.
 
-    The mask [R or 1, 1, q, S] is bool or additive; n is the `num_key_value_groups` of the module. Any other call goes
-    to transformers' own function.
+    The mask [R or 1, 1, q, S] is bool or additive; n is the `num_key_value_groups` of the module. A call with anything
+    else goes to transformers' own function.
     """
     group = getattr(module, "num_key_value_groups", 1)
     rows, heads, count, _ = query.shape
@@ -76,9 +76,9 @@ def grouped_attention(
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """A mask [R or 1, 1, q, S], additive and repeated for folded queries: [R or 1, 1, n * q, S]."""
-    rows, _, count, extent = mask.shape
-    width = -(-extent // ALIGNED) * ALIGNED
-    tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :extent]
+    rows, _, count, kv_length = mask.shape
+    width = -(-kv_length // ALIGNED) * ALIGNED
+    tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :kv_length]
     tile = tile.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else tile.copy_(mask)
     return tile.flatten(1, 2)[:, None]
 
@@ -89,11 +89,15 @@ if not hasattr(getattr(torch.ops, OWN_NAMESPACE), "tiled"):  # else it was regis
 TILED: Any = getattr(torch.ops, OWN_NAMESPACE).tiled.default  # one operation in a trace, which the compiler looks into
 
 
-class Switch:
-    """Stands in the place of transformers' `sdpa` function while there are `uses`, also by other copies of this file.
+class AttentionSwitch:
+    """Replaces transformers' `sdpa` function as long as contexts of `grouped_queries` exist, counted in `uses`.
 
-    In contexts that use it, `active` says whether what torch compiles may be `traced` with our function; others, as
-    plain `generate` in another thread, have transformers' own. What a user compiles serves plain forwards as well.
+    In these contexts it calls `grouped_attention`; elsewhere, as in plain `generate` of another thread, transformers'
+    own function. Other copies of this file, as in published pairs, use the same object.
+
+    Attributes:
+        active: None outside of these contexts; in them, whether torch may compile `grouped_attention` into a forward.
+            What a user compiles must keep transformers' own function, since it serves plain forwards as well.
     """
 
     def __init__(self) -> None:
@@ -110,14 +114,14 @@ class Switch:
         return bool(self.active.get())
 
 
-SWITCH = Switch()  # always the same, since what a user compiles is made anew for another function
+SWITCH = AttentionSwitch()  # one object for ever: for another function torch would compile a user's model again
 
 
 @contextlib.contextmanager
 def grouped_queries(traced: bool = False) -> Iterator[None]:
-    """A context in which `sdpa` folds groups of query heads; if a user has replaced `sdpa`, nothing is changed.
+    """A context in which `sdpa` is `grouped_attention`; if a user has replaced `sdpa`, nothing is changed.
 
-    Torch may compile this into forwards that are `traced`, and must not into those that a user compiles.
+    `traced` says whether torch may compile that into a forward: into ours, and not into those that a user compiles.
     """
     registry: Any = AttentionInterface._global_mapping
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -140,19 +144,53 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
 
 
 def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
-    """The numbers [R, ring] of columns in the slots of a ring, where these are the newest ones, [R, 1]."""
+    """[R, ring], which column of the text each slot of a ring buffer holds, where `newest` [R, 1] is the last one."""
     return newest - (newest - torch.arange(ring, device=newest.device)) % ring
 
 
+class VisibleNodes(NamedTuple):
+    """Which nodes of a tree the fed ones see; a row's nodes have consecutive slots, and what lies before is its text.
+
+    Attributes:
+        root: [R, 1] int64, the slot of node 0.
+        depths: [R, n] int64, of all nodes.
+        sees: [R, q, n] bool, which of these each of the q fed nodes follows or is.
+    """
+
+    root: torch.Tensor
+    depths: torch.Tensor
+    sees: torch.Tensor
+
+    def of_keys(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns by position [R, 1, 1, S] of keys in the columns [R or 1, S] of slots, and which are seen.
+
+        Siblings are at one position, in slots of their own; what lies behind all nodes is seen by none.
+        """
+        behind = columns - self.root  # [R, S]
+        nodes = behind.clamp(0, self.depths.shape[1] - 1)
+        positions = columns.minimum(self.root) + self.depths.gather(1, nodes)
+        follows = self.sees.gather(2, nodes[:, None].expand(-1, self.sees.shape[1], -1))
+        is_text, is_behind = (behind <= 0)[:, None], (behind >= self.depths.shape[1])[:, None]
+        return positions[:, None, None], (is_text | follows & ~is_behind)[:, None]
+
+
 class Masks:
-    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
+    """Makes the 4D masks of one model, by position: bool under sdpa, additive under eager attention.
+
+    Attributes:
+        additive: the dtype of additive masks; None for bool ones.
+        layers: the kind of attention of each layer, as in `config.layer_types`; empty if all are of one kind.
+        kinds: these without repetition.
+        windows: by kind, how many keys a token sees at most, its own among them.
+        longest_window: the largest of these; 0 if there is none.
+        only_causal: whether a token that sees all keys needs no mask.
+    """
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config(decoder=True)
         self.additive = None if config._attn_implementation == "sdpa" else model.dtype
         self.layers: list[str] = list(getattr(config, "layer_types", None) or ())
         self.kinds = sorted(set(self.layers))
-        # how many keys a token sees in a layer of a kind, its own among them
         self.windows: dict[str, int] = {}
         for kind, name in {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}.items():
             window = getattr(config, name, None)
@@ -166,25 +204,37 @@ class Masks:
         self,
         slots: torch.Tensor,
         pads: torch.Tensor | None,
-        extent: int,
-        holes: torch.Tensor | None = None,
+        kv_length: int,
+        gaps: torch.Tensor | None = None,
         ring: int = 0,
+        nodes: VisibleNodes | None = None,
     ) -> Mask:
-        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool.
+        """The mask [R, 1, q, S] of queries at `slots` [R, q] over the first S = `kv_length` slots.
 
-        Layers with a window have a ring of slots, if `ring` is not 0 and less than `extent`.
+        Args:
+            pads: [R], leading slots without a token; None if no row has any, nor gaps.
+            gaps: [R, S] bool, other hidden slots.
+            ring: if it is not 0 and less than S, layers with a window hold only so many slots, in a ring buffer.
+            nodes: where queries are nodes of a tree; each sees those that it follows, and windows are of positions.
         """
-        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        keys, queries = torch.arange(kv_length, device=slots.device), slots[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
         is_token = None if pads is None else keys >= first
-        if is_token is not None and holes is not None:
-            is_token = is_token & ~holes[:, None, None]
-        if not 0 < ring < extent:
+        if is_token is not None and gaps is not None:
+            is_token = is_token & ~gaps[:, None, None]
+        if nodes is not None:
+            queries = (nodes.root + nodes.depths.gather(1, slots - nodes.root))[:, None, :, None]
+            keys, seen = nodes.of_keys(keys[None])
+            is_token = seen if is_token is None else is_token & seen
+        if not 0 < ring < kv_length:
             return self.between(queries, keys, is_token, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
         is_token_in_ring = columns >= first
-        if holes is not None:
-            is_token_in_ring = is_token_in_ring & ~holes[:, None, None].gather(-1, columns.clamp(min=0))
+        if gaps is not None:
+            is_token_in_ring = is_token_in_ring & ~gaps[:, None, None].gather(-1, columns.clamp(min=0))
+        if nodes is not None:
+            columns, seen = nodes.of_keys(columns[:, 0, 0])
+            is_token_in_ring = is_token_in_ring & seen
         ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
         if not self.kinds:
             return ring_masks
@@ -198,9 +248,11 @@ class Masks:
         is_token: torch.Tensor | None = None,
         first: torch.Tensor | int = 0,
     ) -> Mask:
-        """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
+        """The mask of queries and keys, given by their positions in a text; all arguments broadcast to [R, 1, q, S].
 
-        `is_token` says which keys are tokens of the query's row, None that all are; `first` is the row's first number.
+        Args:
+            is_token: which keys are tokens of the query's row; None if all are.
+            first: the position of the row's first token.
         """
         visible = keys <= queries if is_token is None else is_token & (keys <= queries)
         masks = {}

@@ -10,7 +10,7 @@ from .compiled import CompiledRunner
 from .host_cache import PaddedRunner
 from .lockstep import LockstepRunner
 from .packed import PackedRunner
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .ragged import RaggedRunner
 from .runner import ModelRunner
 
@@ -90,7 +90,7 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
 
 
 def make_runner(
-    layout: str, prompt: Prompt, draft_vocab_size: int | None = None, compiled: bool = False
+    layout: str, prompt: PreparedInputs, draft_vocab_size: int | None = None, compiled: bool = False
 ) -> ModelRunner:
     """The runner of a layout for one model, which has not read its prompts yet; `compiled` ones are ragged."""
     return (CompiledRunner if compiled else RUNNERS[layout])(prompt, draft_vocab_size)

@@ -15,9 +15,9 @@ from .attention import grouped_queries
 from .compiled_forwards import capacity_bucket, compiled_forwards_of, forward, length_bucket, row_bucket
 from .layers import RingLayer
 from .packed_weights import PackedLinear
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .ragged import RaggedRunner
-from .slots import MARGIN, columns_of, copy_buffers
+from .slots import MARGIN, copy_buffers, keys_values_of
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -90,7 +90,7 @@ class CompiledRunner(RaggedRunner):
     into their first slots, and what comes of it is not used.
     """
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.forwards = compiled_forwards_of(self.model, self.device)
         self.compiled_before = self.forwards.compilations
@@ -110,13 +110,13 @@ class CompiledRunner(RaggedRunner):
     def prefill(self) -> Any:
         with PackedLinear(self.forwards.packed_weights):
             output = super().prefill()
-        slots = self.width + min(self.prompt.longest, ROOM) + MARGIN
+        slots = self.width + min(self.prompt.max_new_tokens_now, ROOM) + MARGIN
         self._resize(row_bucket(self.num_rows), capacity_bucket(slots))
         return output
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Have what the rows hold in buffers of another size."""
-        before, layers = columns_of(self.cache), self.cache.layers
+        before, layers = keys_values_of(self.cache), self.cache.layers
         ring = min(capacity, self.cache.slots.ring)
         slots = [ring if isinstance(layer, RingLayer) else capacity for layer in layers]
         buffers = self.forwards.pool.allocate(self, rows, slots, before)
@@ -140,9 +140,9 @@ class CompiledRunner(RaggedRunner):
             last = torch.minimum(last, self.max_positions - 1 - offsets)
         self.row_tensors = {"offsets": self._to_buffer_rows(offsets, -2), "last": self._to_buffer_rows(last, -2)}
         self.row_tensors["pads"] = self._to_buffer_rows(self.pads[index])
-        if self.holes is not None:
-            holes = torch.nn.functional.pad(self.holes[index], (0, self.capacity - self.width))
-            self.row_tensors["holes"] = self._to_buffer_rows(holes)
+        if self.gaps is not None:
+            gaps = torch.nn.functional.pad(self.gaps[index], (0, self.capacity - self.width))
+            self.row_tensors["gaps"] = self._to_buffer_rows(gaps)
 
     def _to_buffer_rows(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Values of the R rows along a dimension, with zeros for idle rows after them."""
@@ -150,7 +150,7 @@ class CompiledRunner(RaggedRunner):
         shape[dim] = len(self.buffers[0][0]) - shape[dim]
         return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
 
-    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         buffer_rows, count = len(self.buffers[0][0]), tokens.shape[1]
         length = self._length(batch, count, ahead)
         starts = batch.ends + (self.width - batch.width + ahead - count)
@@ -168,7 +168,11 @@ class CompiledRunner(RaggedRunner):
         inputs: dict[str, Any] = {
             name: self._to_buffer_rows(value) for name, value in self._row_inputs(length).items()
         }
-        num_logits = keep
+        nodes, num_logits = self._visible_nodes(batch, count, ahead), logits_to_keep
+        if nodes is not None:
+            more = length - count
+            inputs["depths"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.depths, (0, more)))
+            inputs["sees"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.sees, (0, more, 0, more)))
         if length > count:
             tokens, num_logits = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
@@ -181,11 +185,11 @@ class CompiledRunner(RaggedRunner):
         with grouped_queries(traced=True):
             logits, states = self.forwards.run(forward, size, *arguments, **sizes, **inputs)
         assert logits is not None
-        first = 0 if length == count else count - keep
-        self.states = None if states is None else states[: len(tokens), first : first + keep]
-        return logits[: len(tokens), first : first + keep]
+        first = 0 if length == count else count - logits_to_keep
+        self.states = None if states is None else states[: len(tokens), first : first + logits_to_keep]
+        return logits[: len(tokens), first : first + logits_to_keep]
 
-    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+    def _last_hidden(self, logits_to_keep: int) -> torch.Tensor | None:
         return self.states
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
@@ -196,9 +200,9 @@ class CompiledRunner(RaggedRunner):
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 
-    def _most_at_once(self, batch: Batch) -> int:
+    def _max_tokens_at_once(self, batch: Batch) -> int:
         """Nor is a row fed more tokens than it has: they go to consecutive slots; nor again what rings have lost."""
-        most = min(super()._most_at_once(batch), batch.shortest())
+        most = min(super()._max_tokens_at_once(batch), batch.shortest_length())
         return min(most, AGAIN) if 0 < self.cache.slots.ring < self.capacity else most
 
     def _widen_cache(self, count: int) -> None:
@@ -211,9 +215,9 @@ class CompiledRunner(RaggedRunner):
             super().admit(batch, rows)
         self.row_tensors = {}
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
-        self._gather_inputs(stay)
-        copy_buffers(self.buffers, self.buffers, stay.to(self.device))
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+        self._gather_inputs(keep_indices)
+        copy_buffers(self.buffers, self.buffers, keep_indices.to(self.device))
         self.row_tensors = {}
 
     def common_slots(self, length: int) -> slice | None:
@@ -222,5 +226,5 @@ class CompiledRunner(RaggedRunner):
 
     def _feed_last_tokens(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
-        count = min(self.usual, self._most_at_once(batch), *(batch.counts[row] for row in batch.rows))
-        self.decode_tokens(batch, count, 0, keep=count)
+        count = min(self.usual, self._max_tokens_at_once(batch), *(batch.counts[row] for row in batch.rows))
+        self.decode_tokens(batch, count, 0, logits_to_keep=count)

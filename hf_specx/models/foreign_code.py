@@ -1,4 +1,4 @@
-"""What a target runs that the tests have not shown to be right with several tokens at once.
+"""Finds what a target runs beside the code that the tests have shown to be right with several tokens at once.
 
 The sweep of the tests shows model types as transformers ships them. Whatever else runs in a forward is a `Trait`: the
 self-check measures a target once for its traits. A trait has the code and the values that this code keeps, as far as
@@ -9,7 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Hashable
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,7 @@ FEW = 8  # entries of a list or dict that may be settings; longer ones are recor
 
 
 class Trait(NamedTuple):
-    """Something that a target runs and the tests do not, in words; and what tells it from others of these words."""
+    """Something that a target runs and the tests do not; `identity` tells it from others of the same words."""
 
     words: str
     identity: Hashable = None
@@ -58,7 +58,7 @@ class SameObject:
         return isinstance(other, SameObject) and value is not None and value is other.reference()
 
 
-def unproven(model: PreTrainedModel) -> frozenset[Trait]:
+def untested_traits(model: PreTrainedModel) -> frozenset[Trait]:
     """What a target runs that the tests have not shown to be right with several tokens at once; empty if nothing.
 
     These are a model type that is in no table, quantised layers, attention or masks that the tests do not run, and in
@@ -107,7 +107,7 @@ def unproven(model: PreTrainedModel) -> frozenset[Trait]:
 
 
 def describe(traits: frozenset[Trait]) -> str:
-    """Traits in words, the first two."""
+    """The first two traits in words, and how many more there are."""
     words = sorted({trait.words for trait in traits})
     return " and ".join(words[:2]) + (f" and {len(words) - 2} more" if len(words) > 2 else "")
 
@@ -143,11 +143,11 @@ def _settings_of(module: nn.Module) -> Hashable:
 
 
 def _foreign_hooks(hooks: dict[int, Any], where: str, module: nn.Module | None) -> set[Trait]:
-    """Those of a module, or of all, that may change what it gives."""
-    place = None if module is None else SameObject(module)
-    listed = list(hooks.copy().values())  # those of other threads come and go
-    changing = [hook for hook in listed if not _is_harmless(hook)]
-    return {Trait(f"a forward hook is on {where}", (place, identity_of(hook))) for hook in changing}
+    """The traits of hooks on a module, or with None on all modules, that may change its output."""
+    owner = None if module is None else SameObject(module)
+    present = list(hooks.copy().values())  # those of other threads come and go
+    changing = [hook for hook in present if not _is_harmless(hook)]
+    return {Trait(f"a forward hook is on {where}", (owner, identity_of(hook))) for hook in changing}
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -172,7 +172,7 @@ def _code_of(called: Any) -> Any:
 
 
 def identity_of(called: Any, depth: int = DEPTH) -> Hashable:
-    """What tells something that is called from others: its code, and what it keeps in closures, arguments, objects."""
+    """A key for something that is called: its code, and the values in its closure, arguments and object."""
     if isinstance(called, functools.partial):
         return identity_of(called.func, depth), _values_of(called.args, depth), _values_of(called.keywords, depth)
     if isinstance(called, MethodType):
@@ -187,8 +187,51 @@ def identity_of(called: Any, depth: int = DEPTH) -> Hashable:
     return state_of(called, depth)
 
 
+def global_readers(model: nn.Module) -> list[Any]:
+    """The hooks and replaced `forward`s of a model that may read global variables, which no trait of it has."""
+    called = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    for module in model.modules():
+        attributes = vars(module)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            called += list(attributes.get(name, {}).copy().values())  # those of other threads come and go
+        called += [attributes["forward"]] if "forward" in attributes else []
+    return [each for each in called if _reads_globals(each)]
+
+
+def _reads_globals(called: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether foreign code may read a global other than functions, and trusted classes and modules.
+
+    Functions among its globals and in its closure are looked into, and no deeper ones.
+    """
+    code = _code_of(called)
+    if type(code) is not FunctionType:
+        code = getattr(type(code).__call__, "__wrapped__", type(code).__call__)
+    if type(code) is not FunctionType or code in seen or not _is_foreign_function(code):
+        return False
+    cells = [_content(cell) for cell in code.__closure__ or ()]
+    values = [code.__globals__[name] for name in _names(code.__code__) if name in code.__globals__]
+    kinds = FunctionType | MethodType | functools.partial
+    functions = [value for value in [*values, *cells] if isinstance(value, kinds)]
+    trusted = [value for value in values if _is_trusted_global(value)]
+    return len(trusted) < len(values) or any(_reads_globals(value, seen | {code}) for value in functions)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a function and in those that are written in it."""
+    inside = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*(_names(each) for each in inside))
+
+
+def _is_trusted_global(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return _is_trusted(value.__name__)
+    if isinstance(value, type):
+        return _is_trusted(value.__module__)
+    return isinstance(value, FunctionType | BuiltinFunctionType) or type(value).__module__ == "torch._ops"
+
+
 def state_of(value: Any, depth: int = DEPTH) -> Hashable:
-    """What tells a value that code keeps from another one; a tensor's changes when it is written to."""
+    """A key for a value that code keeps, which changes with the value; that of a tensor when it is written to."""
     if isinstance(value, VALUES):
         return type(value).__name__, value  # since 1 equals True
     if isinstance(value, torch.Tensor):
@@ -208,7 +251,7 @@ def state_of(value: Any, depth: int = DEPTH) -> Hashable:
 
 
 def _values_of(values: Any, depth: int = 1) -> Hashable:
-    """The states of several values, of a dict with its keys; below the last depth only plain ones and tensors."""
+    """The keys of several values, with those of a dict; below the last depth only of plain values and tensors."""
     items = list(values.items()) if isinstance(values, dict) else list(enumerate(values))
     if depth <= 0:
         items = [(key, value) for key, value in items if isinstance(value, (*VALUES, torch.Tensor))]
@@ -228,7 +271,7 @@ def _is_foreign(called: Any) -> bool:
     return _is_foreign_function(code) if type(code) is FunctionType else _is_foreign_class(type(code))
 
 
-FOREIGN: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # what is known of functions and classes
+FOREIGN: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a function or class is foreign, once computed
 
 
 def _is_foreign_function(function: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The lockstep layout: all rows advance alike, so transformers' own cache is cropped; what cannot be is put back.
+"""The lockstep layout: all rows advance by equally many tokens, so that a rollback crops transformers' own cache.
 
-States that cannot be cropped (recurrent, convolutional) are kept as they were before a forward.
+States that cannot be cropped (recurrent, convolutional) are copied before a forward and restored by a rollback.
 """
 
 import copy
@@ -21,7 +21,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 
 from .host_cache import HostCacheRunner
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .slots import KeysValues, has_columns, own_copy, self_attention
 
 
@@ -29,11 +29,11 @@ STATE_NAMES = ("conv_states", "recurrent_states")
 
 
 class LockstepRunner(HostCacheRunner):
-    """All rows have emitted equally many tokens, so a rollback crops the cache, and puts back states from before."""
+    """A runner whose rows have all emitted equally many tokens; a rollback crops the cache and restores states."""
 
     lockstep = True
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.cache = own_copy(self.cache)
 
@@ -41,60 +41,65 @@ class LockstepRunner(HostCacheRunner):
         output = super().prefill()
         config = self.model.config.get_text_config(decoder=True)
         image_layers = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
-        self.states = States(self_attention(self.cache), image_layers)
+        self.states = CacheSnapshots(self_attention(self.cache), image_layers)
         return output
 
     def _rewind(self, batch: Batch, counts: list[int]) -> None:
-        filled, wanted = self.num_filled_slots[batch.rows[0]], counts[0]
-        reached = self.states.restore(wanted, filled)
-        self.length -= filled - reached
-        if reached < wanted:  # the states are of an earlier moment: feed again what was accepted since
-            ahead = wanted - batch.counts[batch.rows[0]]
-            missing = self._clamp_ids(batch.last(wanted - reached, ahead))
-            self._feed(batch, missing, [reached] * len(counts), ahead, 1)
+        num_filled, count = self.num_filled_slots[batch.rows[0]], counts[0]
+        num_restored = self.states.restore(count, num_filled)
+        self.length -= num_filled - num_restored
+        if num_restored < count:  # the states are of an earlier moment: feed again what was accepted since
+            ahead = count - batch.counts[batch.rows[0]]
+            accepted = self._clamp_ids(batch.last(count - num_restored, ahead))
+            self._feed(batch, accepted, [num_restored] * len(counts), ahead, 1)
         for row in batch.rows:
-            self.num_filled_slots[row] = wanted
+            self.num_filled_slots[row] = count
 
-    def _feed(self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _feed(
+        self, batch: Batch, tokens: torch.Tensor, before: list[int], ahead: int, logits_to_keep: int
+    ) -> torch.Tensor:
         self.states.save(before[0])
-        return super()._feed(batch, tokens, before, ahead, keep)
+        return super()._feed(batch, tokens, before, ahead, logits_to_keep)
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
-        super().drop_rows(stay)
-        self.states.gather_rows(stay)
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+        super().drop_rows(keep_indices)
+        self.states.gather_rows(keep_indices)
 
-    def _save_columns(self, done: Round) -> None:
-        """As there, unless all rows end together, or the cache has more than keys and values of the whole text."""
+    def _save_keys_values(self, done: Round) -> None:
+        """As in `ModelRunner`, if not all rows end together, and the cache has keys and values of the text alone."""
         counts = done.batch.counts
         if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
             return  # the cache itself is handed over
         text = self_attention(self.cache)
         has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
         if type(text) is DynamicCache and has_keys_only and has_columns(text):
-            super()._save_columns(done)
+            super()._save_keys_values(done)
 
-    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+    def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         end = self.width + self.num_filled_slots[row]
         layers: list[Any] = self_attention(self.cache).layers
         for layer in layers:
             yield layer.keys[index, :, :end].clone(), layer.values[index, :, :end].clone()
 
-    def past_key_values(self, batch: Batch, emitted: int) -> Cache | None:
-        """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
+    def past_key_values(self, batch: Batch, num_columns: int) -> Cache | None:
+        """The cache itself if all rows ended together; else one made of their keys, None if some are lost."""
         rows = len(batch.counts)
-        if len(self.left_columns) + len(self.last_rows) == rows:
-            return super().past_key_values(batch, emitted)
-        if self.left_columns or self.num_rows < rows or len(set(batch.counts)) > 1:
+        if len(self.saved_keys_values) + len(self.last_rows) == rows:
+            return super().past_key_values(batch, num_columns)
+        if self.saved_keys_values or self.num_rows < rows or len(set(batch.counts)) > 1:
             return None
-        self._rewind(batch.view_at(batch.counts, list(range(rows))), [emitted - 1] * rows)
+        self._rewind(batch.view_at(batch.counts, list(range(rows))), [num_columns - 1] * rows)
         return self.cache
 
 
-class States:
-    """Snapshots of what a cache cannot take back, by the number of emitted tokens it had read.
+class CacheSnapshots:
+    """Rolls back a cache of transformers or of a model: crops what can be cropped, and restores copies of the rest.
 
-    Of transformers' cache these are recurrent states, unless convolutions are the only ones, which it crops. A cache
-    of a class of the model's own is copied as a whole. Layers in `fixed` are never cropped.
+    What cannot be cropped of transformers' cache are recurrent states, and convolutional ones beside these (alone it
+    crops them). A cache of a class of the model's own is copied as a whole. Layers in `fixed` are never cropped.
+
+    Attributes:
+        snapshots: copies of the states, by how many emitted tokens these had been computed from.
     """
 
     def __init__(self, cache: Cache, fixed: Container[int] = ()):
@@ -110,38 +115,43 @@ class States:
                 if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.update = MethodType(_update, layer)  # type: ignore[method-assign]
 
-    def save(self, seen: int) -> None:
-        """Copy the states, which have read `seen` emitted tokens, before a forward overwrites them."""
+    def save(self, num_computed: int) -> None:
+        """Copy the states, computed from so many emitted tokens, before a forward overwrites them."""
         if self.copies_all and not self.snapshots:
-            self.snapshots[seen] = copy.deepcopy(self.cache)
+            self.snapshots[num_computed] = copy.deepcopy(self.cache)
         elif self.layers and not self.copies_all:
-            self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in STATE_NAMES]
+            states = [_copy(getattr(layer, name)) for layer in self.layers for name in STATE_NAMES]
+            self.snapshots[num_computed] = states
 
-    def restore(self, wanted: int, seen: int) -> int:
-        """Go back from `seen` to at most `wanted` emitted tokens; returns how many the cache has read then."""
-        reached = wanted
-        if wanted < seen and (self.copies_all or self.layers):
-            reached = max(number for number in self.snapshots if number <= wanted)
-            saved = self.snapshots[reached]
+    def restore(self, count: int, num_computed: int) -> int:
+        """Go back from `num_computed` emitted tokens to `count`, or to fewer where a snapshot is older.
+
+        Returns:
+            How many emitted tokens the cache is computed from now.
+        """
+        num_restored = count
+        if count < num_computed and (self.copies_all or self.layers):
+            num_restored = max(number for number in self.snapshots if number <= count)
+            snapshot = self.snapshots[num_restored]
             if self.copies_all:
-                vars(self.cache).update(vars(saved))
+                vars(self.cache).update(vars(snapshot))
             else:
                 owners = [(layer, name) for layer in self.layers for name in STATE_NAMES]
-                for (layer, name), states in zip(owners, saved, strict=True):
+                for (layer, name), states in zip(owners, snapshot, strict=True):
                     setattr(layer, name, states)
         self.snapshots.clear()
         if not self.copies_all:
-            self._crop(seen - reached)
-        return reached
+            self._crop(num_computed - num_restored)
+        return num_restored
 
-    def gather_rows(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Keep only the rows at indices `keep_indices` [R']."""
         for snapshot in self.snapshots.values():
             if self.copies_all:
-                snapshot.batch_select_indices(stay)
+                snapshot.batch_select_indices(keep_indices)
                 continue
             for states in snapshot:
-                states.update((n, x[stay.to(x.device)]) for n, x in states.items() if x is not None)
+                states.update((n, x[keep_indices.to(x.device)]) for n, x in states.items() if x is not None)
 
     def _crop(self, tokens: int) -> None:
         """Take the last `tokens` off the keys of all layers."""

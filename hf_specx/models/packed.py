@@ -1,4 +1,4 @@
-"""The packed layout: the tokens of all rows lie in one row without pads, under a mask that keeps them apart.
+"""The packed layout: the tokens of all rows lie in one row without pads; a mask hides other rows from each token.
 
 The prompts come first, column by column, then a slot for each row and emitted token, so that the last tokens of all
 rows always come last. Nothing is moved until a row leaves.
@@ -14,10 +14,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import require
-from hf_specx.common.wrappers import keeping_cache
+from hf_specx.common.wrappers import without_cache_reset
 
 from .attention import Masks, grouped_queries
-from .prompts import Prompt
+from .prompts import PreparedInputs
 from .runner import ModelRunner, SharedKeys
 from .slots import CACHE, MARGIN, KeysValues, SlotCache
 
@@ -38,7 +38,7 @@ class PackedRunner(ModelRunner):
     row_of_slot: torch.Tensor
     number_in_row: torch.Tensor
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.inputs = self._prompt_inputs()
         self.cache = SlotCache()
@@ -54,7 +54,7 @@ class PackedRunner(ModelRunner):
         size = self.prompt.generation_config.prefill_chunk_size
         _require(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._clamp_ids(self.prompt.input_ids)
-        inputs: dict[str, Any] = keeping_cache(self.model).prepare_inputs_for_generation(
+        inputs: dict[str, Any] = without_cache_reset(self.model).prepare_inputs_for_generation(
             ids, is_first_iteration=True, next_sequence_length=ids.shape[1], **{self.cache_name: self.cache}, **kwargs
         )
         others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
@@ -68,7 +68,7 @@ class PackedRunner(ModelRunner):
         return inputs
 
     def prefill(self) -> Any:
-        """Read the prompts of all rows in one forward of their tokens alone; returns nothing but an empty output."""
+        """Compute the prompts of all rows in one forward of their tokens alone; returns an empty output."""
         home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
         ids = self.inputs["input_ids"].to(self.device)
         positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
@@ -90,78 +90,83 @@ class PackedRunner(ModelRunner):
         self.inputs.clear()
         return CausalLMOutputWithPast()
 
-    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         rows, count = tokens.shape
         counts = [batch.counts[row] for row in batch.rows]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
-        positions = self._positions(batch, emitted)
+        emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         start = sum(self.lengths)
-        extent = start + (max(counts) + ahead) * rows
-        self._assign_slots(extent)
-        slots = start + emitted * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
+        kv_length = start + (max(counts) + ahead) * rows
+        self._assign_slots(kv_length)
+        slots = start + emitted_index * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
-        even = len(set(counts)) == 1
+        is_aligned = len(set(counts)) == 1
         with grouped_queries():
-            logits = self._feed(tokens, positions, None if even else slots, extent, keep * rows)
-        return logits.view(keep, rows, -1).transpose(0, 1)
+            logits = self._feed(tokens, positions, None if is_aligned else slots, kv_length, logits_to_keep * rows)
+        return logits.view(logits_to_keep, rows, -1).transpose(0, 1)
 
-    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+    def _last_hidden(self, logits_to_keep: int) -> torch.Tensor | None:
         rows = len(self.lengths)
-        states = super()._last_hidden(keep * rows)  # [1, keep * R, H], position by position
-        return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
+        states = super()._last_hidden(logits_to_keep * rows)  # [1, logits_to_keep * R, H], position by position
+        return None if states is None else states.view(logits_to_keep, rows, -1).transpose(0, 1)
 
     def _feed(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor | None,
+        kv_length: int,
+        logits_to_keep: int,
     ) -> torch.Tensor:
-        """Logits [keep, V] after the last of tokens [N], written to slots [N] or the last of `extent` leading ones."""
-        start = extent - len(tokens)
-        self.cache.slots.set_write_slots(None if slots is None else slots[None], start, extent)
-        key_rows, key_numbers = self.row_of_slot[:extent], self.number_in_row[:extent]
+        """The last logits of tokens [N], which are written to `slots` [N], or to the last of `kv_length` slots."""
+        start = kv_length - len(tokens)
+        self.cache.slots.set_write_slots(None if slots is None else slots[None], start, kv_length)
+        key_rows, key_numbers = self.row_of_slot[:kv_length], self.number_in_row[:kv_length]
         written = slice(start, None) if slots is None else slots
         query_rows, query_numbers = key_rows[written], key_numbers[written]
         mask = self.masks.between(query_numbers[None, None, :, None], key_numbers, query_rows[:, None] == key_rows)
-        return self._logits(tokens[None], keep, attention_mask=mask, position_ids=positions[None])[0]
+        return self._logits(tokens[None], logits_to_keep, attention_mask=mask, position_ids=positions[None])[0]
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
-        rows, emitted = len(batch.rows), self._newest(batch)
+        rows, emitted_index = len(batch.rows), self._newest_computed(batch)
         longest = max([batch.counts[row] for row in batch.rows])
-        extent = sum(self.lengths) + max(0, longest - 1) * rows
+        kv_length = sum(self.lengths) + max(0, longest - 1) * rows
         index = torch.arange(rows, device=self.device)
-        numbers = to_device_async(self.lengths, self.device) + emitted[:, 0].to(self.device)  # [R], of the queries
-        is_of_row = self.row_of_slot[:extent] == index[:, None]
-        masks: Any = self.masks.between(numbers[None, None, :, None], self.number_in_row[:extent], is_of_row)
+        numbers = to_device_async(self.lengths, self.device) + emitted_index[:, 0].to(self.device)  # [R]
+        is_of_row = self.row_of_slot[:kv_length] == index[:, None]
+        masks: Any = self.masks.between(numbers[None, None, :, None], self.number_in_row[:kv_length], is_of_row)
         keys = {}
         for kind, number in layers.items():
             layer = self.cache.layers[number]
-            keys[kind] = layer.keys[:, :, :extent], layer.values[:, :, :extent]
-        positions = self._positions(batch, emitted)
+            keys[kind] = layer.keys[:, :, :kv_length], layer.values[:, :, :kv_length]
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         return SharedKeys(positions.T, masks, keys)
 
-    def _assign_slots(self, extent: int) -> None:
-        """Assign at least `extent` slots to rows."""
+    def _assign_slots(self, kv_length: int) -> None:
+        """Assign at least `kv_length` slots to rows."""
         assigned = len(self.row_of_slot)
-        if extent <= assigned:
+        if kv_length <= assigned:
             return
         start, rows = sum(self.lengths), len(self.lengths)
-        emitted = torch.arange((assigned - start) // rows, 2 * (extent - start) // rows, device=self.device)
-        row = torch.arange(rows, device=self.device).repeat(len(emitted))
-        numbers = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
+        emitted_index = torch.arange((assigned - start) // rows, 2 * (kv_length - start) // rows, device=self.device)
+        row = torch.arange(rows, device=self.device).repeat(len(emitted_index))
+        numbers = torch.tensor(self.lengths, device=self.device)[row] + emitted_index.repeat_interleave(rows)
         self.row_of_slot = torch.cat([self.row_of_slot, row])
         self.number_in_row = torch.cat([self.number_in_row, numbers])
 
-    def drop_rows(self, stay: torch.Tensor) -> None:
+    def drop_rows(self, keep_indices: torch.Tensor) -> None:
         # [R], the index that a row gets
         index = torch.full((len(self.lengths),), -1, dtype=torch.int64, device=self.device)
-        index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
-        row = index[self.row_of_slot[: self.cache.slots.extent]]
+        index[keep_indices.to(self.device)] = torch.arange(len(keep_indices), device=self.device)
+        row = index[self.row_of_slot[: self.cache.slots.kv_length]]
         slots = (row >= 0).nonzero()[:, 0]  # those of other rows are dropped
         self.cache.gather_slots(slots)
         self.row_of_slot, self.number_in_row = row[slots], self.number_in_row[slots]
-        self._set_lengths([self.lengths[n] for n in stay.tolist()])
+        self._set_lengths([self.lengths[n] for n in keep_indices.tolist()])
 
-    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+    def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         length = self.lengths[index] + self.num_computed_tokens[row]
         is_text = (self.row_of_slot == index) & (self.number_in_row < length)
         slots = is_text.nonzero()[:, 0]  # in the order of the text

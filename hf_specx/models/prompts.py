@@ -1,9 +1,9 @@
-"""What a model reads: inputs that `generate` has prepared; for a draft, those of its target, prepared once more."""
+"""What a model is fed first: the inputs that `generate` has prepared, and those of a draft, made from them."""
 
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,25 +36,41 @@ SIZES = {  # fields of a config, the first that it has
 }
 
 
-@dataclass
-class Prompt:
-    """What `generate` has prepared for one model."""
+@dataclass(frozen=True, eq=False)
+class PreparedInputs:
+    """What `generate` hands to a decoding method, for one model, and what this call wants of its forwards.
+
+    Attributes:
+        input_ids: [B, L] int64; for an encoder-decoder what its decoder starts with.
+        generation_config: with the lengths and special tokens of this call.
+        kwargs: of the model's forward, the cache among them.
+        max_new_tokens: no row gets more; `UNLIMITED` in a queue, whose later requests have limits of their own.
+        max_new_tokens_now: the same for the rows of the first prompts alone, for which room is made in the cache.
+        returns_cache: whether the cache is wanted at the end.
+        returns_hidden: whether forwards give hidden states, for a draft head.
+        all_prompt_hidden: whether of prompts those of all tokens are wanted, or of the last token alone.
+        hidden_state_taps: the modules where they are read; without any they are those behind the final norm.
+        synced_gpus: whether other ranks run forwards whenever this one does, so that none may be added.
+        processors, criteria: as `generate` hands them over.
+        inputs_tensor: what an encoder reads, before rows were repeated; None where that is not known.
+        seeds: one for each row, as the user gave them.
+    """
 
     model: PreTrainedModel
-    input_ids: torch.Tensor  # [B, L] int64; for an encoder-decoder what its decoder starts with
-    generation_config: GenerationConfig  # with the lengths and special tokens of this call
-    kwargs: dict[str, Any]  # of the model's forward, the cache among them
-    max_new_tokens: int = UNLIMITED  # no text gets more; where prompts come later, these have limits of their own
-    keeps_past: bool = False  # whether the cache is wanted at the end
-    gives_hidden: bool = False  # whether forwards hand over hidden states
-    hidden_of_all: bool = True  # of prompts those of all tokens, or of the last alone
-    hidden_state_taps: Sequence[HiddenStateTap] = ()  # where these are read; without any they are the last ones
-    longest: int = UNLIMITED  # the most new tokens of the prompts that are known now
-    in_step: bool = False  # whether other ranks run forwards whenever this one does, so that none may be added
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)  # as a decoding method is given them
+    input_ids: torch.Tensor
+    generation_config: GenerationConfig
+    kwargs: dict[str, Any]
+    max_new_tokens: int = UNLIMITED
+    returns_cache: bool = False
+    returns_hidden: bool = False
+    all_prompt_hidden: bool = True
+    hidden_state_taps: Sequence[HiddenStateTap] = ()
+    max_new_tokens_now: int = UNLIMITED
+    synced_gpus: bool = False
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
-    inputs_tensor: torch.Tensor | None = None  # what an encoder reads, before rows were repeated, where that is known
-    seeds: Any = None  # one for each row, as they were given
+    inputs_tensor: torch.Tensor | None = None
+    seeds: Any = None
 
     @cached_property
     def stopping(self) -> Stopping:
@@ -67,18 +83,20 @@ class Prompt:
         return self.kwargs.get(cache_name(self.kwargs))
 
 
-def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
-    """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
+def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> PreparedInputs:
+    """What transformers' `generate` prepares for a model from these inputs, up to where decoding would begin."""
 
-    def decoding_method(_: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any) -> Prompt:
+    def decoding_method(
+        _: Any, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
+    ) -> PreparedInputs:
         processors, criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
-        return Prompt(
+        return PreparedInputs(
             model,
             input_ids,
             generation_config,
             kwargs,
             max_new_tokens,
-            longest=max_new_tokens,
+            max_new_tokens_now=max_new_tokens,
             processors=processors,
             criteria=criteria,
         )
@@ -91,8 +109,8 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
     return mixin.generate(copied, **inputs, generation_config=config, custom_generate=decoding_method)
 
 
-def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
-    """The draft's prompt, made from the target's; raises ValueError if it cannot read what the target is given."""
+def draft_prompt(draft: PreTrainedModel, target: PreparedInputs) -> PreparedInputs:
+    """What a draft is fed first, made from what its target is; raises ValueError if it cannot read that."""
     names = inspect.signature(draft.forward).parameters
     shared = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
     if draft.config.is_encoder_decoder:
@@ -102,7 +120,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
             inputs["encoder_outputs"] = target.kwargs["encoder_outputs"]
     prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in inputs.items() if x is not None})
-    prompt.longest, prompt.in_step = target.longest, target.in_step
+    prompt = replace(prompt, max_new_tokens_now=target.max_new_tokens_now, synced_gpus=target.synced_gpus)
     if not draft.config.is_encoder_decoder and prompt.past is not None:
         prompt.generation_config.prefill_chunk_size = target.generation_config.prefill_chunk_size
     if "encoder_outputs" in inputs and not draft.config.is_encoder_decoder:  # by default it caches the text alone
@@ -110,7 +128,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt) -> Prompt:
     return prompt
 
 
-def _for_both_sides(shared: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+def _for_both_sides(shared: dict[str, Any], draft: PreTrainedModel, target: PreparedInputs) -> dict[str, Any]:
     """What an encoder-decoder reads; `shared` are the inputs that it takes as its target does."""
     inputs_tensor, encoder_outputs = target.inputs_tensor, None
     assert inputs_tensor is not None
@@ -137,7 +155,7 @@ def _for_both_sides(shared: dict[str, Any], draft: PreTrainedModel, target: Prom
     }
 
 
-def _for_decoder(shared: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+def _for_decoder(shared: dict[str, Any], draft: PreTrainedModel, target: PreparedInputs) -> dict[str, Any]:
     """What a decoder reads; `shared` are the inputs that it takes as its target does.
 
     It has the target's features of images if it can read them, since `generate` has dropped the pixels by now; else

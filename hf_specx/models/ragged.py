@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,19 +10,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import utils
 
-from hf_specx.common.architectures import READS_WHOLE
+from hf_specx.common.architectures import WINDOW_IN_CACHE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
+from hf_specx.common.round import Round
 
-from .attention import SLIDING, Mask, Masks, grouped_queries
+from .attention import SLIDING, Mask, Masks, VisibleNodes, grouped_queries
 from .layers import RingLayer, SlotLayer
-from .prompts import UNLIMITED, Prompt, prepare
+from .prompts import UNLIMITED, PreparedInputs, prepare
 from .runner import ModelRunner, SharedKeys
 from .slots import MARGIN, KeysValues, SlotCache, is_window, self_attention, with_slots
 
 
-MIN_COPIED_COLUMNS = 32  # columns at the beginning of prompts that are worth a copy
-MIN_SAVED_TOKENS = 1024  # tokens of prompts for which one more forward is worth its while
+MIN_COPIED_COLUMNS = 32  # fewer are not worth a copy
+MIN_SAVED_TOKENS = 1024  # for fewer a forward over the shared prefix alone is not worth its time
 TOKEN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}  # what follows from the tokens alone
 PREFILL_INPUTS = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
 
@@ -29,22 +31,22 @@ PREFILL_INPUTS = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL",
 class RaggedRunner(ModelRunner):
     """Rows of unequal length side by side; the model must take positions and 4D masks as given.
 
-    Where a prompt begins with the same tokens as another one whose keys are there, these are copied, and only the rest
-    is read. What all prompts begin with is read before them, once.
+    It caches prefixes: where a prompt begins with the same tokens as one whose keys are in the cache, these keys are
+    copied, and only the rest is computed. What all prompts begin with is computed once, before them.
 
     Attributes:
         cached_prompts: [B, n] int64, the prompts whose keys are in the slots of each row, with -1 behind their ends;
-            None where keys follow from more than tokens.
-        cached_hidden: [l, H], hidden states of each row's prompt, if they are read and prompts come later.
-        prefix_hidden: [B, n, H], those of what was copied.
+            None where keys depend on more than tokens.
+        cached_hidden: by row, the hidden states [l, H] of its prompt; empty unless they are wanted in a queue.
+        prefix_hidden: [B, n, H], hidden states of what was copied; None if nothing was, or they are not wanted.
     """
 
     prefix_hidden: torch.Tensor | None = None
 
-    def __init__(self, prompt: Prompt, draft_vocab_size: int | None = None):
+    def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
         super().__init__(prompt, draft_vocab_size)
         self.masks = Masks(self.model)
-        limit, window = prompt.input_ids.shape[1] + prompt.longest + MARGIN, self.masks.longest_window
+        limit, window = prompt.input_ids.shape[1] + prompt.max_new_tokens_now + MARGIN, self.masks.longest_window
         # the user's cache is filled with what its layers keep
         of_user = getattr(self.cache, "_is_user_defined", False)
         if of_user and not any(map(is_window, self_attention(self.cache).layers)):
@@ -55,7 +57,7 @@ class RaggedRunner(ModelRunner):
         self.cached_hidden: dict[int, torch.Tensor] = {}
 
     def _slot_cache(self, limit: int, ring: int) -> SlotCache:
-        """An empty cache in which layers with a window keep that alone, and what a round may feed."""
+        """An empty cache; its layers with a sliding window are ring buffers of `ring` slots, unless that is 0."""
         windows = self.masks.windows if ring else ()
         kinds = [RingLayer if kind in windows else SlotLayer for kind in self.masks.layers or [SLIDING]]
         return SlotCache(limit, ring, kinds)
@@ -72,18 +74,18 @@ class RaggedRunner(ModelRunner):
         return ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).masked_fill(columns >= ids.shape[1], -1)
 
     def prefill(self) -> Any:
-        if self.cached_prompts is not None and not (self.cache.get_seq_length() or self.prompt.in_step):
+        if self.cached_prompts is not None and not (self.cache.get_seq_length() or self.prompt.synced_gpus):
             self._prefill_shared_prefix(self.cached_prompts)
         output = super().prefill()
         if self.prefix_hidden is not None and self.prompt_hidden is not None:
             self.prompt_hidden = torch.cat([self.prefix_hidden, self.prompt_hidden], 1)
-        comes_later = self.prompt.max_new_tokens == UNLIMITED and self.prompt.hidden_of_all
-        if comes_later and self.prompt_hidden is not None:
+        is_queue = self.prompt.max_new_tokens == UNLIMITED
+        if is_queue and self.prompt.all_prompt_hidden and self.prompt_hidden is not None:
             self.cached_hidden = {row: self.prompt_hidden[row, pads:] for row, pads in enumerate(self.pad_counts)}
         return output
 
     def _prefill_shared_prefix(self, prompts: torch.Tensor) -> None:
-        """Read what all prompts [B, n] begin with, as a batch of one, if that pays."""
+        """Compute what all prompts [B, n] begin with, as a batch of one, if that saves enough tokens."""
         rows, width = prompts.shape
         if (rows - 1) * width < MIN_SAVED_TOKENS:
             return
@@ -106,154 +108,196 @@ class RaggedRunner(ModelRunner):
         return has_no_gaps & (positions.eq(is_token.cumsum(-1) - 1) | ~is_token).all()
 
     def _prefill_runner(self, ids: torch.Tensor, mask: torch.Tensor) -> "RaggedRunner":
-        """A runner that reads other prompts, ids [R, L], with the same model."""
+        """A runner with the same model and a cache of its own, for other prompts, ids [R, L]."""
         prompt = prepare(self.model, UNLIMITED, {"input_ids": ids, "attention_mask": mask})
-        prompt.gives_hidden, prompt.hidden_of_all = self.prompt.gives_hidden, self.prompt.hidden_of_all
-        prompt.hidden_state_taps = self.prompt.hidden_state_taps
-        prompt.longest = 0
+        prompt = replace(
+            prompt,
+            returns_hidden=self.prompt.returns_hidden,
+            all_prompt_hidden=self.prompt.all_prompt_hidden,
+            hidden_state_taps=self.prompt.hidden_state_taps,
+            max_new_tokens_now=0,
+        )
         prompt.generation_config.prefill_chunk_size = self.prompt.generation_config.prefill_chunk_size
         runner = RaggedRunner(prompt, self.draft_vocab_size)
         runner.cache = self._slot_cache(ids.shape[1], self.cache.slots.ring)
         return runner
 
     def copy_shared_prefix(self, other: "RaggedRunner", rows: list[int]) -> None:
-        """Copy what the prompts begin with, but for their last tokens, from those of `rows` [D] in another's cache."""
+        """Copy the keys of what these prompts share with `rows` [D] of another cache, at the beginning of both.
+
+        All rows then go on from one column, the first that some row could not copy. The last token of each prompt is
+        never copied, since its logits are wanted.
+        """
         if self.cached_prompts is None or other.cached_prompts is None or other.cache.slots.has_lost:
             return
         width, lengths = self.cached_prompts.shape[1], (self.cached_prompts >= 0).sum(-1)
         donors = other.cached_prompts[to_device_async(rows, self.cached_prompts.device)]
-        longest = shared_prefix_lengths(self.cached_prompts, donors).max(-1)
-        shared = longest.values.minimum(lengths - 1)
-        length, reusable, source = torch.stack([lengths, shared, longest.indices]).tolist()
-        # rows are read from one column on, where they have pads before them also what they could have copied
-        columns = width - max(whole - part for whole, part in zip(length, reusable, strict=True))
-        if columns < MIN_COPIED_COLUMNS:
+        best = shared_prefix_lengths(self.cached_prompts, donors).max(-1)
+        shared = best.values.minimum(lengths - 1)
+        prompt_lengths, shared_lengths, donor_indices = torch.stack([lengths, shared, best.indices]).tolist()
+        num_to_compute = max(whole - part for whole, part in zip(prompt_lengths, shared_lengths, strict=True))
+        num_copied = width - num_to_compute  # columns, pads of shorter prompts among them
+        if num_copied < MIN_COPIED_COLUMNS:
             return
-        donor_rows = [rows[index] for index in source]
-        tokens = (
-            torch.arange(columns, device=self.device)
-            - to_device_async([width - n for n in length], self.device)[:, None]
-        )
-        tokens = tokens.clamp(min=0)  # [B, n], of their prompts; before these there are pads
-        first = to_device_async([other.pad_counts[row] for row in donor_rows], self.device)[:, None]
-        self.cache.write_from(other.cache, to_device_async(source, self.device), tokens + first)
-        self.reused_tokens = sum(max(0, columns - width + n) for n in length)
-        if self.hidden is not None and self.prompt.hidden_of_all:
+        donor_rows = [rows[index] for index in donor_indices]
+        pads = to_device_async([width - length for length in prompt_lengths], self.device)[:, None]
+        # [B, n], which token of its prompt each copied column has; in a pad any will do
+        token_numbers = (torch.arange(num_copied, device=self.device) - pads).clamp(min=0)
+        donor_pads = to_device_async([other.pad_counts[row] for row in donor_rows], self.device)[:, None]
+        self.cache.write_from(other.cache, to_device_async(donor_indices, self.device), token_numbers + donor_pads)
+        self.reused_tokens = sum(max(0, num_copied - width + length) for length in prompt_lengths)
+        if self.hidden is not None and self.prompt.all_prompt_hidden:
             states = []
-            for row, numbers in zip(donor_rows, tokens, strict=True):
+            for row, numbers in zip(donor_rows, token_numbers, strict=True):
                 donor_states = other.cached_hidden[row]
                 states.append(donor_states[numbers.to(donor_states.device)])
             self.prefix_hidden = torch.stack(states)
 
-    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
-        emitted = batch.columns(ahead - count, count) - batch.width  # [R, q], those before each token
-        longest, even = max(counts), len(set(counts)) == 1
-        missing = self.num_missing_tokens(batch)
+        emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
+        is_aligned = len(set(counts)) == 1
+        num_missing = self.num_missing_tokens(batch)
         num_emitted = count - ahead  # of the tokens that are fed; the others are candidates
-        if num_emitted > 1 and num_emitted > min(missing):  # a window may have lost what earlier tokens saw
-            first = to_device_async([num_emitted - number for number in missing], emitted.device)[:, None]
-            again = torch.arange(count, device=emitted.device).maximum(first)  # the first that is missing
-            emitted, tokens, even = emitted.gather(1, again), tokens.gather(1, again), False
-        slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
+        if num_emitted > 1 and num_emitted > min(num_missing):
+            # a row that lacks fewer is fed its first missing token several times, and none before it: a sliding window
+            # may have lost what those attended to
+            num_present = [num_emitted - number for number in num_missing]
+            first_missing = to_device_async(num_present, emitted_index.device)[:, None]
+            index = torch.arange(count, device=emitted_index.device).maximum(first_missing)
+            emitted_index, tokens, is_aligned = emitted_index.gather(1, index), tokens.gather(1, index), False
+        slots, kv_length = (self.width + emitted_index).to(self.device), self.width + max(counts) + ahead
         ring = self.masks.longest_window + count + ahead
         if 0 < self.cache.slots.ring < ring:
             self._enlarge_rings(ring, slots[:, :1] - 1)
-        self.cache.slots.set_write_slots(None if even else slots, extent - count, extent)
+        self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
-        positions = self._positions(batch, emitted)
+        nodes = self._visible_nodes(batch, count, ahead)
+        if nodes is not None:  # their positions follow from their depths
+            depths = nodes.depths[:, 1 + ahead - count :].to(emitted_index.device)
+            emitted_index = batch.columns(-1, 1) - batch.width + depths
+        positions = self._positions(batch, emitted_index)
         if positions is not None and "position_ids" in self.parameters:
             inputs["position_ids"] = positions.to(self.device)
-        mask = self._mask(batch, slots, extent, even)
+        mask = self._mask(batch, slots, kv_length, is_aligned, nodes)
         with contextlib.nullcontext() if mask is None else grouped_queries():
-            return self._logits(tokens.to(self.device), keep, attention_mask=mask, **inputs)
+            return self._logits(tokens.to(self.device), logits_to_keep, attention_mask=mask, **inputs)
+
+    def _visible_nodes(self, batch: Batch, count: int, ahead: int) -> VisibleNodes | None:
+        """What the last `count` of a tree's nodes see, where `ahead` candidates are fed with them; None in a chain."""
+        if batch.tree is None or not ahead:
+            return None
+        root = (batch.ends - 1 + self.width - batch.width)[:, None].to(self.device)
+        depths = batch.tree.depths[:, : 1 + ahead]
+        sees = batch.tree.sees[:, 1 + ahead - count : 1 + ahead, : 1 + ahead]
+        return VisibleNodes(root, depths.to(self.device), sees.to(self.device))
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
-        emitted, longest = self._newest(batch), max([batch.counts[row] for row in batch.rows])
-        extent = self.width + max(0, longest - 1)
-        masks: Any = self._mask(batch, (self.width + emitted).to(self.device), extent, even=False)
+        emitted_index, max_count = self._newest_computed(batch), max([batch.counts[row] for row in batch.rows])
+        kv_length = self.width + max(0, max_count - 1)
+        masks: Any = self._mask(batch, (self.width + emitted_index).to(self.device), kv_length, is_aligned=False)
         keys, rows = {}, len(batch.rows)
         for kind, number in layers.items():
             layer, slots = self.cache.layers[number], masks[kind].shape[-1]
             keys[kind] = layer.keys[:rows, :, :slots], layer.values[:rows, :, :slots]
-        positions = self._positions(batch, emitted)
+        positions = self._positions(batch, emitted_index)
         assert positions is not None
         return SharedKeys(positions, masks, keys)
 
     def _enlarge_rings(self, ring: int, newest: torch.Tensor) -> None:
-        """Have rings of so many slots, where the newest columns that are needed have the numbers [R, 1]."""
+        """Give layers with a window ring buffers of `ring` slots; `newest` [R, 1] are the newest columns to keep."""
         for layer in self.cache.layers:
             if isinstance(layer, RingLayer) and layer.is_initialized:
                 layer.enlarge(ring, newest)
         self.cache.slots.ring = ring
 
-    def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
-        """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
-        pads = holes = None
-        if self.holes is not None:
-            holes = nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
-        if holes is not None or max([self.pad_counts[row] for row in batch.rows]):
+    def _mask(
+        self,
+        batch: Batch,
+        slots: torch.Tensor,
+        kv_length: int,
+        is_aligned: bool,
+        nodes: VisibleNodes | None = None,
+    ) -> Mask | None:
+        """The mask of queries at slots [R, q]; None if each row has one query that sees all `kv_length` slots.
+
+        `is_aligned` says whether all rows have emitted equally many tokens.
+        """
+        pads = gaps = None
+        if self.gaps is not None:
+            gaps = nn.functional.pad(self.gaps[batch.index], (0, kv_length - self.width)).to(self.device)
+        if gaps is not None or max([self.pad_counts[row] for row in batch.rows]):
             pads = self.pads[batch.index].to(self.device)
-        elif even and slots.shape[1] == 1 and self.masks.only_causal:
+        elif is_aligned and slots.shape[1] == 1 and self.masks.only_causal and nodes is None:
             return None
-        return self.masks(slots, pads, extent, holes, self.cache.slots.ring)
+        return self.masks(slots, pads, kv_length, gaps, self.cache.slots.ring, nodes)
 
     def _row_inputs(self, count: int) -> dict[str, Any]:
-        """What else the forward is given for each row, as `generate` gives it to the next tokens."""
+        """The per-row inputs of the forward beside tokens, mask and positions, as `generate` gives them."""
         names = self.per_row_inputs & self.parameters.keys() - PREFILL_INPUTS
         inputs = {name: value for name, value in self.kwargs.items() if name in names}
         return inputs | self._token_types(count)
+
+    def observe(self, done: Round) -> None:
+        """Move what was accepted on branches to the slots of a chain, and then do as in other layouts."""
+        moved = []
+        for index, (path, before) in enumerate(zip(done.paths, done.emitted_before, strict=False)):
+            end = self.width + before
+            moved += [(index, end + number, end + place) for place, number in enumerate(path) if place != number]
+        if moved and (self.prompt.returns_cache or not done.finished):
+            self.cache.move(*to_device_async(moved, self.device).unbind(1))
+        super().observe(done)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
             self.widen(batch.width - self.width)
         index = to_device_async(rows, batch.ids.device)
-        width = max(batch.table[row].prompt_length for row in rows)
+        width = max(batch.row_states[row].prompt_length for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
-        fresh = self._prefill_runner(ids, mask.long())
-        fresh.copy_shared_prefix(self, batch.rows)
-        fresh.prefill()
-        self._note_prompts(fresh, rows, index)
-        self.prompt_hidden, self.prompt_logits = fresh.prompt_hidden, fresh.prompt_logits
+        refills = self._prefill_runner(ids, mask.long())
+        refills.copy_shared_prefix(self, batch.rows)
+        refills.prefill()
+        self._note_prompts(refills, rows, index)
+        self.prompt_hidden, self.prompt_logits = refills.prompt_hidden, refills.prompt_logits
         self.has_all_prompt_logits = rows == list(range(len(batch.counts)))
-        self.cache.slots.limit = self.width + max(row.limit for row in batch.table) + MARGIN
-        self.cache.write_rows(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
-        self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
-        for row, pads in zip(rows, fresh.pad_counts, strict=True):
+        self.cache.slots.limit = self.width + max(row.limit for row in batch.row_states) + MARGIN
+        self.cache.write_rows(refills.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
+        self.pads = self.pads.index_copy(0, index, refills.pads + self.width - width)
+        for row, pads in zip(rows, refills.pad_counts, strict=True):
             self.num_computed_tokens[row] = 0
             self.pad_counts[row] = pads + self.width - width
-        if self.holes is not None:
-            self.holes = self.holes.index_fill(0, index, False)
-        if self.first_position is not None and fresh.first_position is not None:
-            self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
+        if self.gaps is not None:
+            self.gaps = self.gaps.index_fill(0, index, False)
+        if self.first_position is not None and refills.first_position is not None:
+            self.first_position = self.first_position.index_copy(-2, index, refills.first_position)
 
-    def _note_prompts(self, fresh: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
-        """Note the prompts that the slots of rows hold from now on."""
-        self.reused_tokens += fresh.reused_tokens
-        if fresh.cached_hidden:
-            self.cached_hidden |= {row: fresh.cached_hidden[number] for number, row in enumerate(rows)}
-        if self.cached_prompts is None or fresh.cached_prompts is None:
+    def _note_prompts(self, refills: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
+        """Note that the slots of `rows` now hold the prompts of another runner; `index` is the same as a tensor."""
+        self.reused_tokens += refills.reused_tokens
+        if refills.cached_hidden:
+            self.cached_hidden |= {row: refills.cached_hidden[number] for number, row in enumerate(rows)}
+        if self.cached_prompts is None or refills.cached_prompts is None:
             self.cached_prompts = None
             return
-        width = max(self.cached_prompts.shape[1], fresh.cached_prompts.shape[1])
+        width = max(self.cached_prompts.shape[1], refills.cached_prompts.shape[1])
         before = nn.functional.pad(self.cached_prompts, (0, width - self.cached_prompts.shape[1]), value=-1)
-        new = nn.functional.pad(fresh.cached_prompts, (0, width - fresh.cached_prompts.shape[1]), value=-1)
+        new = nn.functional.pad(refills.cached_prompts, (0, width - refills.cached_prompts.shape[1]), value=-1)
         self.cached_prompts = before.index_copy(0, index, new)
 
     def widen(self, count: int) -> None:
-        """Put `count` columns of pads before the prompts of all rows."""
+        """Put `count` slots of pads before the prompts of all rows."""
         self._widen_cache(count)
         self.width += count
         self.pads = self.pads + count
         self.pad_counts = [number + count for number in self.pad_counts]
-        if self.holes is not None:
-            self.holes = nn.functional.pad(self.holes, (count, 0))
+        if self.gaps is not None:
+            self.gaps = nn.functional.pad(self.gaps, (count, 0))
 
     def _widen_cache(self, count: int) -> None:
         self.cache.widen(count)
 
-    def row_columns(self, index: int, row: int) -> Iterator[KeysValues]:
+    def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         columns = self.width + self.num_computed_tokens[row]
         return self.cache.read_row(index, torch.arange(columns, device=self.device))
 
@@ -262,15 +306,15 @@ class RaggedRunner(ModelRunner):
 
 
 def why_no_prefix_reuse(model: PreTrainedModel) -> str:
-    """Why each prompt is read anew, also what others begin with; empty if keys of others can be copied."""
-    if model.config.model_type in READS_WHOLE:
+    """Why no keys are copied from other prompts with the same beginning; empty if they can be."""
+    if model.config.model_type in WINDOW_IN_CACHE:
         return f"{type(model).__name__} reads prompts without its window"
     is_part = model.config.get_text_config(decoder=True) is not model.config
     return f"{type(model).__name__} reads more than tokens" if is_part else ""
 
 
 def shared_prefix_lengths(texts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """[R, D], with how many equal tokens texts [R, n] and others [D, m] begin; what lies behind their ends counts."""
+    """[R, D], how many leading tokens of texts [R, n] and others [D, m] are equal, fillers behind their ends too."""
     width = min(texts.shape[1], others.shape[1])
     equal = texts[:, None, :width] == others[None, :, :width]
     return nn.functional.pad(equal, (0, 1)).byte().argmin(-1)

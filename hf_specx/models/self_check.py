@@ -1,8 +1,8 @@
-"""Whether feeding several tokens behind a cache gives what feeding them one by one gives, measured for one target.
+"""Measures whether a target gives the same logits for several tokens at once as for the same tokens one by one.
 
-All speculation rests on that. The sweep of the tests has shown it for model types as transformers ships them. What
-runs other code is `unproven` (see `foreign_code`), and measured once for the `Conditions` of a call, before its first
-candidates count.
+All speculation rests on that. The sweep of the tests has shown it for model types as transformers ships them. A model
+that runs other code has `untested_traits` (see `foreign_code`), and is measured once for the `Conditions` of a call,
+before its first candidates are judged.
 """
 
 import copy
@@ -15,30 +15,33 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
+from hf_specx.common.architectures import LAYOUTS_OF, WINDOW_IN_CACHE
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 
 from .packed import PackedRunner
-from .prompts import Prompt, gather_input_rows, has_rows
+from .prompts import PreparedInputs, gather_input_rows, has_rows
 from .runner import ModelRunner
-from .slots import columns_of, gather_cache_rows, self_attention, with_cross_attention
+from .slots import gather_cache_rows, keys_values_of, self_attention, with_cross_attention
 
 
 STEPS = 4  # tokens that are fed one by one, after the first of which each depends on the cache
 LIMIT = 1e-3  # total variation, in float32 and wider
 HALF = 2.0**-11  # epsilon from which on precision is half
 ROUNDING, WORST_ROUNDING = 4.0, 0.1  # in half precision: times the rounding that was measured, and at most
-SHARPEST = 1e4  # at most so many times are flat logits sharpened
+MAX_SHARPENING = 1e4  # flat logits are multiplied by so much at most
 MATMUL = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}  # epsilon of products of float32
 EPSILONS = 4  # of half precision: so much total variation rounding explains, whatever was measured
-MOST_RESULTS = 64  # of a model; the oldest go first, since code that keeps count of its calls is measured in each
+MAX_RESULTS = 64  # of a model; the oldest go first, since code that counts its calls is measured in each call
 
 
 class Difference(NamedTuple):
-    """The largest total variation between both ways of feeding a target, and how much of it rounding explains.
+    """The result of a measurement.
 
-    `error` is that of a layout in which the target cannot be fed.
+    Attributes:
+        figure: the largest total variation between the distributions of both ways of feeding a target.
+        limit: how much of it rounding explains.
+        error: why a target cannot be fed in this layout; empty if it can.
     """
 
     figure: float
@@ -63,16 +66,16 @@ class Conditions(NamedTuple):
     """What a result holds for: under other conditions a target is measured again.
 
     Attributes:
-        traits: of the target, see `unproven`.
+        traits: of the target, see `untested_traits`.
         layout: how its rows share the batch.
         epsilon: of the coarsest numbers that it computes with, which says what rounding explains.
         modes: its device, and whether it is in training mode.
         several_rows: whether there are others in the batch.
-        hidden_slots: whether some rows have pads or holes, which masks must hide.
+        hidden_slots: whether some rows have pads or gaps, which masks must hide.
         inputs: names of what it is given beside token ids, such as images.
-        doublings: how often the length of the prompts was doubled, for a type that is in no table: what it does behind
-            longer texts, none of the tests has shown. 0 for others.
-        candidates: the most of a round.
+        length_class: for a model type that `common/architectures.py` does not list, the logarithm of the prompts'
+            length, rounded down to powers of two: nothing is known of what it does behind longer texts. 0 for others.
+        candidates: the largest number of candidates of a round.
         steps: tokens that are fed one by one.
     """
 
@@ -83,21 +86,23 @@ class Conditions(NamedTuple):
     several_rows: bool
     hidden_slots: bool
     inputs: frozenset[str]
-    doublings: int
+    length_class: int
     candidates: int
     steps: int
 
     @property
     def hold_for_later_prompts(self) -> bool:
-        """Whether they are also those of prompts of any length and number that come in the places of others."""
-        return self.several_rows and self.hidden_slots and not self.doublings
+        """Whether they also hold when refills of any length replace some of these prompts."""
+        return self.several_rows and self.hidden_slots and not self.length_class
 
 
 RESULTS: WeakKeyDictionary[PreTrainedModel, dict[Conditions, Difference]] = WeakKeyDictionary()
 
 
-def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, candidates: int, steps: int) -> Conditions:
-    """The conditions under which a target is about to read prompts."""
+def conditions_of(
+    prompt: PreparedInputs, traits: frozenset[Hashable], layout: str, candidates: int, steps: int
+) -> Conditions:
+    """The conditions under which a target is about to compute these prompts."""
     model, rows = prompt.model, len(prompt.input_ids)
     mask = prompt.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     several_dimensions = isinstance(mask, torch.Tensor) and mask.ndim != 2
@@ -109,17 +114,17 @@ def conditions_of(prompt: Prompt, traits: frozenset[Hashable], layout: str, cand
         several_rows=rows > 1,
         hidden_slots=mask is not None and (several_dimensions or not bool(mask.all())),
         inputs=frozenset(name for name, value in prompt.kwargs.items() if isinstance(value, torch.Tensor)),
-        doublings=0 if model.config.model_type in LAYOUTS_OF else prompt.input_ids.shape[1].bit_length(),
+        length_class=0 if model.config.model_type in LAYOUTS_OF else prompt.input_ids.shape[1].bit_length(),
         candidates=candidates,
         steps=steps,
     )
 
 
 def remember(model: PreTrainedModel, conditions: Conditions, difference: Difference) -> None:
-    """Keep a result as long as the model exists, or until many others have come."""
+    """Keep a result as long as the model exists, and not more than `MAX_RESULTS` of it."""
     results = RESULTS.setdefault(model, {})
     results[conditions] = difference
-    while len(results) > MOST_RESULTS:
+    while len(results) > MAX_RESULTS:
         del results[next(iter(results))]
 
 
@@ -136,18 +141,18 @@ def tokens_of_a_round(model: PreTrainedModel) -> int | None:
 
 
 @torch.no_grad()
-def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: int = STEPS) -> Difference:
-    """The difference between both ways of feeding, for the prompts that `runner` has just read.
+def compare(runner: ModelRunner, batch: Batch, output: Any, candidates: int, steps: int = STEPS) -> Difference:
+    """Measure the difference between both ways of feeding, behind prompts that `runner` has just computed.
 
     First transformers' own steps: a few tokens one by one, on a copy of the cache, as plain `generate` feeds them.
-    Then one forward of the runner over `most` + 1 tokens that end with these, or with one more in every other row, as
-    of rows that have accepted different numbers. It begins within the prompts, whose last tokens are fed anew. The
-    runner rolls all of it back with its next forward.
+    Then one forward of the runner over `candidates` + 1 tokens that end with these, or with one more in every other
+    row, as of rows that have accepted different numbers. It begins within the prompts, whose last tokens are fed anew.
+    The runner rolls all of it back with its next forward.
 
     Args:
         batch: the prompts, with nothing emitted.
         output: what the forward over the prompts gave.
-        most: the largest number of candidates of a round, at least `steps`.
+        candidates: the largest number of candidates of a round, at least `steps`.
         steps: tokens that are fed one by one.
 
     Returns:
@@ -174,14 +179,14 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, most: int, steps: in
     last_tokens = tokens[-1]
     tokens.append(_likely(logits[-2][:, :vocab_size], steps))
     del plain
-    forward_logits, before = _preview(runner, batch, torch.stack(tokens, 1), most)
-    # (row, position in the forward, tokens that were emitted up to there) of what single steps have given as well
+    forward_logits, num_before = _preview(runner, batch, torch.stack(tokens, 1), candidates)
+    # (row, position in the forward, number of the step) where single steps have given logits as well
     compared = []
     for row in range(rows):
         for position in range(forward_logits.shape[1]):
-            emitted = before[row] + position + 1
-            if 0 <= emitted < steps or (emitted == steps and row < len(last_rows)):
-                compared.append((row, position, emitted))
+            step = num_before[row] + position + 1
+            if 0 <= step < steps or (step == steps and row < len(last_rows)):
+                compared.append((row, position, step))
     index, positions, counts = to_device_async(compared, home).unbind(1)
     figure = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
     if before_last is None:
@@ -202,24 +207,29 @@ def _likely(logits: torch.Tensor, rank: int) -> torch.Tensor:
     return logits.topk(min(rank + 1, logits.shape[-1])).indices[:, -1]
 
 
-def _preview(runner: ModelRunner, batch: Batch, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, list[int]]:
-    """Logits [R, most + 1, V] of one forward, and how many tokens each row had emitted before its first one.
+def _preview(
+    runner: ModelRunner, batch: Batch, tokens: torch.Tensor, candidates: int
+) -> tuple[torch.Tensor, list[int]]:
+    """The logits of one forward over `candidates` + 1 tokens, or fewer if prompts are short.
 
     Args:
-        tokens: [R, n], which rows emit one after another; the forward may begin before them.
+        tokens: [R, n], the last of these; before them come the last tokens of the prompts.
+
+    Returns:
+        The logits [R, P, V], and for each row how many of `tokens` come before its first position; negative for a
+        position within the prompt.
     """
     rows, number = tokens.shape
-    num_refed = min(
-        most + 2 - number, min(row.prompt_length for row in batch.table) - 1
-    )  # tokens of the prompts that are fed anew
+    shortest_prompt = min(state.prompt_length for state in batch.row_states)
+    num_refed = min(candidates + 2 - number, shortest_prompt - 1)  # tokens of the prompts that are fed anew
     num_refed = num_refed if _can_feed_anew(runner, num_refed) else 0
-    lead = 0 if runner.lockstep or rows == 1 else 1  # by so many tokens every other row is ahead
-    before = [row % 2 * lead - num_refed for row in range(rows)]
+    lead = 0 if runner.lockstep or rows == 1 else 1  # every other row is so many tokens further
+    num_before = [row % 2 * lead - num_refed for row in range(rows)]
     batch.write(tokens)
     if lead and not num_refed:  # rows that are ahead need their first token in the cache
         runner.preview(batch, 1)
-    count = min(most + 1, num_refed + number - lead)
-    return runner.preview(batch.view_at(before), count), before
+    count = min(candidates + 1, num_refed + number - lead)
+    return runner.preview(batch.view_at(num_before), count), num_before
 
 
 def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
@@ -228,9 +238,9 @@ def _can_feed_anew(runner: ModelRunner, count: int) -> bool:
     is_part = config.get_text_config(decoder=True) is not config  # prompts may hold more than tokens
     if runner.lockstep or is_part or config.is_encoder_decoder:
         return False
-    if runner.holes is not None or "token_type_ids" in kwargs:
+    if runner.gaps is not None or "token_type_ids" in kwargs:
         return False
-    if config.model_type in READS_WHOLE:
+    if config.model_type in WINDOW_IN_CACHE:
         return False
     positions = kwargs.get("position_ids")
     return count > 0 and (positions is None or bool((positions[..., -count - 1 :].diff() == 1).all()))
@@ -284,10 +294,10 @@ def host_cache(runner: ModelRunner) -> Cache:
     if runner.lockstep:
         return copy.deepcopy(runner.cache)
     text: Any = self_attention(runner.cache)
-    cross_attention = [] if text is runner.cache else columns_of(runner.cache.cross_attention_cache)
+    cross_attention = [] if text is runner.cache else keys_values_of(runner.cache.cross_attention_cache)
     cache = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
     if isinstance(runner, PackedRunner):
-        columns = [runner.row_columns(row, row) for row in range(len(runner.prompt.input_ids))]
+        columns = [runner.row_keys_values(row, row) for row in range(len(runner.prompt.input_ids))]
         for number, layer_of_rows in enumerate(zip(*columns, strict=True)):
             keys, values = map(torch.stack, zip(*layer_of_rows, strict=True))
             cache.update(keys, values, number)
@@ -322,7 +332,7 @@ def _total_variation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     count = finite.sum(-1, keepdim=True).clamp(min=1)
     mean = centred.sum(-1, keepdim=True) / count
     spread = ((centred - mean).masked_fill(~finite, 0).square().sum(-1, keepdim=True) / count).sqrt()
-    sharper = (1 / spread).clamp(1, SHARPEST)
+    sharper = (1 / spread).clamp(1, MAX_SHARPENING)
     p, q = (logits * sharper).softmax(-1), (reference * sharper).softmax(-1)
     undefined = p.isnan().all(-1) & q.isnan().all(-1)
     distance = (p - q).abs().sum(-1) / 2

@@ -1,4 +1,4 @@
-"""A key-value cache in slots that are written in place, in place of transformers' own; and how it is handed over."""
+"""`SlotCache`, a key-value cache whose slots are written in place; and the cache that a call returns, made from it."""
 
 import copy
 import threading
@@ -27,35 +27,40 @@ from hf_specx.common.errors import require
 from .layers import SlotLayer, Slots
 
 
-# What is quantised is so by a scale of several tokens
 QUANTIZED: type = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
-NOT_TAKEN_BACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
+# caches without a rollback: in quantised layers several tokens share a scale
+NO_ROLLBACK = (StaticCache, StaticLayer, QuantizedCache, QUANTIZED)
 PARTS = ("self_attention_cache", "cross_attention_cache")
-OF_LOCKSTEP = ("update", "record_past")  # what a copy of a layer has of its own while it is decoded from
+OF_LOCKSTEP = ("update", "record_past")  # attributes that the lockstep layout sets in a layer, and no user wants
 MARGIN = 32  # slots for candidates after the last token that can be emitted
-MOST_SPARE = 1.25  # times as many slots as it needs are as many as a buffer has that is handed over as it is
+MAX_EXCESS = 1.25  # a buffer with at most so many times the slots that are needed is returned without a copy
 KeysValues = tuple[torch.Tensor, torch.Tensor]
-Columns = list[KeysValues]  # layer by layer
+LayersKeysValues = list[KeysValues]  # layer by layer
 
 
 class SlotCache(Cache):
-    """Its layers are made when the model first writes to them: of `kinds`, in order; one stands for all."""
+    """A cache of `SlotLayer`s, which are made when the model first writes to them.
+
+    Attributes:
+        slots: where the next forward writes, for all layers.
+    """
 
     def __init__(self, limit: int = 0, ring: int = 0, kinds: Sequence[type[SlotLayer]] = (SlotLayer,)):
+        """`kinds` are the classes of the layers in order, or one for all; `limit` and `ring` are as in `Slots`."""
         self.slots = slots = Slots(limit, ring)
         coming = cycle(kinds)
         # with a reference to `self` the buffers would stay until the garbage collector comes
         super().__init__(layer_class_to_replicate=lambda: next(coming)(slots))  # type: ignore[arg-type]
 
-    def gather_rows(self, stay: torch.Tensor) -> None:
-        """Have only the rows at indices `stay` [R']."""
-        self.slots.rows = len(stay)
-        self._gather(0, stay)
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Keep only the rows at indices `keep_indices` [R']."""
+        self.slots.rows = len(keep_indices)
+        self._gather(0, keep_indices)
 
     def gather_slots(self, slots: torch.Tensor) -> None:
-        """Have only the slots [n] of all rows, in that order; from then on a forward is told which are filled."""
+        """Keep only the slots [n] of all rows, in that order; the next forward writes behind them."""
         self._gather(2, slots)
-        self.slots.start = self.slots.extent = len(slots)
+        self.slots.start = self.slots.kv_length = len(slots)
 
     def _gather(self, dim: int, index: torch.Tensor) -> None:
         self.slots.spare.clear()
@@ -81,7 +86,7 @@ class SlotCache(Cache):
 
     def write_from(self, other: "SlotCache", rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write to the next slots what another cache has in its rows [R] at slots [R, n]."""
-        for number, (keys, values) in enumerate(columns_of(other)):
+        for number, (keys, values) in enumerate(keys_values_of(other)):
             if other.layers[number].is_initialized:  # type: ignore[union-attr]
                 keys, values = (x[rows[:, None].to(x.device), :, slots.to(x.device)] for x in (keys, values))
                 self.update(keys.transpose(1, 2), values.transpose(1, 2), number)  # [R, H, n, D]
@@ -91,13 +96,18 @@ class SlotCache(Cache):
         for layer in self._written_layers():
             layer.shift(source)
 
+    def move(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Write to the slots `target` [n] of rows [n] what their slots `source` [n] hold."""
+        for layer in self._written_layers():
+            layer.move(rows, source, target)
+
     def read_row(self, index: int, slots: torch.Tensor) -> Iterator[KeysValues]:
         """By layer keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
         return (layer.read_row(index, slots) for layer in self._written_layers())
 
 
 def gather_cache_rows(cache: Cache, rows: torch.Tensor) -> None:
-    """Keep only the rows at indices [R'], in ascending order, of any cache that can be reordered."""
+    """Keep only the rows at indices `rows` [R'], in ascending order, of any cache that a runner has."""
     if isinstance(cache, SlotCache):
         cache.gather_rows(rows)
     elif isinstance(cache, EncoderDecoderCache):
@@ -118,7 +128,7 @@ def has_columns(cache: Cache) -> bool:
 
 
 def num_cached_tokens(cache: Cache) -> int:
-    """How many tokens a cache has read; 0 where it has recurrent states alone, which do not count them."""
+    """How many tokens are in a cache; 0 where it has recurrent states alone, which do not count them."""
     try:
         return cache.get_seq_length()
     except ValueError:
@@ -126,16 +136,16 @@ def num_cached_tokens(cache: Cache) -> int:
 
 
 def unknown_cache(cache: Any) -> str:
-    """What a cache has that no layout takes back or moves; empty if all of its layers are known.
+    """Why no layout can roll back or move a cache, in words; empty if one can.
 
-    Known are layers that grow with the text, keep a window of it or a state, of transformers and its models.
+    Layers of transformers and its models can that grow with the text, or keep a window of it or a state.
     """
     if type(cache) is EncoderDecoderCache:
         return unknown_cache(cache.self_attention_cache) or unknown_cache(cache.cross_attention_cache)
     layers = [type(layer) for layer in getattr(cache, "layers", ())]
     for kind in (type(cache), *layers, getattr(cache, "layer_class_to_replicate", None) or type(cache)):
         is_transformers = kind.__module__.startswith("transformers.") and isinstance(kind, type)
-        if not is_transformers or issubclass(kind, NOT_TAKEN_BACK):
+        if not is_transformers or issubclass(kind, NO_ROLLBACK):
             description = f"{CACHE} is a {type(cache).__name__}"
             return description if kind is type(cache) else f"{description} with a {kind.__name__}"
     return f"{CACHE} is offloaded to the CPU" if getattr(cache, "offloading", False) else ""
@@ -152,12 +162,12 @@ def self_attention(cache: Cache) -> Cache:
 
 
 def is_window(layer: Any) -> bool:
-    """Whether a layer of transformers drops what is out of its window."""
+    """Whether a layer of transformers drops columns that are out of its window."""
     return bool(getattr(layer, "is_sliding", False))
 
 
 def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
-    """A new cache in slots, with a copy of what one holds; keys of an encoder stay.
+    """`slot_cache`, after the keys and values of another cache were copied to it; with those of an encoder beside it.
 
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
@@ -169,7 +179,7 @@ def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
         "and leave it out.",
     )
     if text.get_seq_length():
-        for number, (keys, values) in enumerate(columns_of(text)):
+        for number, (keys, values) in enumerate(keys_values_of(text)):
             slot_cache.update(keys, values, number)
     if text is cache:
         return slot_cache
@@ -181,15 +191,15 @@ def own_copy(cache: Any) -> Any:
     return copy.deepcopy(cache) if getattr(cache, "_is_user_defined", False) else cache
 
 
-def columns_of(cache: Cache) -> Columns:
-    """Keys and values [R, H, n, D] of a cache of transformers."""
+def keys_values_of(cache: Cache) -> LayersKeysValues:
+    """Keys and values [R, H, n, D] of all layers of a cache."""
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
-def pop_layers(columns: Columns) -> Iterator[KeysValues]:
-    """Layer by layer, each let go of when the next one is asked for."""
-    while columns:
-        yield columns.pop(0)
+def pop_layers(layers: LayersKeysValues) -> Iterator[KeysValues]:
+    """Yields the keys and values of each layer, and takes them off the list, so that their memory becomes free."""
+    while layers:
+        yield layers.pop(0)
 
 
 def assemble(
@@ -199,25 +209,26 @@ def assemble(
     ends: list[int],
     length: int,
     common_slots: slice | None,
-    cross_attention: Columns,
+    cross_attention: LayersKeysValues,
 ) -> Cache:
-    """Write an empty cache, which the next call can continue; with an encoder it is part of an `EncoderDecoderCache`.
+    """Fill an empty cache, which the next call can continue, and return it; with an encoder as its text's part.
 
-    It is made layer by layer, and each layer of the source is let go of, so that no more than one is there twice.
+    Layer by layer, keys and values move from the source to it, so that only one layer at a time takes memory twice.
 
     Args:
         source: the cache of the rows that were the last to end.
         rows: keys and values [H, n, D] of each row, layer by layer.
         ends: how many columns of each row are valid; then there are zeros up to `length`.
-        common_slots: slots of the source that hold the columns of all rows; None if there are none.
+        common_slots: slots of the source that hold the columns of all rows; None if rows have others each.
         cross_attention: its keys and values, empty without an encoder.
     """
     layers: list[Any] = source.layers
     layers = [layer for layer in layers if layer.is_initialized]
     capacities = [layer.keys.shape[2] if type(layer) is SlotLayer else 0 for layer in layers]
-    fits = common_slots is not None and all(length <= number <= MOST_SPARE * length for number in capacities)
+    # nothing is copied if buffers have the rows in common slots, and few more slots than are needed
+    is_reused = common_slots is not None and all(length <= number <= MAX_EXCESS * length for number in capacities)
     for number, layer in enumerate(layers):
-        if fits:
+        if is_reused:
             keys, values = layer.keys[:, :, common_slots], layer.values[:, :, common_slots]
             cache.update(keys[:, :, :0], values[:, :, :0], number)
             written: Any = cache.layers[number]
@@ -226,9 +237,9 @@ def assemble(
                 if end < length:
                     keys[row, :, end:], values[row, :, end:] = 0, 0
         else:
-            row_states = {row: next(columns) for row, columns in rows.items()}
-            keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in row_states[0])
-            for row, (row_keys, row_values) in row_states.items():
+            of_rows = {row: next(layers_of_row) for row, layers_of_row in rows.items()}
+            keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in of_rows[0])
+            for row, (row_keys, row_values) in of_rows.items():
                 end = ends[row]
                 keys[row, :, :end], values[row, :, :end] = row_keys[:, :end], row_values[:, :end]
             cache.update(keys, values, number)
@@ -236,16 +247,16 @@ def assemble(
     return with_cross_attention(cache, cross_attention)
 
 
-def with_cross_attention(cache: Cache, columns: Columns) -> Cache:
+def with_cross_attention(cache: Cache, layers: LayersKeysValues) -> Cache:
     """A cache of the text with the keys and values of its encoder; the cache itself without an encoder."""
     cross_attention_cache = DynamicCache()
-    for number, (keys, values) in enumerate(columns):
+    for number, (keys, values) in enumerate(layers):
         cross_attention_cache.update(keys, values, number)
-    return EncoderDecoderCache(cache, cross_attention_cache) if columns else cache
+    return EncoderDecoderCache(cache, cross_attention_cache) if layers else cache
 
 
 def write_user_cache(user_cache: Cache, past: Cache | None) -> Cache | None:
-    """Write to the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
+    """Write `past` to the user's own cache as `generate` would, and return that; if it is None, warn instead."""
     if past is None:
         message = (
             f"{CACHE}= was not filled with this text: its rows ended at different steps, and its states or windows "
@@ -267,7 +278,7 @@ def write_user_cache(user_cache: Cache, past: Cache | None) -> Cache | None:
 
 
 def _write_layer(layer: Any, source: Any) -> None:
-    """Give a layer what another holds, which may be one without a window."""
+    """Copy what a layer holds to another one, which may have a window where the first has none."""
     if type(layer) is type(source):
         vars(layer).update({name: x for name, x in vars(source).items() if name not in OF_LOCKSTEP})
     elif source.is_initialized:
@@ -281,16 +292,17 @@ def _write_layer(layer: Any, source: Any) -> None:
 
 
 class Pool:
-    """Buffers [rows, H, capacity, D] of one model by size, kept for later calls: captured graphs use their addresses.
+    """The buffers [rows, H, capacity, D] of one model's compiled forwards, kept for later calls.
 
-    Buffers are free again once the object that they were allocated for no longer exists.
+    Captured CUDA graphs use their addresses. Buffers can be used again once the object that they were allocated for no
+    longer exists.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.entries: list[tuple[tuple[Any, ...], weakref.ref[object], Columns]] = []  # size, owner, buffers
+        self.entries: list[tuple[tuple[Any, ...], weakref.ref[object], LayersKeysValues]] = []  # size, owner, buffers
 
-    def allocate(self, owner: object, rows: int, slots: Sequence[int], like: Columns) -> Columns:
+    def allocate(self, owner: object, rows: int, slots: Sequence[int], like: LayersKeysValues) -> LayersKeysValues:
         """Buffers for `owner`, like others but for rows and each layer's `slots`.
 
         They are of zeros, since hidden slots take part with weight 0.
@@ -300,8 +312,8 @@ class Pool:
             # idle ones of another capacity are not kept: they may be as large as the model
             # nor those that its owner has outgrown
             self.entries = [x for x in self.entries if x[1]() not in (None, owner) or x[0][1:] == size[1:]]
-            for number, (free_size, user, buffers) in enumerate(self.entries):
-                if free_size == size and user() is None:
+            for number, (entry_size, user, buffers) in enumerate(self.entries):
+                if entry_size == size and user() is None:
                     self.entries[number] = size, weakref.ref(owner), buffers
                     break
             else:
@@ -320,7 +332,7 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
     return buffer
 
 
-def copy_buffers(source: Columns, target: Columns, index: torch.Tensor | None = None) -> None:
+def copy_buffers(source: LayersKeysValues, target: LayersKeysValues, index: torch.Tensor | None = None) -> None:
     """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
     for source_layer, target_layer in zip(source, target, strict=True):
         for old, new in zip(source_layer, target_layer, strict=True):

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_many, setting
+from hf_specx.engine.entry import check_generate_many, setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
@@ -22,7 +22,7 @@ from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_li
 from .shares import gathered, processes
 
 
-EMPTY = "is empty, or has half of a surrogate pair and is no Unicode, so it has no tokens"
+EMPTY = "has no tokens: it is empty, or it is no valid Unicode"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 BAR_AFTER = 3  # seconds
 LINE_EVERY = 30  # seconds, where there is no terminal for a bar
@@ -121,7 +121,7 @@ def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[Nu
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
-    """A chat as the model reads it, up to where its answer begins."""
+    """The text of a chat in the tokenizer's template, up to where the answer begins."""
     message = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
     require(bool(getattr(tokenizer, "chat_template", None)), message)
     text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
@@ -132,7 +132,7 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text; [] also for half of a surrogate pair (from JSON), which most tokenizers refuse."""
+    """The token ids of a text; [] also where it is no valid Unicode (JSON may hold a lone surrogate)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -141,8 +141,10 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _to_list(completer: "Completer", prompts: list[NumberedText]) -> list[str]:
-    """The texts of all prompts. Each process completes its share, the longest first, so that those at the end differ
-    less."""
+    """The texts of all prompts, of which each process completes a share.
+
+    The longest are completed first, so that the rows of the last batches end at nearly the same time.
+    """
     lengths = [len(token_ids(completer.pair.tokenizer, prompt.text)) for prompt in prompts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
@@ -162,8 +164,10 @@ def _to_list(completer: "Completer", prompts: list[NumberedText]) -> list[str]:
 def _to_file(
     completer: "Completer", prompts: Iterable[NumberedText], total: int | None, out: Path, arguments: dict[str, Any]
 ) -> Path:
-    """The file of all texts. Each process completes prompts i with i % world_size == rank; the first one puts them
-    together."""
+    """Complete prompts to a file, and return its path.
+
+    Each process completes the prompts i with i % world_size == rank; the first process then puts them together.
+    """
     rank, world_size = processes().process_index, processes().num_processes
     share_size = None if total is None else len(range(rank, total, world_size))
     num_refused = 0
@@ -186,7 +190,7 @@ def _to_file(
 
 
 class Progress(tqdm):
-    """How far `complete` is, on stderr: a bar in a terminal, elsewhere a line now and then.
+    """A progress bar of `complete` on stderr; where that is no terminal, a line now and then.
 
     It counts tokens as a listener of a strategy; of several processes the first one shows its share. `total` and
     `done` are prompts, of which some may have been done before.
@@ -219,14 +223,14 @@ class Progress(tqdm):
 
 
 class Completer:
-    """Prompts to texts by a pair with a tokenizer: prompt i under the seed `seed + i`, `options` are of `generate`."""
+    """Completes prompts with a pair: prompt i with the seed `seed + i`, and `options` as arguments of `generate`."""
 
     def __init__(self, pair: Any, batch_size: int, seed: int, options: dict[str, Any]):
         self.pair, self.batch_size, self.seed, self.options = pair, batch_size, seed, options
         self._check()
 
     def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
-        """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
+        """Complete prompts; yields each result as soon as it is known. A prompt is taken when a row is free."""
         tokenizer = self.pair.tokenizer
         waiting = dict[int, NumberedText]()  # prompts by the number of their request
         options = dict(self.options)
@@ -265,8 +269,8 @@ class Completer:
         options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         max_batch_tokens = options.pop("max_batch_tokens", None)
-        check_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
+        check_generate_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
         queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
-        if not queue.begin(1):
+        if not queue.begin_batch(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))

@@ -1,4 +1,4 @@
-"""What a text depends on, in a few words: so that a file of results is continued by the same call alone."""
+"""All that a text depends on, as values in JSON, so that only the same call goes on with a file of results."""
 
 import copyreg
 import functools
@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What the texts of `complete` by a pair depend on, as plain values."""
+    """All that the texts of `complete` depend on, by name, as plain values."""
     models = [pair.target, *(draft for draft in pair.drafts if isinstance(draft, PreTrainedModel))]
     arguments: dict[str, Any] = {
         "models": [model_fingerprint(model) for model in models],
@@ -29,6 +29,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
         "seed": seed,
         "num_draft_tokens": pair.strategy.num_draft_tokens,
         "verification": pair.strategy.verification,
+        "tree": pair.strategy.tree,
         "tokenizer_match": pair.strategy.tokenizer_match,
     }
     arguments |= options
@@ -36,7 +37,7 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 
 def drafts_of(pair: Any) -> list[Any]:
-    """What tells the drafts of a pair from others, as plain values; weights are told by `model_fingerprint`."""
+    """A description of each draft as plain values, without weights, whose fingerprint `arguments_of` has."""
     descriptions: list[Any] = []
     for draft in pair.drafts:
         if isinstance(draft, torch.nn.Module):
@@ -53,7 +54,8 @@ def drafts_of(pair: Any) -> list[Any]:
 def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     """A value as JSON can hold it: the same for equal values, also in another process, and another for others.
 
-    An object is told by its class and what it holds, or by its `fingerprint`; `above` are the ids of those it is in.
+    An object becomes its class with its content, or with its attribute `fingerprint`. `above` has the ids of the
+    objects that contain it, so that a cycle ends.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -80,7 +82,7 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _content(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
-    """A function by its code and the values in it, another object by what it would be pickled as."""
+    """The content of an object as a dict: of a function its code and values, of others what would be pickled."""
     if isinstance(value, type | ModuleType) or _class_name(value).endswith("Tokenizer"):  # texts are of one tokenizer
         return {}
     if isinstance(value, bytes):

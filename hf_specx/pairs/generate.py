@@ -19,15 +19,15 @@ from hf_specx.drafting.auto import Costs
 from hf_specx.drafting.drafter import check_number
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.heads.mtp import MtpDraft
-from hf_specx.drafting.schedule import given_drafting
+from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.entry import (
     bind_stop_strings,
+    check_assistant_model,
     check_entry,
-    check_lifted,
     check_values,
     known_arguments,
-    prepared,
+    prepared_inputs,
     setting,
     unset,
 )
@@ -36,7 +36,7 @@ from hf_specx.hub.find_draft import find_draft
 
 
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_OPTIONS += ("draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
 STOCK_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",
@@ -49,7 +49,6 @@ LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 EXIT_DRAFTS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
 # how long forwards take, by draft, and by what else they depend on; an attribute of the draft would change its traits
 TIMES: WeakKeyDictionary[Any, dict[str, dict[int, dict[str, Any]]]] = WeakKeyDictionary()
-MTP_DRAFT = MtpDraft()  # likewise, and so that a target's layers are read once
 
 
 def generate(
@@ -85,7 +84,7 @@ def generate(
             first = () if inputs is None else (inputs,)
             return owner.generate(model, *first, custom_generate=custom_generate, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
-            check_lifted(model)
+            check_assistant_model(model)
         check_before_loading(inputs, model, kwargs)
         options = pop_options(kwargs)
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
@@ -111,11 +110,17 @@ def pop_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict
         return EXIT_DRAFTS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer))), {}, Costs()
     if setting("use_mtp", model, kwargs):
         unset("use_mtp", model, kwargs)
-        return MTP_DRAFT, {}, Costs()
+        return mtp_draft(), {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
         return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
     return find_draft(model, kwargs)
+
+
+@functools.cache
+def mtp_draft() -> MtpDraft:
+    """One `MtpDraft` for all calls, which remembers times, compiled forwards and the layers of each target."""
+    return MtpDraft()
 
 
 def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
@@ -143,7 +148,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
 
 @contextmanager
 def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
-    """The times of earlier calls with the draft, to which this one adds its own, if any: by batch size.
+    """A context with the forward times of earlier calls with the draft, by batch size; this call's are added to them.
 
     They hold for targets of one class, size and dtype on one kind of device.
     """
@@ -169,7 +174,7 @@ def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> 
 
 @contextmanager
 def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
-    """End a streamer after an error, unless the list that this yields has an item: the strategy ends it itself."""
+    """A context that ends a streamer after an error, unless its list has an item: then the strategy ends it."""
     reached: list[bool] = []
     try:
         yield reached
@@ -180,7 +185,7 @@ def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name; `owner.generate` names those given by position after the first."""
+    """The keyword arguments of a call with those added that were given by position, named as in `owner.generate`."""
     parameters = inspect.signature(owner.generate).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     if len(more) > len(names):
@@ -218,7 +223,7 @@ def pop_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of `SpeculativeDecoding`, popped from the arguments of a call; None counts as not given."""
     kwargs |= {"draft_tokenizer": pop_either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
-    asked = given_drafting(kwargs, kwargs.get("generation_config"))
+    asked = explicit_draft_settings(kwargs, kwargs.get("generation_config"))
     if options["num_draft_tokens"] is None and "num_assistant_tokens" in asked:
         options["num_draft_tokens"] = "auto"  # so that the number that a pair recommends does not win over it
     return {name: value for name, value in options.items() if value is not None}
@@ -240,21 +245,21 @@ def call_generate(
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """What `owner.generate`, of the class or of `GenerationMixin`, returns with a strategy made for this call.
+    """Call `owner.generate`, of the model's class or of `GenerationMixin`, with a strategy; returns what it returns.
 
-    `reached` gets an item once the strategy is called.
+    `reached` gets an item once the strategy is called, see `ending_streamer`.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
-    drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    withheld = {"drafting": drafting, "synced_gpus": kwargs.pop("synced_gpus", None)}
+    draft_settings = explicit_draft_settings(kwargs, kwargs.get("generation_config"), model.generation_config)
+    withheld = {"draft_settings": draft_settings, "synced_gpus": kwargs.pop("synced_gpus", None)}
 
-    @functools.wraps(prepared)
+    @functools.wraps(prepared_inputs)
     def decode(called_model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
         target = model if called_model is served else called_model  # PEFT gives the model inside its wrapper
         # Whisper calls once for each window, and its report is of all
-        return strategy.decode(prepared(target, *args, **kwargs), strategy.report, **withheld)
+        return strategy.decode(prepared_inputs(target, *args, **kwargs), strategy.report, **withheld)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     served = model
@@ -270,7 +275,7 @@ def call_generate(
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A shallow copy of a model whose `generate`, which has no tokenizer here, heals the ends of prompts with this."""
+    """A shallow copy of a model whose `heal_tokens` uses this tokenizer, which transformers does not pass on here."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
     plain = shallow(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .pair import DraftTargetPair
 
 FOR_TARGET = ("quantization_config", "offload_folder")
-OF_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
-OF_PAIRS += ("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
+SET_BY_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
+SET_BY_PAIRS += ("tree", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
 def load_pair(
@@ -120,7 +120,7 @@ def _options_of_one_model(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) 
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
     for name in (*kwargs, *draft_kwargs):
         message = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
-        require(name not in OF_PAIRS, message)
+        require(name not in SET_BY_PAIRS, message)
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
@@ -173,17 +173,21 @@ def _tokenizers(
     pair: Files, models: dict[str, FoundModel], config: PairConfig, trust_remote_code: bool
 ) -> dict[str, PreTrainedTokenizerBase | None]:
     """The target's tokenizer (the pair's, unless the target is from elsewhere), and the draft's, if it may differ."""
-    of_pair = get_tokenizer(pair, config.tokenizers, trust_remote_code)
+    pair_tokenizer = get_tokenizer(pair, config.tokenizers, trust_remote_code)
     by_role = {}
     for role, model in models.items():
         is_named = model.source != ModelSource()  # by the pair, and not given in place of what it names
         facts = config.draft_tokenizer if role == "draft" and is_named else None
         if model.files is not None and (model.files.root != pair.root or facts is not None):
             by_role[role] = get_tokenizer(model.files, facts, model.trusted)
-    of_target, of_draft = by_role.get("target"), by_role.get("draft")
-    if of_draft is None and of_target is not None and not isinstance(models["draft"].model, WeightlessDraft):
-        of_draft = of_pair
-    return {"tokenizer": of_target or of_pair, "draft_tokenizer": of_draft}
+    target_tokenizer, draft_tokenizer = by_role.get("target"), by_role.get("draft")
+    if (
+        draft_tokenizer is None
+        and target_tokenizer is not None
+        and not isinstance(models["draft"].model, WeightlessDraft)
+    ):
+        draft_tokenizer = pair_tokenizer
+    return {"tokenizer": target_tokenizer or pair_tokenizer, "draft_tokenizer": draft_tokenizer}
 
 
 def _source(model: FoundModel) -> ModelSource | None:

@@ -92,7 +92,7 @@ class DraftTargetPair(NoModel):
         return f"DraftTargetPair(target={label_of(self.target)}, draft={draft})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: as custom_generate= transformers would pass over what it cannot call, and decode plainly."""
+        """Raise ValueError: a pair given as custom_generate= would otherwise be ignored by transformers."""
         raise ValueError("a pair is no function; call pair.generate(...), or pass custom_generate=pair.strategy.")
 
     @property
@@ -123,7 +123,7 @@ class DraftTargetPair(NoModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the target's inputs go."""
+        """The device of the target's inputs."""
         return execution_device(self.target)
 
     def to(self, device: torch.device | str) -> "DraftTargetPair":
@@ -183,13 +183,13 @@ class DraftTargetPair(NoModel):
     def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
         options = pop_options(kwargs)
-        of_pair = self.strategy
-        of_pair.reset_costs_for(self.target)
+        pair_strategy = self.strategy
+        pair_strategy.reset_costs_for(self.target)
         if options:
-            options_of_pair = {name: getattr(of_pair, name) for name in STRATEGY_OPTIONS}
-            strategy = SpeculativeDecoding(of_pair.draft_model, **options_of_pair | options)
+            pair_options = {name: getattr(pair_strategy, name) for name in STRATEGY_OPTIONS}
+            strategy = SpeculativeDecoding(pair_strategy.draft_model, **pair_options | options)
         else:
-            strategy = copy.copy(of_pair)
-        strategy.listeners, strategy._warned = of_pair.listeners, of_pair._warned
+            strategy = copy.copy(pair_strategy)
+        strategy.listeners, strategy._warned = pair_strategy.listeners, pair_strategy._warned
         strategy.report = None  # of this call alone, whatever the pair's strategy has decoded
         return strategy

@@ -1,4 +1,4 @@
-"""Room for two models on the same devices: loaded one by one, each would be given all the free memory."""
+"""Place two models on the same devices; loaded one after another, each would be given all the free memory."""
 
 import copy
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ DeviceMap = str | int | torch.device | dict[str, Any]
 
 
 class Placement(NamedTuple):
-    """Where two models go."""
+    """The arguments that place the target and the draft on devices."""
 
     target: dict[str, Any]  # arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred
     draft_device: str | None = None  # the draft's device; None is that of the target's last layers, once it is loaded
@@ -39,7 +39,7 @@ def plan(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> Placement:
-    """How to load a target so that a draft and both caches have room beside it; it allocates no memory itself.
+    """The `Placement` with which a draft and both caches have room beside a target; it allocates no memory itself.
 
     Args:
         target, draft: configs; a `quantization_config` in them is taken into account. None takes no room.
@@ -80,7 +80,7 @@ def plan(
 
 
 def _beside_cache(limits: dict[Any, int], computing: list[Any], weights: int, cache: int) -> dict[Any, int]:
-    """Bytes for weights on each device; a cache is where its layer runs, and never on a device that only stores."""
+    """The bytes for the target's weights on each device: some are left for its cache, on devices that run layers."""
     free = sum(limits[device] for device in computing)
     share = max(0.0, min(weights / (weights + cache), 1 - cache / max(free, 1)))
     return limits | {device: int(share * limits[device]) for device in computing}
@@ -101,7 +101,7 @@ def weights_of(
 
 
 def cache_bytes(config: PreTrainedConfig, dtype: Dtype) -> int:
-    """What a cache takes for one token, at most: sliding windows and recurrent layers are not deducted."""
+    """The bytes of a cache for one token, at most: sliding windows and recurrent layers are not deducted."""
     kinds = 2 if config.is_encoder_decoder else 1  # self-attention and cross-attention
     return kinds * cached_numbers(config) * _dtype(config, dtype).itemsize
 

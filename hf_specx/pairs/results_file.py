@@ -44,7 +44,7 @@ class NumberedText:
 
 
 class CompletedText(NamedTuple):
-    """What became of a prompt: its text, or None and an error where it was refused."""
+    """The result of a prompt: its text, or None and an error if it was refused."""
 
     prompt: NumberedText
     text: str | None
@@ -52,7 +52,7 @@ class CompletedText(NamedTuple):
     error: str | None = None
 
     def line(self) -> bytes:
-        """The line of the file."""
+        """The line of JSON in the file."""
         values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
         values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
         values |= self.prompt.fields
@@ -159,7 +159,7 @@ class ResultLines:
         return self.hashes[index] if index < len(self.hashes) else 0
 
     def read(self, file: BinaryIO) -> None:
-        """Read the whole lines behind those that were read; all where another file is in place of ours."""
+        """Read the complete lines that were added since the last call; all of them if the file was replaced."""
         status = os.fstat(file.fileno())
         if status.st_ino != self.inode or status.st_size < self.end:  # a new file may get the number of a deleted one
             self._reset()
@@ -179,7 +179,7 @@ class ResultLines:
             self.end += len(line)
 
     def append(self, file: BinaryIO, line: bytes) -> None:
-        """Write a line behind those that were read; it is in the hands of the system then."""
+        """Append a line after those that were read, and flush it to the system."""
         file.truncate(self.end)  # a process that is killed may leave half a line
         file.write(line)
         file.flush()
@@ -212,7 +212,7 @@ class Results:
 
     @property
     def all_lines(self) -> list[ResultLines]:
-        """Those of all files."""
+        """The lines of all files."""
         return [self.own_lines, *self.other_lines]
 
     def check_arguments(self, arguments: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class Results:
             require(earlier.get(key) == now.get(key), f"{message}another file.")
 
     def read(self) -> None:
-        """Read what all files hold, and make that of this process if there is none."""
+        """Read the lines of all files; the file of this process is made if it does not exist."""
         with self._opened() as file:
             self.own_lines.read(file)
         paths = [self.path, *parts_of(self.path)]
@@ -250,14 +250,14 @@ class Results:
         return bool(hashes)
 
     def missing(self, prompts: Iterable[NumberedText]) -> Iterator[NumberedText]:
-        """Those of the share of this process that have no result."""
+        """Yield the prompts in the share of this process that have no result yet."""
         for prompt in prompts:
             self.num_prompts = max(self.num_prompts, prompt.index + 1)
             if not self.is_done(prompt) and prompt.index % self.world_size == self.rank:
                 yield prompt
 
     def count_of_share(self) -> int:
-        """How many prompts of the share of this process had a result when the files were read."""
+        """The number of prompts in the share of this process that had a result when the files were read."""
         largest = max(len(lines.hashes) for lines in self.all_lines)
         share = range(self.rank, largest, self.world_size)
         return sum(any(lines.hash_at(index) for lines in self.all_lines) for index in share)
@@ -273,7 +273,7 @@ class Results:
                 self.own_lines.append(file, result.line())
 
     def finish(self) -> None:
-        """Take up the lines of the other processes once these have ended, and put all in order, on disk."""
+        """Wait for the other processes, move their lines into the file, and sort it by prompt."""
         parts = parts_of(self.path)
         for part in parts:
             with locked(part, wait=True):
@@ -295,7 +295,7 @@ class Results:
             part.unlink()
 
     def wait_for_first(self) -> None:
-        """Wait until the first process has taken up the file of this one, which has closed it."""
+        """Wait until the first process has moved the lines of this one into its file."""
         part = self.own_lines.path
         looks = 0
         free_tries = 0
@@ -314,7 +314,7 @@ class Results:
             require(free_tries < FREE_TRIES or not part.exists(), message)
 
     def _merge(self, part: Path) -> None:
-        """Append the lines of another process, but those of prompts that have a result."""
+        """Append the lines of another process, except those of prompts that have a result already."""
         lines = ResultLines(part)
         with open(part, "rb") as source, self._opened() as file:
             lines.read(source)
@@ -325,7 +325,7 @@ class Results:
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        """The file that this process writes to, which may have been taken away meanwhile."""
+        """A context with the file that this process writes to; an OSError says how to go on."""
         path = self.own_lines.path
         try:
             with open(path, "a+b") as file:
@@ -335,7 +335,7 @@ class Results:
             raise OSError(error.errno, message, error.filename or str(path)) from error
 
     def _sort(self, file: BinaryIO) -> None:
-        """Put a file with the same lines in order in the place of this one."""
+        """Replace the file by one with its lines in the order of prompts."""
         new = self.path.with_name(f"{self.path.name}.sorting")
         try:
             with open(new, "wb") as sorted_file:
@@ -349,7 +349,7 @@ class Results:
 
 
 def _argument(arguments: dict[str, Any], name: str) -> str:
-    """An argument that a file was made with, or was made without, in words."""
+    """The words "with NAME=VALUE", or "without NAME", for an argument of a file."""
     return f"with {name}={brief(arguments[name])}" if name in arguments else f"without {name}"
 
 

@@ -20,13 +20,13 @@ def gathered(work: Callable[[], Iterable[Any]]) -> list[Any]:
     except Exception as raised:  # the others wait for this part, so they must be told
         error = raised
     error_message = None if error is None else f"{type(error).__name__}: {error}"
-    of_all = gather_object([(results, error_message)])
+    all_results = gather_object([(results, error_message)])
     if error is not None:
         raise error
-    failures = [f"process {rank} failed with {message}" for rank, (_, message) in enumerate(of_all) if message]
+    failures = [f"process {rank} failed with {message}" for rank, (_, message) in enumerate(all_results) if message]
     if failures:
         raise RuntimeError("; ".join(failures))
-    return [result for part, _ in of_all for result in part]
+    return [result for part, _ in all_results for result in part]
 
 
 def processes() -> PartialState:

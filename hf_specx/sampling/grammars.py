@@ -1,7 +1,8 @@
-"""The processors of structured output that users pass, recognised by their type; none of these libraries is imported.
+"""Matchers for the grammars of users: those of xgrammar, outlines and llguidance, and `prefix_allowed_tokens_fn`.
 
-Each is replaced for one call by matchers of its own, made from the same grammar. So the user's processor stays unused:
-a later call begins afresh, also after an exception, and two calls may share it.
+A matcher follows the text of one row through a grammar. The processor that a user passes is recognised by its type, so
+that none of these libraries is imported, and replaced for one call by matchers of the same grammar. So it stays
+unused: a later call begins afresh, also after an exception, and two calls may share it.
 """
 
 import sys
@@ -19,17 +20,18 @@ BITS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu"
 BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
 OUTLINES_ROLLBACK = 4096  # tokens that an outlines guide can take back; by default 32
 LARGEST_VOCABULARY = 1 << 22
+MOST_IN_A_ROUND = 1024  # candidates of a branch
 
 
 class Matchers:
-    """Matchers of one grammar library, one for each of B rows, each of which writes a row of a bit mask.
+    """Matchers of one grammar library, one for each of B rows; together they are a `RewindableProcessor`.
 
-    Tokens after a matcher has ended are not shown to it, and its last mask stays, as in the libraries' own processors.
+    Once a matcher has ended it is fed no more tokens, and its last mask stays, as in the libraries' own processors.
 
     Attributes:
-        allows_beyond: whether tokens are allowed that a mask of `mask_size` tokens does not have.
-        bits: [B, words] int32, the masks of the matchers.
-        num_after_end: [B], the tokens of each row that its matcher was not shown.
+        allows_beyond: whether token ids of `mask_size` and above are allowed, for which the library has no mask.
+        bits: [B, words] int32, the masks of the matchers, a bit for each token.
+        num_after_end: [B], how many tokens of each row came after its matcher had ended.
     """
 
     def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, allows_beyond: bool = False):
@@ -40,7 +42,7 @@ class Matchers:
         self.num_after_end = [0] * len(matchers)
 
     def accept(self, row: int, token: int) -> None:
-        is_accepted = None if self.num_after_end[row] else self.show(self.matchers[row], token)
+        is_accepted = None if self.num_after_end[row] else self.feed(self.matchers[row], token)
         if is_accepted is None:
             self.num_after_end[row] += 1
         elif not is_accepted:
@@ -50,10 +52,10 @@ class Matchers:
             )
 
     def rollback(self, row: int, count: int) -> None:
-        num_not_shown = min(count, self.num_after_end[row])
-        self.num_after_end[row] -= num_not_shown
-        if count > num_not_shown:
-            self.take_back(self.matchers[row], count - num_not_shown)
+        num_not_fed = min(count, self.num_after_end[row])
+        self.num_after_end[row] -= num_not_fed
+        if count > num_not_fed:
+            self.take_back(self.matchers[row], count - num_not_fed)
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         for row in rows:
@@ -61,12 +63,12 @@ class Matchers:
         masks = BYTES[self.bits[rows].view(torch.uint8).int()].view(torch.bool)[:, : self.vocab_size]
         return torch.nn.functional.pad(masks, (0, self.vocab_size - masks.shape[1]), value=self.allows_beyond)
 
-    def show(self, matcher: Any, token: int) -> bool | None:
-        """Show a token to a matcher; False if it refuses it, None if it is not shown this one, since it has ended."""
+    def feed(self, matcher: Any, token: int) -> bool | None:
+        """Feed a token to a matcher; returns whether it accepts it, or None if the matcher has ended before."""
         raise NotImplementedError
 
     def take_back(self, matcher: Any, count: int) -> None:
-        """Have a matcher go back by so many tokens."""
+        """Take back the last `count` tokens of a matcher."""
         matcher.rollback(count)
 
     def write_mask(self, matcher: Any, row: int) -> None:
@@ -79,7 +81,7 @@ class XGrammarMatchers(Matchers):
 
     strict = True
 
-    def show(self, matcher: Any, token: int) -> bool | None:
+    def feed(self, matcher: Any, token: int) -> bool | None:
         return None if matcher.is_terminated() else matcher.accept_token(token)
 
     def write_mask(self, matcher: Any, row: int) -> None:
@@ -95,7 +97,7 @@ class LLGuidanceMatchers(Matchers):
     """Matchers of llguidance, for the processor of outlines.
 
     After a token that it refuses a matcher allows the `eos_token_ids` alone. It could not be taken back from there, so
-    it is not shown that token.
+    such a token counts as one after the end and is not fed.
     """
 
     eos_token_ids: Sequence[int] = ()
@@ -108,7 +110,7 @@ class LLGuidanceMatchers(Matchers):
                 masks[number, self.eos_token_ids] = True
         return masks
 
-    def show(self, matcher: Any, token: int) -> bool | None:
+    def feed(self, matcher: Any, token: int) -> bool | None:
         return None if matcher.is_stopped() or not matcher.validate_tokens([token]) else matcher.consume_token(token)
 
     def write_mask(self, matcher: Any, row: int) -> None:
@@ -122,7 +124,7 @@ class OutlinesGuides(Matchers):
     max_rollback = OUTLINES_ROLLBACK
     strict = True
 
-    def show(self, matcher: Any, token: int) -> bool | None:
+    def feed(self, matcher: Any, token: int) -> bool | None:
         if matcher.is_finished() and not matcher.accepts_tokens([token]):
             return None
         matcher.advance(token, return_tokens=False)
@@ -137,14 +139,14 @@ class OutlinesGuides(Matchers):
 
 
 class PrefixFunction:
-    """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
+    """`prefix_allowed_tokens_fn` as a `RewindableProcessor`, whose state is the text itself.
 
     Attributes:
-        function: is given the number of a prompt, which may have several rows, and a text.
+        function: takes the number of a prompt, which may have several rows, and a text.
         emitted: [B], the tokens of each row after its prompt.
-        prefix_errors: errors of the function, by row and by tokens emitted before: it allowed no token, or raised.
-        readmits: whether what it allows has scores of 0 where other processors have excluded all of that, which
-            depends on the version of transformers.
+        prefix_errors: by (row, number of tokens before), the error where the function has raised or allowed no token.
+        restores_allowed: whether the tokens that it allows get the score 0 where other processors have excluded all of
+            them; some versions of transformers do that.
     """
 
     def __init__(
@@ -159,19 +161,16 @@ class PrefixFunction:
         self.vocab_size = vocab_size
         self.rows_of_prompt = rows_of_prompt
         self.emitted: list[list[int]] = [[] for _ in input_ids]
-        self.prefix_errors: dict[tuple[int, int], Exception] = {}
+        self.prefix_errors: dict[tuple[int, tuple[int, ...]], Exception] = {}
         excluded = torch.full((1, 1), -torch.inf, dtype=torch.float32, device="cpu")
         constrained = PrefixConstrainedLogitsProcessor(lambda *_: [0], 1)(torch.zeros_like(excluded), excluded)
-        self.readmits = bool(constrained.isfinite())
+        self.restores_allowed = bool(constrained.isfinite())
 
     def accept(self, row: int, token: int) -> None:
         self.emitted[row].append(token)
 
     def rollback(self, row: int, count: int) -> None:
-        length = len(self.emitted[row]) - count
-        del self.emitted[row][length:]
-        for key in [key for key in self.prefix_errors if key[0] == row and key[1] > length]:
-            del self.prefix_errors[key]
+        del self.emitted[row][len(self.emitted[row]) - count :]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
@@ -186,8 +185,11 @@ class PrefixFunction:
                         "must return one id or more."
                     )
                 masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
-            except Exception as error:  # it counts only if this candidate is accepted
-                self.prefix_errors[row, len(emitted)] = error
+            except Exception as error:  # raised later, and only if this candidate is accepted
+                for key in list(self.prefix_errors):  # of rounds that are long over
+                    if key[0] == row and len(key[1]) < len(emitted) - MOST_IN_A_ROUND:
+                        del self.prefix_errors[key]
+                self.prefix_errors[row, tuple(emitted)] = error
         return masks
 
 

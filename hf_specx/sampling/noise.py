@@ -5,10 +5,10 @@ import sys
 import torch
 
 
-MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; more is drawn again when it is needed
-LATEST_STATES = 256  # the last so many columns have their generator state kept, of about 5 kB each
-LATEST_OF_ROW = 16  # the same for the noise of one row with a seed
-STATE_EVERY = 32  # of earlier columns one in so many has its state kept: 6 MB for a text of 32k tokens
+MAX_NOISE_BYTES = 2**30  # of noise that is kept for rows behind others; more is drawn again when it is needed
+LATEST_STATES = 256  # generator states of so many of the last columns are kept, of about 5 kB each
+LATEST_STATES_OF_ROW = 16  # the same for the noise of one row with a seed
+STATE_EVERY = 32  # of earlier columns, the state of one in so many is kept: 6 MB for a text of 32k tokens
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -21,15 +21,15 @@ def default_generator(device: torch.device) -> torch.Generator:
 class ReplayedNoise:
     """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in `generate`, [B, V] for each emitted column.
 
-    They are drawn from a copy that is made of the default generator here, or under a seed, in the order of columns.
-    Its states between draws are kept, of early ones only some, so that any draw can be repeated, and the default
-    generator left as `generate` leaves it. A draw is kept for rows that need it within `window` columns, or fewer if
-    that is more than `MOST_HELD`.
+    They are drawn in the order of columns from a copy of the default generator, or under a seed. States of the
+    generator are kept, so that any draw can be repeated, and so that the default generator can be left as `generate`
+    leaves it. A draw is kept for rows that will need it within `window` columns, or fewer if that would take more than
+    `MAX_NOISE_BYTES`.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seed: int | None = None):
         self.rows, self.device, self.window = rows, device, window
-        self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_OF_ROW)
+        self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_STATES_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
         # states of `generator`, by the emitted column that it draws next
@@ -37,19 +37,21 @@ class ReplayedNoise:
         self.next_column = -1  # the column that it would draw now; -1 if it is in no such state
         self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
-    def at(
+    def vectors_at(
         self, rows: list[int], counts: list[int], probs: torch.Tensor, ahead: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """The noise of P positions from `ahead` on after the ends of decoding `rows` [R], as for probs [R, P, V].
+        """The noise [R, P, V] for decoding `rows` [R] at P positions, the first `ahead` tokens after each row's end.
 
-        `counts` [B] are the tokens that rows have emitted. `generate` draws by probabilities of a `dtype`, by default
-        that of these.
+        Args:
+            counts: [B], how many tokens each row has emitted.
+            probs: [R, P, V], for the shape and device.
+            dtype: of the probabilities in `generate`, which is that of the noise; by default the dtype of `probs`.
         """
         self.like = probs.new_empty(0, probs.shape[-1], dtype=dtype)
         if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.drawn):
             return self._draw(counts[0])[:, None]  # no row needs it again
         end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
-        window = max(min(self.window, MOST_HELD // column_bytes), end)
+        window = max(min(self.window, MAX_NOISE_BYTES // column_bytes), end)
         cells = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
         missing = {column for row, column in cells if column not in self.drawn[row]}
         for column in sorted(missing):

@@ -1,8 +1,17 @@
-"""Processors and stopping criteria of a batch whose rows are requests of their own, each as in a batch of one.
+"""Processors and stopping criteria of a batch whose rows are requests of a queue, each as in a batch of one.
 
-`generate` is asked to prepare each request alone, so that whatever counts tokens, leaves pads out or reads lengths
-finds what it would find there. Rows with equal processors are computed together, where columns of each row are counted
-as in its own text; any other processor is shown the text of its row alone, without pads.
+`generate` has prepared each request by itself, so each row has processors and criteria of its own, whose settings of
+length are for its own prompt. To call them row by row would be slow. So rows are grouped: where the n-th processor of
+several rows is the same but for lengths, it is called once for all of them, and the columns of each row are counted
+from where its own text begins. A processor that cannot be compared is called for its row by itself, without pads. Say
+
+    row 0: repetition penalty 1.2, temperature 0.8
+    row 1: repetition penalty 1.2, no repeated 3-grams, temperature 0.8
+    row 2: repetition penalty 1.5, temperature 0.8
+
+Then stage 1 has the groups {0, 1} and {2}, stage 2 has {1} and, without a processor, {0, 2}; warpers at the end of the
+lists have stages of their own, so that stage 3 has one group {0, 1, 2}. These stages are a `GroupingPlan`, which is
+made anew only where other rows decode.
 """
 
 from collections import ChainMap
@@ -14,17 +23,27 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 
-from .processors import NO_LIMIT, OF_TEXT, SYNTHID, WARPERS, Positions, Processor, Processors, TopTokensWarper, warp
+from .processors import (
+    ALL_VECTORIZED,
+    NO_LIMIT,
+    SYNTHID,
+    WARPERS,
+    Positions,
+    Processor,
+    Processors,
+    TopTokensWarper,
+    warp,
+)
 from .stopping import Stopping
-from .vectorized import Prefixes
+from .vectorized import Prefixes, PrefixNodes
 
 
-# of processors that ask only how long a text is: the settings of which the sum is a length
-LENGTHS: dict[type[LogitsProcessor], tuple[str, ...]] = {
+# processors that ask only how long a text is, with the settings whose sum is the length that they compare it with
+LENGTH_SETTINGS: dict[type[LogitsProcessor], tuple[str, ...]] = {
     logits_process.MinLengthLogitsProcessor: ("min_length",),
     logits_process.MinNewTokensLengthLogitsProcessor: ("prompt_length_to_skip", "min_new_tokens"),
     logits_process.SuppressTokensAtBeginLogitsProcessor: ("begin_index",),
@@ -42,187 +61,206 @@ OF_WHOLE_TEXT = frozenset(
         logits_process.ForcedBOSTokenLogitsProcessor,
     }
 )
-TOGETHER = (OF_WHOLE_TEXT | LENGTHS.keys() | {SYNTHID}) & OF_TEXT.keys()
+GROUPABLE = (OF_WHOLE_TEXT | LENGTH_SETTINGS.keys() | {SYNTHID}) & ALL_VECTORIZED.keys()
 
 
 class RowProcessors(Processors):
     """The processors of one row, for a batch of one.
 
     Attributes:
-        settings: of each in `applied`, equal for those that do the same; None for one that is not compared.
-        num_of_text: how many of them come before the warpers at the end.
+        settings: of each in `applied`, equal for those that do the same; None for one that cannot be compared.
+        num_before_warpers: how many of them come before the warpers at the end.
     """
 
     def __init__(self, processors: Sequence[Processor], eos_token_ids: Set[int] = frozenset()):
         super().__init__(processors, eos_token_ids)
         self.settings = [settings_of(processor) for processor in self.applied]
-        of_text = [not _is_warper(processor) for processor in self.applied]
-        self.num_of_text = max((number for number, flag in enumerate(of_text, 1) if flag), default=0)
+        self.num_before_warpers = len(self.applied)
+        while self.num_before_warpers and _is_warper(self.applied[self.num_before_warpers - 1]):
+            self.num_before_warpers -= 1
 
 
-class Group(NamedTuple):
-    """Some of the decoding rows, with processors that do the same.
+class RowGroup(NamedTuple):
+    """Rows whose processors of one stage do the same.
 
     Attributes:
         indices: their row indices; `selection` is the same as a tensor, None if these are all rows.
-        processors: one of each row; empty if none follows there.
-        shifts: of each row, the column of the batch from which its processor counts columns; None if it counts none.
+        processors: one for each of these rows; empty if they have none in this stage.
+        first_columns: for each row the column of the batch that its processor counts as column 0; None if
+            such processors count no columns.
     """
 
     indices: list[int]
     selection: torch.Tensor | None
     processors: list[Any]
-    shifts: tuple[int, ...] | None
+    first_columns: tuple[int, ...] | None
 
 
-class Step(NamedTuple):
-    """One processor of each row: groups that together are all rows; `order` [R] brings their rows into place."""
+class Stage(NamedTuple):
+    """One processor of each row at most.
 
-    groups: list[Group]
+    Attributes:
+        groups: which together have all decoding rows.
+        order: [R], the indices that bring the joined rows of all groups into the order of the batch; None if there is
+            one group.
+    """
+
+    groups: list[RowGroup]
     order: torch.Tensor | None
 
 
-class Plan(NamedTuple):
-    """What is computed together, for these decoding rows with prompts of `width` columns.
+class GroupingPlan(NamedTuple):
+    """The stages of a batch, as long as the same rows decode.
 
-    `cache` is what processors have computed once, as long as these are the rows.
+    Attributes:
+        row_states: of the decoding rows.
+        width: columns of the prompts.
+        stages: in the order in which they are applied.
+        cache: what processors have computed once for these rows.
     """
 
-    rows: list[Row]
+    row_states: list[RowState]
     width: int
-    steps: list[Step]
+    stages: list[Stage]
     cache: dict[Hashable, Any]
 
 
 class GroupPrefixes(Prefixes):
-    """The prefixes of the rows of a group; columns are counted from those of `group.shifts` on."""
+    """The prefixes of the rows of a group, with columns counted from `group.first_columns` on."""
 
-    def __init__(self, batch: Batch, group: Group, ahead: int, positions: int, cache: dict[Hashable, Any]):
-        assert group.shifts is not None
+    def __init__(self, batch: Batch, group: RowGroup, ahead: int, positions: int, cache: dict[Hashable, Any]):
+        assert group.first_columns is not None
         self.batch, self.ahead, self.positions, self.cache = batch, ahead, positions, cache
         self.group = group
-        self.num_rows = len(batch.table)
+        self.num_rows = len(batch.row_states)
         self.row_numbers = batch.index if group.selection is None else batch.index[group.selection]
         lengths = []
-        for index, shift in zip(group.indices, group.shifts, strict=True):
-            lengths.append(batch.width + batch.counts[batch.rows[index]] - shift)
-        self.shortest = min(lengths) + ahead
-        self.longest = max(lengths) + ahead + positions - 1
-        self.read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what `tokens` gave, by its start
+        for index, first_column in zip(group.indices, group.first_columns, strict=True):
+            lengths.append(batch.width + batch.counts[batch.rows[index]] - first_column)
+        fewest, most = self.candidates_before
+        self.shortest, self.longest = min(lengths) + fewest, max(lengths) + most
+        self.tokens_by_start: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what `tokens` has returned
 
     @cached_property
-    def shift(self) -> int | torch.Tensor:
-        """The shift of all rows, or of each as [R, 1]."""
-        shifts = self.group.shifts
-        assert shifts is not None
-        if len(set(shifts)) == 1:
-            return shifts[0]
-        key = "shifts", shifts
-        return self.cached(key, lambda: to_device_async(shifts, self.row_numbers.device, torch.int64)[:, None])
+    def first_column(self) -> int | torch.Tensor:
+        """`first_columns` as one number, if it is that of all rows, else as [R, 1]."""
+        first_columns = self.group.first_columns
+        assert first_columns is not None
+        if len(set(first_columns)) == 1:
+            return first_columns[0]
+        device = self.row_numbers.device
+        key = "first columns", first_columns
+        return self.cached(key, lambda: to_device_async(first_columns, device, torch.int64)[:, None])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
-        """[R, count], the columns of the batch from `first` after the end of each row on."""
+        """`Batch.columns` of the rows of the group."""
         columns = self.batch.columns(first, count)
         return columns if self.group.selection is None else columns[self.group.selection]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        return self._columns(self.ahead, self.positions) - self.shift
+    def nodes(self) -> PrefixNodes | None:
+        nodes = super().nodes
+        if nodes is None or self.group.selection is None:
+            return nodes
+        return PrefixNodes(*(x[self.group.selection] for x in nodes))
 
-    def last(self, count: int) -> torch.Tensor:
-        self.batch.reserve(self.ahead + self.positions)
-        columns = self._columns(self.ahead - count, count + self.positions - 1)
-        return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        return super().lengths - self.first_column
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        if start not in self.read:
+        if start not in self.tokens_by_start:
             self.batch.reserve(self.ahead + self.positions - 1)
             columns = torch.arange(start, self.longest, device=self.row_numbers.device)
-            # what lies behind the end of a row is not counted by anyone
-            places = (columns[None] + self.shift).clamp_(max=self.batch.ids.shape[1] - 1)
-            self.read[start] = self.batch.ids[self.row_numbers[:, None], places], columns
-        return self.read[start]
+            # beyond the end of a row any token will do, since no prefix is that long
+            batch_columns = (columns[None] + self.first_column)[:, None]
+            if self.nodes is not None:
+                end = self._end[..., None]
+                batch_columns = end + self.nodes.behind_end((batch_columns - end).expand(-1, self.positions, -1))
+            batch_columns = batch_columns.clamp(max=self.batch.ids.shape[1] - 1)
+            self.tokens_by_start[start] = self.batch.ids[self.row_numbers[:, None, None], batch_columns], columns
+        return self.tokens_by_start[start]
 
 
 class RequestProcessors(Processors):
-    """The processors of requests, each applied to the logits of its own row.
+    """The processors of all rows of a queue's batch, each applied to the logits of its own row, stage by stage."""
 
-    Of each row they are applied in their order; the n-th ones of all rows are one step, in which those with equal
-    settings are called together, once for all of their rows. Warpers at the end are steps of their own.
-    """
-
-    def __init__(self, table: Sequence[Row], eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
-        """`table` has the rows of the batch, with their `RowProcessors`; `limit` as in `Processors`."""
-        self.table, self.eos_token_ids, self.limit = table, eos_token_ids, limit
+    def __init__(self, row_states: Sequence[RowState], eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
+        """`row_states` are the batch's, each with its `RowProcessors`; `limit` is as in `Processors`."""
+        self.row_states, self.eos_token_ids, self.limit = row_states, eos_token_ids, limit
         self.applied: list[Any] = []
-        self.prefix_errors = ChainMap[tuple[int, int], Exception]()
-        self.plan: Plan | None = None
+        self.prefix_errors = ChainMap[tuple[int, tuple[int, ...]], Exception]()
+        self.plan: GroupingPlan | None = None
 
     @property
     def max_rollback(self) -> int:  # type: ignore[override]
-        """Of the rows that are in the batch now."""
-        return min(self.limit[0], *(row.processors.max_rollback for row in self.table))
+        """The least of the rows that are in the batch now."""
+        return min(self.limit[0], *(state.processors.max_rollback for state in self.row_states))
 
     @property
     def limited_by(self) -> str:  # type: ignore[override]
-        """What `max_rollback` is of."""
-        limits = [(row.processors.max_rollback, row.processors.limited_by) for row in self.table]
+        """What has the least `max_rollback`, as in `Processors`."""
+        limits = [(state.processors.max_rollback, state.processors.limited_by) for state in self.row_states]
         return min(self.limit, *limits)[1]
 
     @property
     def mask_size(self) -> int:  # type: ignore[override]
-        """Of the rows that are in the batch now."""
-        return max(row.processors.mask_size for row in self.table)
+        """The largest of the rows that are in the batch now."""
+        return max(state.processors.mask_size for state in self.row_states)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.prefix_errors.clear()
         batch.reserve(ahead + logits.shape[1])
-        rows = [batch.table[row] for row in batch.rows]
-        if self.plan is None or self.plan.width != batch.width or self.plan.rows != rows:
+        row_states = [batch.row_states[row] for row in batch.rows]
+        if self.plan is None or self.plan.width != batch.width or self.plan.row_states != row_states:
             self.plan = make_plan(batch)
         scores = logits.float()
         prefixes: dict[Hashable, GroupPrefixes] = {}
-        for step in self.plan.steps:
-            parts = [self._apply(group, batch, draft, scores, ahead, prefixes) for group in step.groups]
-            scores = parts[0] if step.order is None else torch.cat(parts)[step.order]
+        for stage in self.plan.stages:
+            parts = [self._apply_to_group(group, batch, draft, scores, ahead, prefixes) for group in stage.groups]
+            scores = parts[0] if stage.order is None else torch.cat(parts)[stage.order]
         return scores
 
-    def _apply(
+    def _apply_to_group(
         self,
-        group: Group,
+        group: RowGroup,
         batch: Batch,
         draft: Draft | None,
         scores: torch.Tensor,
         ahead: int,
         prefixes: dict[Hashable, GroupPrefixes],
     ) -> torch.Tensor:
-        """Scores of the rows of a group after its processors, from those of all rows [R, P, V]."""
+        """Scores of the rows of a group after its processors, from those of all rows [R, P, V].
+
+        `prefixes` has those of groups that were made for these positions before.
+        """
         assert self.plan is not None
         if group.selection is not None:
             scores = scores[group.selection]
         if not group.processors:
             return scores
         processor, result = group.processors[0], None
-        if group.shifts is not None:
-            key = tuple(group.indices), group.shifts
+        if group.first_columns is not None:
+            key = tuple(group.indices), group.first_columns
             if key not in prefixes:
                 prefixes[key] = GroupPrefixes(batch, group, ahead, scores.shape[1], self.plan.cache)
-            result = OF_TEXT[type(processor)](processor, prefixes[key], scores)
+            result = ALL_VECTORIZED[type(processor)](processor, prefixes[key], scores)
         elif _is_warper(processor):
             result = warp([processor], scores.flatten(0, 1)).view_as(scores)
         if result is not None:
             return result
-        alone = []
+        # they cannot be compared, or `vectorized` leaves the call to the processor itself: row by row
+        parts = []
         for index, processor, row_scores in zip(group.indices, group.processors, scores.split(1), strict=True):
-            alone.append(self._alone(processor, batch, index, draft, row_scores, ahead))
-        return torch.cat(alone)
+            parts.append(self._apply_to_row(processor, batch, index, draft, row_scores, ahead))
+        return torch.cat(parts)
 
-    def _alone(
+    def _apply_to_row(
         self, processor: Any, batch: Batch, index: int, draft: Draft | None, scores: torch.Tensor, ahead: int
     ) -> torch.Tensor:
-        """Scores [1, P, V] of one row after a processor that is shown no other row."""
+        """Scores [1, P, V] of one row, by its row index, after a processor that is called for this row by itself."""
         row = batch.rows[index]
-        processors = batch.table[row].processors
+        processors = batch.row_states[row].processors
         if draft is not None:
             draft = draft._replace(lengths=[draft.lengths[index]])
         scores = Positions(processors, batch.row_view(row), draft, ahead, scores.shape[1]).apply(processor, scores)
@@ -235,94 +273,93 @@ class RequestProcessors(Processors):
             return None
         masks: list[torch.Tensor | None] = []
         for row, is_wanted in zip(batch.rows, wanted, strict=True):
-            of_row = batch.table[row].processors.allowed(batch.row_view(row), ahead, [is_wanted])
-            if of_row is None:  # a request without masks goes on as it does where no other has any
+            of_row = batch.row_states[row].processors.allowed(batch.row_view(row), ahead, [is_wanted])
+            if of_row is None:  # this row has no masks, while others have
                 masks.append(torch.ones(mask_size, dtype=torch.bool, device="cpu") if is_wanted else None)
             else:
                 masks.append(of_row[0])
         return masks
 
 
-def make_plan(batch: Batch) -> Plan:
-    """What is computed together for the decoding rows of a batch."""
-    rows = [batch.table[row] for row in batch.rows]
-    of_text = [row.processors.num_of_text for row in rows]
-    warpers = [len(row.processors.applied) - number for row, number in zip(rows, of_text, strict=True)]
-    # which processor of each row a step has; None in rows where none is left
-    steps: list[list[int | None]] = []
-    for number in range(max(of_text)):
-        steps.append([number if number < count else None for count in of_text])
-    for number in range(max(warpers)):
-        places = zip(of_text, warpers, strict=True)
-        steps.append([first + number if number < count else None for first, count in places])
-    return Plan(rows, batch.width, [_step(batch, rows, places) for places in steps], {})
+def make_plan(batch: Batch) -> GroupingPlan:
+    """The stages in which the processors of the decoding rows of a batch are called."""
+    row_states = [batch.row_states[row] for row in batch.rows]
+    nums_before_warpers = [state.processors.num_before_warpers for state in row_states]
+    nums_warpers = [len(state.processors.applied) - state.processors.num_before_warpers for state in row_states]
+    stages = []
+    for number in range(max(nums_before_warpers)):
+        stages.append(_stage(batch, row_states, [number if number < num else None for num in nums_before_warpers]))
+    for number in range(max(nums_warpers)):
+        of_rows = zip(nums_before_warpers, nums_warpers, strict=True)
+        stages.append(_stage(batch, row_states, [first + number if number < num else None for first, num in of_rows]))
+    return GroupingPlan(row_states, batch.width, stages, {})
 
 
-def _step(batch: Batch, rows: list[Row], places: list[int | None]) -> Step:
-    """The step that has of each row the processor at one of the `places` [R] in its list."""
-    members: dict[Hashable, list[int]] = {}
-    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
-        if place is None:
+def _stage(batch: Batch, row_states: list[RowState], numbers: list[int | None]) -> Stage:
+    """The stage with one processor of each row, by its number in the row's list; None [R] for rows without one."""
+    indices_by_settings: dict[Hashable, list[int]] = {}
+    for index, (state, number) in enumerate(zip(row_states, numbers, strict=True)):
+        if number is None:
             settings: Hashable = "no processor"
         else:
-            settings = row.processors.settings[place] or "not compared"
-        members.setdefault(settings, []).append(index)
-    groups, device = [], batch.index.device
-    for indices in members.values():
-        selection = None if len(indices) == len(rows) else to_device_async(indices, device, torch.int64)
-        processors = []
-        for index in indices:
-            place = places[index]
-            if place is not None:
-                processors.append(rows[index].processors.applied[place])
-        pads = [_pads(batch, rows[index]) for index in indices]
-        groups.append(Group(indices, selection, processors, _shifts(processors, pads)))
+            settings = state.processors.settings[number] or "not compared"
+        indices_by_settings.setdefault(settings, []).append(index)
+    groups = [_group(batch, row_states, numbers, indices) for indices in indices_by_settings.values()]
     if len(groups) == 1:
-        return Step(groups, None)
+        return Stage(groups, None)
     joined = [index for group in groups for index in group.indices]
-    return Step(groups, to_device_async([joined.index(index) for index in range(len(rows))], device, torch.int64))
+    order = [joined.index(index) for index in range(len(row_states))]
+    return Stage(groups, to_device_async(order, batch.index.device, torch.int64))
 
 
-def _pads(batch: Batch, row: Row) -> int:
-    """How many columns of a batch there are before a row's first token."""
-    return batch.width - row.prompt_length
+def _group(batch: Batch, row_states: list[RowState], numbers: list[int | None], indices: list[int]) -> RowGroup:
+    """The rows at some row indices as one group of a stage, which has the processors with these `numbers` [R]."""
+    is_all = len(indices) == len(row_states)
+    selection = None if is_all else to_device_async(indices, batch.index.device, torch.int64)
+    processors = []
+    for index in indices:
+        number = numbers[index]
+        if number is not None:
+            processors.append(row_states[index].processors.applied[number])
+    pads = [batch.width - row_states[index].prompt_length for index in indices]
+    return RowGroup(indices, selection, processors, _first_columns(processors, pads))
 
 
-def _shifts(processors: list[Any], pads: list[int]) -> tuple[int, ...] | None:
-    """From which columns rows with so many `pads` count, so that equal processors give each row what its own would."""
+def _first_columns(processors: list[Any], pads: list[int]) -> tuple[int, ...] | None:
+    """`RowGroup.first_columns` of rows with so many pads: the first processor is then right for all of them."""
     kind = type(processors[0]) if processors else None
     if kind in OF_WHOLE_TEXT:
         return tuple(pads)
-    if kind in LENGTHS:
-        # all go by the length of the first one, so that the columns of a row are moved by what its own differs
-        lengths = [sum(getattr(processor, name) for name in LENGTHS[kind]) for processor in processors]
+    if kind in LENGTH_SETTINGS:
+        # the first processor is called for all: a row whose own waits for n columns more starts to count n later
+        lengths = [sum(getattr(processor, name) for name in LENGTH_SETTINGS[kind]) for processor in processors]
         return tuple(number + length - lengths[0] for number, length in zip(pads, lengths, strict=True))
     return (0,) * len(pads) if kind is SYNTHID else None  # which reads emitted tokens alone, behind all prompts
 
 
 def settings_of(processor: Any) -> Hashable | None:
-    """What is equal for processors that give the same, but for their lengths; None for types that are not compared.
+    """A key that is equal for processors that give the same, but for lengths; None for types that are not compared.
 
     A setting that cannot be compared is equal to itself alone.
     """
     kind = type(processor)
     if kind is TopTokensWarper:
         return kind, tuple(map(settings_of, processor.warpers))
-    if kind not in TOGETHER and kind not in WARPERS:
+    if kind not in GROUPABLE and kind not in WARPERS:
         return None
-    lengths = LENGTHS.get(kind, ())
-    return kind, tuple((name, _value(value)) for name, value in vars(processor).items() if name not in lengths)
+    ignored = LENGTH_SETTINGS.get(kind, ())
+    return kind, tuple((name, _key_of(value)) for name, value in vars(processor).items() if name not in ignored)
 
 
-def _value(value: Any) -> Hashable:
-    """Something that is equal for equal values."""
+def _key_of(value: Any) -> Hashable:
+    """A key that is equal for equal values."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
         return value.dtype, tuple(value.shape), data
     if isinstance(value, dict):
-        return "dict", tuple((_value(key), _value(each)) for key, each in value.items())
+        return "dict", tuple((_key_of(key), _key_of(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(map(_value, value))
+        return type(value).__name__, tuple(map(_key_of, value))
     if value is None or isinstance(value, int | float | str | torch.device | torch.dtype):
         return type(value).__name__, value
     return "object", id(value)
@@ -333,25 +370,29 @@ def _is_warper(processor: Any) -> bool:
 
 
 class RequestStopping(Stopping):
-    """When rows end that are requests of their own: each at its own limit, by its own criteria, or at an end token."""
+    """Decides where the rows of a queue end: each at its own limit, by its own criteria, or at an end token.
+
+    What a row has of its own is in `RowState.limit` and `RowState.stopping`; a request always ends by itself.
+    """
 
     pads_finished_rows = True
 
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
+        """`eos_token_ids` are those of all requests; `max_new_tokens` is the largest of their limits."""
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
-    def warn_beyond_positions(self, row: Row, emitted: int) -> None:
+    def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
         row.stopping.warn_beyond_positions(row, emitted)
 
-    def _reads_text(self, batch: Batch) -> bool:
-        return any(batch.table[row].stopping.criteria for row in batch.rows)
+    def _has_text_criteria(self, batch: Batch) -> bool:
+        return any(batch.row_states[row].stopping.criteria for row in batch.rows)
 
-    def _stops(self, batch: Batch, numbers: list[int], most: int) -> torch.Tensor:
-        stops = torch.zeros(len(numbers), most, dtype=torch.bool, device=batch.ids.device)
-        for index, (row, number) in enumerate(zip(batch.rows, numbers, strict=True)):
-            criteria = batch.table[row].stopping.criteria
+    def _call_criteria(self, batch: Batch, num_new: list[int], num_positions: int) -> torch.Tensor:
+        stops = torch.zeros(len(num_new), num_positions, dtype=torch.bool, device=batch.ids.device)
+        for index, (row, number) in enumerate(zip(batch.rows, num_new, strict=True)):
+            criteria = batch.row_states[row].stopping.criteria
             if criteria:
                 text, count = batch.row_view(row), batch.counts[row]
-                for n in range(number):
-                    stops[index, n] = criteria(text.prefix(count + n + 1), None)[0]
+                for position in range(number):
+                    stops[index, position] = criteria(text.prefix(count + position + 1), None)[0]
         return stops

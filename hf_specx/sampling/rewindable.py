@@ -1,7 +1,7 @@
-"""Processors whose state follows the candidates of a round and is then taken back to what was accepted.
+"""Processors with a state that follows the candidates of a round and is then taken back to what was accepted.
 
-Such a processor says which tokens may come next, as a grammar does. So it also acts on the draft, whose candidates are
-then drawn from the masked distribution; each mask is computed once, and serves the verdict as well.
+Such a processor says which tokens may come next, as a grammar does: it gives a mask. It acts on the draft too, so that
+candidates are drawn from the masked distribution. Each mask is computed once, for the draft and for the verdict.
 """
 
 import threading
@@ -30,17 +30,18 @@ from .stopping import Stopping
 class RewindableProcessor(Protocol):
     """A logits processor with a state for each row, which can be taken back token by token.
 
-    Plain `generate` calls it as any other; here these methods are called instead. Its result must be the scores with
-    -inf at every token that the mask does not have. An attribute `max_rollback` says how many tokens it can take back,
-    if that is limited. After a call it has been shown the emitted text without each row's last token, as after plain
-    `generate`, also where an exception has ended it; so each call needs a new one.
+    Plain `generate` calls it as any other; here these methods are called instead. When called, it must give the scores
+    with -inf at every token that is False in the mask. If it can take back only so many tokens, an attribute
+    `max_rollback` says how many. After a call it has accepted the emitted text without each row's last token, as after
+    plain `generate`, also where an exception has ended the call; so each call needs a new one.
     """
 
     def accept(self, row: int, token: int) -> None:
-        """Show it the next token of a row, 0 to B - 1 as in the whole batch; prompts are not shown.
+        """Take in the next token of a row, 0 to B - 1 as in the whole batch; tokens of prompts are not given.
 
-        It may be one that the mask does not have: a later processor can bring it back, and a draft can propose it. An
-        attribute `strict = True` says that such tokens are refused; then none is shown before it is in the text.
+        It may be a token that is False in the mask: a later processor can bring it back, and a draft can propose it. A
+        processor that refuses such tokens has the attribute `strict = True`; then it gets none of them before it is in
+        the text.
         """
 
     def rollback(self, row: int, count: int) -> None:
@@ -51,34 +52,35 @@ class RewindableProcessor(Protocol):
 
 
 @dataclass
-class ShownTokens:
-    """What the processor of a row was shown, and which tokens it allowed.
+class FedTokens:
+    """The tokens of a row that its processor has accepted, and the masks that it gave after some of them.
 
     Attributes:
-        tokens: emitted ones, the first `num_emitted` of them, and then candidates.
-        masks: [V] bool, by the number of tokens before.
+        tokens: `num_emitted` emitted tokens, then candidates.
+        masks: [V] bool, by the candidates before.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_emitted: int = 0
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def excludes(self, number: int, token: int) -> bool:
-        """Whether the mask of token `number` does not have it, or no mask was asked for, as where a row ends."""
-        mask = self.masks.get(number)
+    def excludes(self, candidates: Sequence[int], token: int) -> bool:
+        """Whether the mask after these excludes a token; True where there is no mask, as at an end."""
+        mask = self.masks.get(tuple(candidates))
         return mask is None or token >= len(mask) or not mask[token]
 
 
 class TokenMasks(RoundProcessor):
-    """The tokens that a rewindable processor allows after each candidate of each row, up to an end token.
+    """Applies the masks of a rewindable processor after each candidate of each row, up to an end token.
 
-    Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
+    It rolls the processor back as late as possible: a state that is ahead of the text stays,
+    and is right if these tokens come.
 
     Attributes:
         eos_token_ids: the end tokens.
-        of_call: whether the processor was made for this call, so that nobody sees where it ends.
-        readmits: as in `PrefixFunction`.
-        shown: by row, what the processor was shown.
+        of_call: whether the processor was made for this call, so that its state afterwards does not matter.
+        restores_allowed: as in `PrefixFunction`.
+        fed_tokens: by row, what the processor was fed.
     """
 
     def __init__(
@@ -96,100 +98,115 @@ class TokenMasks(RoundProcessor):
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.prefix_errors = getattr(processor, "prefix_errors", self.prefix_errors)
-        self.readmits = getattr(processor, "readmits", False)
-        self.shown: dict[int, ShownTokens] = {}
-        self.is_moving = False  # while the processor is shown tokens, or they are taken back
+        self.restores_allowed = getattr(processor, "restores_allowed", False)
+        self.fed_tokens: dict[int, FedTokens] = {}
+        self.is_updating = False  # while the processor accepts tokens, or takes them back
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
+        """As in `RoundProcessor`; scores behind a row's candidates, or behind an end token, stay as they are."""
         positions = scores.shape[1]
-        wanted = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
+        num_masks = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
         all_allowed = torch.ones(self.vocab_size, dtype=torch.bool, device="cpu")
         masks = []
-        for of_row in self.masks_after(batch, ahead, wanted):
-            masks += of_row + [all_allowed] * (positions - len(of_row))
+        for row_masks in self.masks_after(batch, ahead, num_masks):
+            masks += [all_allowed if mask is None else mask for mask in row_masks]
+            masks += [all_allowed] * (positions - len(row_masks))
         excluded = to_device(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
         masked_scores = scores.masked_fill(excluded, -torch.inf)
-        if not self.readmits:
+        if not self.restores_allowed:
             return masked_scores
-        nothing_left = masked_scores.amax(-1, keepdim=True).isneginf()
-        readmitted = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
-        return torch.where(nothing_left, readmitted, masked_scores)
+        is_empty = masked_scores.amax(-1, keepdim=True).isneginf()
+        restored = torch.zeros_like(scores).masked_fill_(excluded, -torch.inf)
+        return torch.where(is_empty, restored, masked_scores)
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         masks = self.masks_after(batch, ahead, [int(is_wanted) for is_wanted in wanted])
-        return [of_row[0] if of_row else None for of_row in masks]
+        return [row_masks[0] if row_masks else None for row_masks in masks]
 
-    def masks_after(self, batch: Batch, ahead: int, wanted: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates.
+    def masks_after(self, batch: Batch, ahead: int, num_masks: Sequence[int]) -> list[list[torch.Tensor | None]]:
+        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates; of a tree, at nodes.
 
         Args:
-            wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
-                excludes, or where its text has no room.
+            num_masks: [R], how many are asked for. One is None where a candidate before ends the row, or is excluded
+                by a strict processor, or where the row may emit no more tokens.
         """
-        candidates = batch.candidates(ahead + max(wanted) - 1)
-        masks: list[list[torch.Tensor]] = [[] for _ in wanted]
+        candidates = batch.candidates(ahead + max(num_masks) - 1)
+        masks: list[list[torch.Tensor | None]] = [[] for _ in num_masks]
         for row in batch.rows:
-            self._show_emitted(batch, row, batch.counts[row])
-        for position in range(max(wanted)):
-            lengths = {}  # by row: how many tokens it has here, if it wants a mask
+            self._feed_emitted(batch, row, batch.counts[row])
+        for position in range(max(num_masks)):
+            candidates_before = {}  # of the rows that get a mask here
             for index, row in enumerate(batch.rows):
-                length = batch.counts[row] + ahead + position
-                is_wanted = len(masks[index]) == position < wanted[index] and length < batch.table[row].limit
-                if is_wanted and self._show_candidates(row, batch.counts[row], candidates[index][: ahead + position]):
-                    lengths[row] = length
-            self._compute_masks(lengths)
+                if position >= num_masks[index]:
+                    continue
+                numbers = batch.candidates_before(index, ahead + position)
+                before = tuple(candidates[index][number] for number in numbers)
+                has_room = batch.counts[row] + len(before) < batch.row_states[row].limit
+                if has_room and self._feed_candidates(row, batch.counts[row], before):
+                    candidates_before[row] = before
+            self._compute_masks(candidates_before)
             for index, row in enumerate(batch.rows):
-                if row in lengths:
-                    masks[index].append(self.shown[row].masks[lengths[row]])
+                if position < num_masks[index]:
+                    before_mask = candidates_before.get(row)
+                    masks[index].append(None if before_mask is None else self.fed_tokens[row].masks[before_mask])
         return masks
 
-    def _compute_masks(self, lengths: dict[int, int]) -> None:
-        """Ask the processor for the masks after so many tokens of each row that it was not asked for yet."""
-        missing = {row: length for row, length in lengths.items() if length not in self.shown[row].masks}
-        for row, length in missing.items():
-            self._rewind(row, length)
+    def _compute_masks(self, candidates_before: dict[int, tuple[int, ...]]) -> None:
+        """Ask the processor for the masks after these candidates of each row, unless it has given them before."""
+        missing = {}
+        for row, before in candidates_before.items():
+            if before not in self.fed_tokens[row].masks:
+                missing[row] = before
+                self._rewind(row, self.fed_tokens[row].num_emitted + len(before))
         if missing:
             masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
-            for (row, length), mask in zip(missing.items(), masks, strict=True):
-                self.shown[row].masks[length] = mask
+            for (row, before), mask in zip(missing.items(), masks, strict=True):
+                self.fed_tokens[row].masks[before] = mask
 
-    def _show_emitted(self, batch: Batch, row: int, count: int) -> None:
-        """Show the first `count` emitted tokens of a row, of which masks before their end are not needed again."""
-        shown = self.shown.setdefault(row, ShownTokens())
-        for number in range(min(shown.num_emitted, count), count):  # a text may have been cut
-            self._show(row, number, batch.table[row].emitted[number])
-        if shown.num_emitted != count:
-            shown.num_emitted = count
-            shown.masks = {length: mask for length, mask in shown.masks.items() if length >= count}
+    def _feed_emitted(self, batch: Batch, row: int, count: int) -> None:
+        """Feed the first `count` emitted tokens of a row, and keep the masks after these alone."""
+        fed = self.fed_tokens.setdefault(row, FedTokens())
+        emitted_ids = batch.row_states[row].emitted_ids
+        for number in range(min(fed.num_emitted, count), count):  # a text may have been cut
+            self._feed(row, number, emitted_ids[number])
+        if fed.num_emitted != count:
+            new = tuple(emitted_ids[fed.num_emitted : count])
+            after = {before: mask for before, mask in fed.masks.items() if before[: len(new)] == new}
+            fed.masks = {before[len(new) :]: mask for before, mask in after.items()} if new else {}
+            fed.num_emitted = count
 
-    def _show_candidates(self, row: int, count: int, candidates: Sequence[int]) -> bool:
-        """Show candidates after `count` emitted tokens; False before one that ends the row or is not shown."""
-        for number, token in enumerate(candidates, count):
-            if token in self.eos_token_ids or (self.strict and self.shown[row].excludes(number, token)):
+    def _feed_candidates(self, row: int, count: int, candidates: tuple[int, ...]) -> bool:
+        """Feed candidates after `count` emitted tokens; returns False at one that ends the row or may not be fed.
+
+        Nothing is fed where the mask after them is there already, as that of a draft is.
+        """
+        fed = self.fed_tokens[row]
+        for number, token in enumerate(candidates):
+            if token in self.eos_token_ids or (self.strict and fed.excludes(candidates[:number], token)):
                 return False
-            self._show(row, number, token)
+        if candidates not in fed.masks:
+            for number, token in enumerate(candidates, count):
+                self._feed(row, number, token)
         return True
 
-    def _show(self, row: int, number: int, token: int) -> None:
-        """Show the token of this number, unless it was shown already."""
-        tokens = self.shown[row].tokens
+    def _feed(self, row: int, number: int, token: int) -> None:
+        """Feed the token of this number, unless it was fed before."""
+        tokens = self.fed_tokens[row].tokens
         if number == len(tokens) or tokens[number] != token:
             self._rewind(row, number)
-            self.is_moving = True
+            self.is_updating = True
             self.processor.accept(row, token)
             tokens.append(token)
-            self.is_moving = False
+            self.is_updating = False
 
     def _rewind(self, row: int, length: int) -> None:
         """Take back all but the first `length` tokens of a row."""
-        shown = self.shown[row]
-        if len(shown.tokens) > length:
-            self.is_moving = True
-            self.processor.rollback(row, len(shown.tokens) - length)
-            del shown.tokens[length:]
-            shown.masks = {before: mask for before, mask in shown.masks.items() if before <= length}
-            self.is_moving = False
+        fed = self.fed_tokens[row]
+        if len(fed.tokens) > length:
+            self.is_updating = True
+            self.processor.rollback(row, len(fed.tokens) - length)
+            del fed.tokens[length:]
+            self.is_updating = False
 
     def begin(self, rows: int) -> None:
         """Ask for the first masks; raise ValueError if they are not of the target's vocabulary."""
@@ -200,18 +217,18 @@ class TokenMasks(RoundProcessor):
             f"the mask of {self.name} is {masks.dtype} of shape {tuple(masks.shape)}, and the target needs torch.bool "
             f"of shape {shape}; make the processor for the target's vocabulary and batch.",
         )
-        self.shown = {row: ShownTokens(masks={0: masks[row]}) for row in range(rows)}
+        self.fed_tokens = {row: FedTokens(masks={(): masks[row]}) for row in range(rows)}
 
     def finish(self, batch: Batch) -> None:
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost_rows = []
-        for row, shown in self.shown.items():
-            text = batch.table[row].emitted[:-1]
-            common = list(takewhile(lambda pair: pair[0] == pair[1], zip(shown.tokens, text, strict=False)))
-            if self.is_moving or len(shown.tokens) - len(common) > self.max_rollback:
+        for row, fed in self.fed_tokens.items():
+            text = batch.row_states[row].emitted_ids[:-1]
+            common = list(takewhile(lambda pair: pair[0] == pair[1], zip(fed.tokens, text, strict=False)))
+            if self.is_updating or len(fed.tokens) - len(common) > self.max_rollback:
                 lost_rows.append(str(row))
                 continue
-            self._show_emitted(batch, row, len(text))
+            self._feed_emitted(batch, row, len(text))
             self._rewind(row, len(text))
         if lost_rows:
             warnings.warn(
@@ -221,12 +238,13 @@ class TokenMasks(RoundProcessor):
             )
 
 
-def masked(
+def with_token_masks(
     processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, vocab_size: int, stopping: Stopping
 ) -> list[Processor]:
-    """The same processors, for prompts [B, L], with `TokenMasks` in place of those whose state can be taken back.
+    """The processors of a call with prompts [B, L], with `TokenMasks` in place of those whose state can be taken back.
 
-    Raises a ValueError if one was used before, or is for another vocabulary or batch size.
+    Raises:
+        ValueError: if one was used before, or is for another vocabulary or batch size.
     """
     replaced: list[Processor] = []
     for processor in processors:
@@ -252,9 +270,10 @@ USED_LOCK = threading.Lock()
 
 @contextmanager
 def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
-    """A context for one call, after which the rewindable processors of users are where plain `generate` leaves them.
+    """A context for one call, which leaves the rewindable processors of users as plain `generate` would.
 
-    Raises a `ValueError` if another call uses one of them or has used it, or its masks do not fit.
+    Raises:
+        ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     token_masks = [processor for processor in processors if isinstance(processor, TokenMasks)]
     of_user = [masks for masks in token_masks if not masks.of_call]
@@ -269,7 +288,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 masks.finish(batch)
         finally:
             for masks in of_user:
-                is_in_mid_text = masks.is_moving or any(shown.tokens for shown in masks.shown.values())
+                is_in_mid_text = masks.is_updating or any(fed.tokens for fed in masks.fed_tokens.values())
                 if not is_in_mid_text:
                     USED_PROCESSORS.pop(id(masks.processor), None)
 

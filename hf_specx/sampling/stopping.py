@@ -1,4 +1,4 @@
-"""Where rows end: where `generate` would end them, even mid-round; or with its error, where there is no next token."""
+"""Where rows end: where `generate` would end them, also in the middle of a round, or with the error that it raises."""
 
 from bisect import bisect
 from collections.abc import Mapping
@@ -12,25 +12,30 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Round
 
 
-PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
+PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})  # their result for a row depends on its text alone
 
 
 class Stopping:
-    """When rows end; where each has ended its `Row` says.
+    """Decides where rows end; `RowState.stopped_at` has the result.
 
     With an end-of-sequence criterion a row that any criterion stops is finished and padded. Without one, `generate`
     keeps emitting tokens into a stopped row until all rows have stopped, and so does this.
 
+    A round calls, in `Batch.append`: `stop_flags` (what the criteria say of each new token), `cut_at_stops` (how many
+    of them are emitted) and, once they are, `remove_ended`.
+
     Attributes:
+        all: the criteria as `generate` prepared them.
+        criteria: those that are called on the text; end tokens and lengths are compared here instead.
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         pads_finished_rows: whether there is an end-of-sequence criterion.
         eos_token_ids: the tokens of all end-of-sequence criteria.
-        max_new_tokens: the most tokens that a row emits.
+        max_new_tokens: how many tokens a row may emit.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int, max_length: int):
@@ -43,7 +48,8 @@ class Stopping:
         self.stateful: list[str] = []
         self.pads_finished_rows = False
         self.eos_token_ids = set[int]()
-        self._reminders: list[tuple[int, int, MaxLengthCriteria]] = []  # see `remind`
+        # (emitted tokens, columns, criterion), from where on each criterion warns
+        self._position_warnings: list[tuple[int, int, MaxLengthCriteria]] = []
         lengths = []
         for criterion in criteria:
             self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
@@ -53,7 +59,7 @@ class Stopping:
                 lengths.append(criterion.max_length)
                 if criterion.max_position_embeddings is not None:
                     first = max(criterion.max_position_embeddings, width) + 1  # column beyond the model's positions
-                    self._reminders.append((first - width, first, criterion))
+                    self._position_warnings.append((first - width, first, criterion))
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
@@ -62,121 +68,150 @@ class Stopping:
         self.max_new_tokens = max(min(lengths, default=max_length) - width, 1)
 
     def stop_flags(self, batch: Batch, tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-        """[R, n] bool: whether the criteria of the text stop a row with the first 1, 2, ... of its tokens [R, n].
+        """[R, n] bool: whether the criteria in `criteria` stop a row after the first 1, 2, ... of its new tokens.
 
-        They are asked before it is known on the host how many of these count, so that the answers need no transfer of
-        their own. On a CPU that is known, and what lies beyond [R] `accepted` and one is not asked for.
+        [R, 0] if there are none. The criteria are called before the host knows how many of the tokens are accepted, so
+        that their results are read back together with these. On a CPU nothing waits, and only the accepted ones and
+        the token after them are looked at.
+
+        Args:
+            tokens: [R, n], written after the rows' ends, and not yet emitted.
+            accepted: [R], as of a `Verdict`.
         """
-        rows, most = tokens.shape
-        if not self._reads_text(batch):
+        rows, num_positions = tokens.shape
+        if not self._has_text_criteria(batch):
             return tokens.new_zeros(rows, 0)
-        new = [most] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
+        num_new = [num_positions] * rows if tokens.device.type != "cpu" else (accepted + 1).tolist()
         batch.write(tokens)
-        numbers = [min(number, batch.remaining_tokens(row)) for number, row in zip(new, batch.rows, strict=True)]
-        return self._stops(batch, numbers, most)
+        num_new = [min(number, batch.remaining_tokens(row)) for number, row in zip(num_new, batch.rows, strict=True)]
+        return self._call_criteria(batch, num_new, num_positions)
 
-    def _reads_text(self, batch: Batch) -> bool:
-        """Whether there are criteria of the text."""
+    def _has_text_criteria(self, batch: Batch) -> bool:
+        """Whether some decoding row has criteria that are called on its text."""
         return bool(self.criteria)
 
-    def _stops(self, batch: Batch, numbers: list[int], most: int) -> torch.Tensor:
-        """[R, most]: the criteria are called on the whole batch, at every length of a row with 1 to `numbers` [R] more
-        tokens.
+    def _call_criteria(self, batch: Batch, num_new: list[int], num_positions: int) -> torch.Tensor:
+        """[R, num_positions] bool as in `stop_flags`; what lies behind the first `num_new` [R] has no meaning.
+
+        The criteria are called on the whole batch, once for each length that the text of some row goes through.
         """
         before = [batch.counts[row] for row in batch.rows]
-        asked = {count + n for count, number in zip(before, numbers, strict=True) for n in range(1, number + 1)}
-        counts = sorted(asked)
+        lengths = {count + n for count, number in zip(before, num_new, strict=True) for n in range(1, number + 1)}
+        counts = sorted(lengths)
         stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts], 1)  # [B, lengths]
-        where = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(most)] for count in before]
-        return stops[batch.index[:, None], to_device_async(where, stops.device)]
+        # [R, num_positions], for each row and position the index of its length among `counts`
+        index = [[min(bisect(counts, count + n), len(counts) - 1) for n in range(num_positions)] for count in before]
+        return stops[batch.index[:, None], to_device_async(index, stops.device)]
 
-    def num_to_emit(
-        self, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]
+    def cut_at_stops(
+        self, batch: Batch, tokens: list[list[int]], num_new_tokens: list[int], stop_flags: list[list[bool]]
     ) -> list[int]:
-        """How many of its new tokens [R, n] each row emits, [R]; notes which rows stop there.
+        """How many of its new tokens each row emits, [R]; sets `stopped_at` of rows that stop.
 
-        The batch is without the new tokens, of which the first `gained` [R] of each row count; `stops` are of `ahead`.
+        Args:
+            batch: without the new tokens.
+            tokens: [R, n], of which the first `num_new_tokens` [R] of each row are new; the others were rejected.
+            stop_flags: what the method of that name gave, as lists.
         """
-        numbers = []
-        for row, ids, number, stopped in zip(batch.rows, tokens, gained, stops, strict=True):
-            room, count = batch.remaining_tokens(row), batch.counts[row]
-            number = min(number, room)
-            last = room if number == room else 0
-            for position in range(number):
-                if ids[position] in self.eos_token_ids or (stopped and stopped[position]):
-                    last = position + 1
-                    break
-            if last and batch.table[row].stopped_at is None:
-                batch.table[row].stopped_at = count + last
-            if last and self.pads_finished_rows:
-                number = last
-            numbers.append(number)
-            self.warn_beyond_positions(batch.table[row], count + number)
-        return numbers
+        num_to_emit = []
+        for row, ids, num_new, flags in zip(batch.rows, tokens, num_new_tokens, stop_flags, strict=True):
+            state, count = batch.row_states[row], batch.counts[row]
+            num_new = min(num_new, batch.remaining_tokens(row))
+            stop = self._first_stop(ids[:num_new], flags)
+            if stop is None and 0 < num_new == batch.remaining_tokens(row):
+                stop = num_new
+            if stop is not None and state.stopped_at is None:
+                state.stopped_at = count + stop
+            if stop is not None and self.pads_finished_rows:
+                num_new = stop
+            num_to_emit.append(num_new)
+            self.warn_beyond_positions(state, count + num_new)
+        return num_to_emit
 
-    def warn_beyond_positions(self, row: Row, emitted: int) -> None:
+    def _first_stop(self, ids: list[int], flags: list[bool]) -> int | None:
+        """How many of a row's new tokens there are up to the first at which it stops; None if it goes on."""
+        for position, token in enumerate(ids):
+            if token in self.eos_token_ids or (flags and flags[position]):
+                return position + 1
+        return None
+
+    def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
-        for reminder in [each for each in self._reminders if each[0] <= emitted]:
+        for reminder in [each for each in self._position_warnings if each[0] <= emitted]:
             _, length, criterion = reminder
             criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)
-            self._reminders.remove(reminder)
+            self._position_warnings.remove(reminder)
 
     def remove_ended(self, batch: Batch) -> list[int]:
-        """The rows that leave the batch, cut to where they end; the batch has the new tokens."""
-        together = None
+        """The rows that have ended, after these were cut to where they end; the batch has the new tokens."""
+        end_of_all = None  # without an end-of-sequence criterion rows end together
         if not self.pads_finished_rows:
-            going = any(row.stopped_at is None for row in batch.table)
-            together = self.max_new_tokens if going else self.columns(batch)
-        leaving = []
+            all_stopped = all(state.stopped_at is not None for state in batch.row_states)
+            end_of_all = self.num_output_columns(batch) if all_stopped else self.max_new_tokens
+        ended = []
         for row in batch.rows:
-            end = batch.table[row].stopped_at if together is None else together
+            end = batch.row_states[row].stopped_at if end_of_all is None else end_of_all
             if end is not None and batch.counts[row] >= end:
-                leaving.append(row)
+                ended.append(row)
                 batch.truncate(row, end)
-        return leaving
+        return ended
 
-    def by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
-        """Whether the one row of text [1, L] that has emitted these tokens ended at its limit alone."""
+    def ended_by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether a row with text [1, L] and these emitted tokens ended because of its length alone."""
         if len(tokens) < self.max_new_tokens or tokens[-1] in self.eos_token_ids:
             return False
         return not (self.criteria and self.criteria(text, None).item())
 
     def num_final_tokens(self, batch: Batch) -> list[int]:
-        """How many tokens of each row are certain to be in the output.
+        """How many of its emitted tokens are certain to be in the output, for each row [B].
 
         Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
         """
-        stops = [row.stopped_at for row in batch.table]
+        stops = [state.stopped_at for state in batch.row_states]
         if self.pads_finished_rows:
             return [count if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True)]
         columns = max(count + 1 if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True))
         return [min(count, columns) for count in batch.counts]
 
-    def columns(self, batch: Batch) -> int:
+    def num_output_columns(self, batch: Batch) -> int:
         """How many columns `generate` has emitted when the last row has stopped."""
-        return max(row.stopped_at for row in batch.table if row.stopped_at is not None)
+        return max(row.stopped_at for row in batch.row_states if row.stopped_at is not None)
 
-    def row_errors(self, done: Round, prefix_errors: Mapping[tuple[int, int], Exception]) -> dict[int, Exception]:
-        """The errors that `generate` would raise for rows: without a token to choose, as soon as that is in the text.
+    def row_errors(
+        self, done: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+    ) -> dict[int, Exception]:
+        """The errors that `generate` would raise for rows in which no token can come next, by row.
 
-        A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the
-        text; neither is an error. `prefix_errors` has those of `prefix_allowed_tokens_fn`, see `Processors`.
+        It is no error yet where that is behind a candidate that was rejected, or in tokens that may not be in the
+        output, since a row without an end token may be ahead of the others.
+
+        Args:
+            prefix_errors: those of `prefix_allowed_tokens_fn`, see `Processors`.
         """
-        table = done.batch.table
-        for number, first, emitted, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
-            row = table[number]
-            for count in range(first, first + emitted) if prefix_errors else ():
-                if row.dead_end is None and (number, count) in prefix_errors:
-                    row.dead_end = count, prefix_errors[number, count]
-            count = first + position
-            if position < emitted and (row.dead_end is None or count < row.dead_end[0]):
-                message = (
-                    f"row {number} has no next token after {count} new ones: the target's logits are not finite "
-                    "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
-                )
-                row.dead_end = count, RuntimeError(message)
-        dead_ends = {number: row.dead_end for number, row in enumerate(table) if row.dead_end is not None}
+        batch = done.batch
+        for index, row in enumerate(done.rows):
+            self._note_dead_end(done, index, batch.row_states[row], prefix_errors)
+        dead_ends = {row: state.dead_end for row, state in enumerate(batch.row_states) if state.dead_end is not None}
         if not dead_ends:
             return {}
-        settled = self.num_final_tokens(done.batch)
-        return {number: error for number, (count, error) in dead_ends.items() if count < settled[number]}
+        num_final = self.num_final_tokens(batch)
+        return {row: error for row, (count, error) in dead_ends.items() if count < num_final[row]}
+
+    @staticmethod
+    def _note_dead_end(
+        done: Round, index: int, state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+    ) -> None:
+        """Set `dead_end` of a row, by its row index, if no token can follow some that it has emitted in this round."""
+        row, before, emitted = done.rows[index], done.emitted_before[index], done.emitted[index]
+        for count in range(before, before + emitted) if prefix_errors else ():
+            error = prefix_errors.get((row, tuple(state.emitted_ids[:count])))
+            if state.dead_end is None and error is not None:
+                state.dead_end = count, error
+        position = done.undefined[index]
+        count = before + position
+        if position < emitted and (state.dead_end is None or count < state.dead_end[0]):
+            message = (
+                f"row {row} has no next token after {count} new ones: the target's logits are not finite "
+                "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
+            )
+            state.dead_end = count, RuntimeError(message)

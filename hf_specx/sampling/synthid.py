@@ -13,7 +13,7 @@ LARGEST_TABLE = 1 << 16  # of g-values, for each key; the default of transformer
 
 
 def is_usual_synthid(processor: Any) -> bool:
-    """Whether `synthid` computes a processor: one that is unused, and has the default of what is for tests or rare."""
+    """Whether `synthid` can stand in for a processor: an unused one without rare settings or those for tests."""
     size = len(processor.sampling_table)
     has_table = size & (size - 1) == 0 and size <= LARGEST_TABLE  # by the lowest bits of a hash
     is_usual = not (processor.debug_mode or processor.skip_first_ngram_calls)
@@ -21,7 +21,7 @@ def is_usual_synthid(processor: Any) -> bool:
 
 
 def synthid(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Scores follow g-values of the last n - 1 tokens, but not where these stood before.
+    """The watermarked scores [R, P, V]: changed by the g-values of the last n - 1 tokens, unless these stood before.
 
     The processor's own state after k emitted tokens is a function of these: zeros and then the tokens, of which the
     last n - 1 are the context, and the hashes of the contexts so far, of which it keeps the last
@@ -32,12 +32,14 @@ def synthid(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.T
     context_size = processor.ngram_len - 1
     tokens = prefixes.tokens(prefixes.batch.width)[0]
     # of the contexts after 0, 1, 2, ... emitted tokens
-    contexts = torch.nn.functional.pad(tokens, (context_size, 0)).unfold(1, context_size, 1)  # [R, C, n - 1]
-    hashes = processor.accumulate_hash(contexts.new_ones(contexts.shape[:2]), contexts)  # [R, C]
-    current = hashes.gather(1, emitted)  # [R, P]
-    number = torch.arange(hashes.shape[1], device=hashes.device)
+    contexts = torch.nn.functional.pad(tokens, (context_size, 0)).unfold(2, context_size, 1)  # [R, 1 or P, C, n - 1]
+    flat = contexts.flatten(0, 1)
+    hashes = processor.accumulate_hash(flat.new_ones(flat.shape[:2]), flat).view(contexts.shape[:3])
+    hashes = hashes.expand(-1, emitted.shape[1], -1)  # [R, P, C]
+    current = hashes.gather(2, emitted[..., None])[..., 0]  # [R, P]
+    number = torch.arange(hashes.shape[2], device=hashes.device)
     in_history = (number < emitted[..., None]) & (number >= (emitted - history_size)[..., None])  # [R, P, C]
-    is_repeated = (in_history & (hashes[:, None] == current[..., None])).any(-1)
+    is_repeated = (in_history & (hashes == current[..., None])).any(-1)
     is_repeated |= (current == 0) & (emitted < history_size)  # a place of the history that is empty is 0
     marked = _marked(processor, prefixes, current.flatten(), scores.flatten(0, 1)).view_as(scores)
     return torch.where(is_repeated[..., None], scores, marked)

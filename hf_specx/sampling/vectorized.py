@@ -1,17 +1,18 @@
-"""transformers' processors of the text, for all rows and positions at once.
+"""transformers' processors that read the text, computed for all rows and positions at once.
 
-`VECTORIZED` has a function for each type: from a processor, the prefixes of the positions and scores [R, P, V] to what
-the processor itself gives for each row and prefix, to the bit; or to None where the processor itself has to be called,
-since it may raise. A subclass is not its type. The formulas are those of `transformers/generation/logits_process.py`.
+`VECTORIZED` has a function for each type of processor. It takes the processor, the prefixes of P positions and their
+scores [R, P, V], and returns what the processor itself would give for each row and prefix, to the bit; or None where
+the processor itself has to be called, since it may raise an error. Subclasses are not looked up. The formulas are
+those of `transformers/generation/logits_process.py`.
 
-Nothing is carried from round to round but what depends on the processor and the prompts alone. So a rejected candidate
-leaves nothing behind.
+What is kept from round to round depends on the processor and the prompts alone, so a rejected candidate leaves no
+trace.
 """
 
 import copy
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import logits_process
@@ -22,11 +23,11 @@ from hf_specx.common.devices import to_device_async
 
 
 class Prefixes:
-    """The text before each of P consecutive positions of the R decoding rows, the first `ahead` candidates behind.
+    """The text before each of P consecutive positions of the R decoding rows, the first after `ahead` candidates.
 
     Attributes:
-        num_rows: B, with those that have ended; `row_numbers` [R] are those that decode.
-        shortest, longest: how many columns the prefixes have, pads on the left among them.
+        num_rows: B, rows that have ended among them; `row_numbers` [R] are those that decode.
+        shortest, longest: the columns of the shortest and of the longest prefix, pads on the left among them.
         cache: what depends on a processor and the prompts alone, by key; it lasts for a call.
     """
 
@@ -38,37 +39,93 @@ class Prefixes:
         self.num_rows = len(batch.counts)
         self.row_numbers = batch.index
         counts = [batch.counts[row] for row in batch.rows]
-        self.shortest = batch.width + min(counts) + ahead
-        self.longest = batch.width + max(counts) + ahead + positions - 1
+        fewest, most = self.candidates_before
+        self.shortest = batch.width + min(counts) + fewest
+        self.longest = batch.width + max(counts) + most
+
+    @property
+    def candidates_before(self) -> tuple[int, int]:
+        """How many candidates there are before a position, at least and at most."""
+        if self.batch.tree is None:
+            return self.ahead, self.ahead + self.positions - 1
+        nodes = slice(self.ahead, self.ahead + self.positions)
+        depths = [depth for row in self.batch.tree.rows for depth in row.depths[nodes]]
+        return min(depths, default=1), max(depths, default=1)  # fillers stand at the beginning of a tree
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """The columns of each prefix, [R, P] int64."""
-        return self.batch.columns(self.ahead, self.positions)
+        return self._columns(self.ahead, self.positions) if self.nodes is None else self._end + self.nodes.depths
+
+    @cached_property
+    def nodes(self) -> "PrefixNodes | None":
+        """What stands before the nodes of a tree; None in a chain, where the candidates of a prefix are one text."""
+        tree = self.batch.tree
+        if tree is None:
+            return None
+        numbers = slice(self.ahead, self.ahead + self.positions)
+        return PrefixNodes(tree.depths[:, numbers], tree.paths[:, numbers])
+
+    def _columns(self, first: int, count: int) -> torch.Tensor:
+        """[R, count], the columns from `first` after the end of each row on."""
+        return self.batch.columns(first, count)
+
+    @property
+    def _end(self) -> torch.Tensor:
+        """[R, 1], the columns of each row's text."""
+        return self._columns(0, 1)
 
     def last(self, count: int) -> torch.Tensor:
-        """The last tokens of each prefix, also pads: [R, P, count]; without meaning where it has fewer columns."""
+        """The last `count` tokens of each prefix, also pads: [R, P, count]; arbitrary where it has fewer columns."""
         self.batch.reserve(self.ahead + self.positions)
-        columns = self.batch.columns(self.ahead - count, count + self.positions - 1)
+        if self.nodes is not None:
+            behind = self.nodes.depths[..., None] + torch.arange(-count, 0, device=self.nodes.depths.device)
+            columns = self._columns(0, 1)[..., None] + self.nodes.behind_end(behind)
+            return self.batch.ids[self.row_numbers[:, None, None], columns.clamp_(min=0)]
+        columns = self._columns(self.ahead - count, count + self.positions - 1)
         return self.batch.ids[self.row_numbers[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
+        """The tokens of columns `start` up to the longest prefix, [R, 1, C], and the numbers of these columns, [C].
+
+        In a tree those of each prefix, [R, P, C].
+        """
         self.batch.reserve(self.ahead + self.positions - 1)
+        columns = torch.arange(start, self.longest, device=self.row_numbers.device)
+        if self.nodes is not None:
+            end = self._end[..., None]
+            places = end + self.nodes.behind_end((columns - end).expand(-1, self.positions, -1))
+            places = places.clamp_(max=self.batch.ids.shape[1] - 1)
+            return self.batch.ids[self.row_numbers[:, None, None], places], columns
         ids = self.batch.ids[:, start : self.longest]
         if len(self.row_numbers) < self.num_rows:
             ids = ids[self.row_numbers]
-        return ids, torch.arange(start, self.longest, device=ids.device)
+        return ids[:, None], columns
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` returned when this key was first asked for in the call."""
+        """The result of `make`, called when this key is first asked for in the call."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
 
 
+class PrefixNodes(NamedTuple):
+    """What stands before P nodes of a tree: `depths` [R, P] and `paths` [R, P, D + 1] as in `Tree`."""
+
+    depths: torch.Tensor
+    paths: torch.Tensor
+
+    def behind_end(self, columns: torch.Tensor) -> torch.Tensor:
+        """Where the tokens of prefixes stand, as columns behind the end of the text, [R, P, n].
+
+        `columns` [R, P, n] are those in which they would stand if the candidates before each node were a chain.
+        """
+        depths = (1 + columns).clamp(0, self.paths.shape[2] - 1)
+        return torch.where(columns < 0, columns, self.paths.gather(2, depths) - 1)
+
+
 def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Penalise the scores of the tokens in columns [first, length) of each prefix."""
+    """`RepetitionPenaltyLogitsProcessor`: penalise tokens that stand in columns [first, length) of each prefix."""
     ignored = processor.prompt_ignore_length
     batch = prefixes.batch
     prompts = batch.ids[:, : batch.width]  # emitted tokens are in the vocabulary, but prompts may have images
@@ -85,24 +142,24 @@ def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torc
         first = torch.full_like(prefixes.lengths, start)
     if prefixes.longest <= start:
         return scores
-    tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
+    tokens, columns = prefixes.tokens(start)
     lengths = prefixes.lengths[..., None]
     is_counted = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
     # a column that does not count stands for the last token, which does if any does
-    ids = torch.where(is_counted, tokens[:, None], prefixes.last(1))
+    ids = torch.where(is_counted, tokens, prefixes.last(1))
     old = scores.gather(-1, ids)
     penalised = torch.where(old < 0, old * processor.penalty, old / processor.penalty)
     return scores.scatter(-1, ids, torch.where(lengths > first[..., None], penalised, old))
 
 
 def no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Exclude the last token of each n-gram of the prefix that begins with the last n - 1 tokens."""
+    """`NoRepeatNGramLogitsProcessor`: exclude tokens that would end an n-gram which the prefix already has."""
     size = processor.ngram_size
     vocab_size = scores.shape[-1]
     if prefixes.longest < size:
         return scores
     tokens, columns = prefixes.tokens()
-    ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
+    ngrams = tokens.unfold(2, size, 1)  # [R, 1, C - n + 1, n], or of each prefix
     matches = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     matches &= columns[size - 1 :] < prefixes.lengths[..., None]
     if scores.device.type == "cpu" and not matches.any():  # on other devices the question would wait for them
@@ -114,15 +171,16 @@ def no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) ->
 
 
 def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Add a bias to the last token of each sequence of which the prefix ends with the others."""
+    """`SequenceBiasLogitsProcessor`: bias a sequence's last token where the prefix ends with its other tokens."""
     vocab_size, device = scores.shape[-1], scores.device
     is_grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
     if not is_grouped or max(map(max, processor.sequence_bias)) >= vocab_size:
         return None
 
     def make_tables() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """The bias of each token [V], the E ends of longer sequences, and these by length: starts [G, n], which end
-        each has [G], and the biases [G].
+        """The bias of each token [V], the last tokens [E] of longer sequences, and these sequences by length.
+
+        These are for each length the tokens before the last [G, n], which of the E is the last [G], and biases [G].
         """
         prepared = copy.copy(processor)  # so that the processor itself is left unused
         prepared._prepare_bias_variables(scores[:, 0])
@@ -144,12 +202,12 @@ def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> t
 
 
 def min_length(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Exclude end tokens while the text is too short, pads included."""
+    """`MinLengthLogitsProcessor`: exclude end tokens while the text, with its pads, is too short."""
     return _without_ends(processor, processor.min_length, prefixes, scores)
 
 
 def min_new_tokens(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Exclude end tokens while too few tokens are new."""
+    """`MinNewTokensLengthLogitsProcessor`: exclude end tokens while too few tokens are new."""
     return _without_ends(processor, processor.prompt_length_to_skip + processor.min_new_tokens, prefixes, scores)
 
 
@@ -161,12 +219,12 @@ def _without_ends(processor: Any, min_columns: int, prefixes: Prefixes, scores: 
 
 
 def suppress(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Exclude some tokens everywhere."""
+    """`SuppressTokensLogitsProcessor`: exclude some tokens everywhere."""
     return _without(processor, processor.suppress_tokens, prefixes, scores, prefixes.lengths >= 0)
 
 
 def suppress_at_begin(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
-    """Exclude some tokens at one length."""
+    """`SuppressTokensAtBeginLogitsProcessor`: exclude some tokens at one length of the text."""
     length = processor.begin_index
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
@@ -174,26 +232,26 @@ def suppress_at_begin(processor: Any, prefixes: Prefixes, scores: torch.Tensor) 
 
 
 def _without(
-    processor: Any, tokens: torch.Tensor, prefixes: Prefixes, scores: torch.Tensor, where: torch.Tensor
+    processor: Any, tokens: torch.Tensor, prefixes: Prefixes, scores: torch.Tensor, is_excluded: torch.Tensor
 ) -> torch.Tensor:
-    """Scores without `tokens` where [R, P] says so; ids outside of the vocabulary are left out."""
+    """The scores with -inf for `tokens` where `is_excluded` [R, P]; ids beyond the vocabulary are ignored."""
     size, device = scores.shape[-1], scores.device
     ids = prefixes.cached((processor, size), lambda: tokens[(tokens >= 0) & (tokens < size)].to(device))
-    return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
+    return scores.index_copy(-1, ids, scores[..., ids].masked_fill(is_excluded[..., None], -torch.inf))
 
 
 def forced_bos(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Allow one token only after the first."""
+    """`ForcedBOSTokenLogitsProcessor`: allow one token only, after a prefix of one token."""
     return _forced(1, processor.bos_token_id, prefixes, scores)
 
 
 def forced_eos(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Allow end tokens only as the last of the longest text."""
+    """`ForcedEOSTokenLogitsProcessor`: allow end tokens only, as the last token that the length has room for."""
     return _forced(processor.max_length - 1, processor.eos_token_id, prefixes, scores)
 
 
 def _forced(length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Scores of these tokens alone, 0, after a prefix of this length."""
+    """The scores; after a prefix of `length` columns instead 0 for these tokens and -inf for all others."""
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
     if not _all_in_vocabulary(torch.as_tensor(tokens, device="cpu"), scores.shape[-1]):
@@ -204,12 +262,12 @@ def _forced(length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) 
 
 
 def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """Have the scores of end tokens grow exponentially from a length on."""
+    """`ExponentialDecayLengthPenalty`: let the scores of end tokens grow exponentially from a length on."""
     start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
     if prefixes.longest <= start:
         return scores
 
-    def is_as_here() -> bool:
+    def keeps_infinite_scores() -> bool:
         """Whether the ends have scores, and -inf stays -inf, which older versions of transformers make NaN."""
         text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
         if not _all_in_vocabulary(ends, scores.shape[-1]):
@@ -217,7 +275,7 @@ def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> 
         return not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
 
     is_full_precision = scores.dtype in (torch.float32, torch.float64)  # a number and a tensor's element round alike
-    if not is_full_precision or not prefixes.cached((processor, scores.shape[-1]), is_as_here):
+    if not is_full_precision or not prefixes.cached((processor, scores.shape[-1]), keeps_infinite_scores):
         return None
     try:
         factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]

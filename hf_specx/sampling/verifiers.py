@@ -1,17 +1,18 @@
-"""How tokens are chosen and judged: greedily, by rejection with independent noise, or coupled by that of `generate`.
+"""The verifiers of a call, which draw candidates from the draft's scores and judge them by the target's.
 
-A verifier draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
+Greedy, by rejection sampling (token or block), or coupled by the noise of `generate`. The formulas are in `verify`.
 """
 
 from typing import Any
 
 import torch
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.round import Draft, Verdict
+from hf_specx.common.tree import at_nodes
 
 from .noise import ReplayedNoise
-from .verify import pick, race, verify_block, verify_match, verify_token
+from .verify import pick, race, verify_block, verify_match, verify_token, verify_tree
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -23,41 +24,52 @@ class Verifier:
 
     Attributes:
         seeded: whether each row has random numbers of its own, by its seed; the default generator is then not read.
-        shared_noise: where the numbers of all rows come from, if they are not `seeded`.
+        shared_noise: what `make_noise` has made for all rows together, if they are not `seeded`.
     """
 
     seeded: bool = False
     shared_noise: Any = None
 
     def start(self) -> None:
-        """Take up the noise where `generate` would: after the target has read the prompts."""
+        """Begin to read the default generator where `generate` would: after the prompts were computed."""
         if not self.seeded:
             self.shared_noise = self.make_noise(None)
 
-    def noise_of(self, row: Row) -> Any:
-        """Where the numbers of a row with a seed come from."""
+    def noise_of(self, row: RowState) -> Any:
+        """The noise of a row that has a seed, made when it is first asked for."""
         if row.noise is None:
             row.noise = self.make_noise(row.seed)
         return row.noise
 
     def make_noise(self, seed: int | None) -> Any:
-        """Where the numbers of a row with this seed come from; with None, those of all rows."""
+        """The source of random numbers for a row with this seed, or with None for all rows; greedy needs none."""
         return None
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
-        """A candidate for each row [R], from the draft's processed scores [R, V], after `ahead` candidates.
+        """The next candidate of each row, drawn from the draft's processed scores [R, V].
 
-        `lengths` [R] is how many candidates a row is to have; what is chosen beyond that is not used. Also the
-        distribution that they were drawn from, [R, V]; None if they were not drawn.
+        Args:
+            ahead: how many candidates each row has already.
+            lengths: [R], how many candidates each row is to have; what is chosen beyond that is not used.
+
+        Returns:
+            The candidates [R], and the distribution [R, V] that they were drawn from; None if they were not drawn.
+        """
+        raise NotImplementedError
+
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        """The `count` best candidates of each row [R, count], best first, and the distribution, as in `choose`.
+
+        Where there are more than one, only a verifier can judge them that goes by the target's own choice.
         """
         raise NotImplementedError
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
-        """The verdict on a draft by the target's scores [R, K + 1, V]."""
+        """The verdict on a draft by the target's scores [R, K + 1, V], after each node of a tree."""
         raise NotImplementedError
 
     def finish(self, columns: int) -> None:
-        """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
+        """Leave the default generator as `generate` does after `columns` emitted columns, if that is defined."""
 
 
 class GreedyVerifier(Verifier):
@@ -66,12 +78,14 @@ class GreedyVerifier(Verifier):
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
 
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        return scores.topk(count).indices, None
+
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         choices = scores.argmax(-1)
-        overlap = (draft.tokens == choices[:, :-1]).float()
-        undefined = torch.zeros_like(choices, dtype=torch.bool)
-        verdict = verify_match(draft.tokens, choices, draft.proposed)
-        return verdict._replace(overlap=overlap, undefined=undefined)
+        tokens, first = draft.first_choices().tokens, None if batch.tree is None else batch.tree.first
+        overlap = (tokens == at_nodes(choices, first)[:, : tokens.shape[1]]).float()
+        return match_choices(batch, draft, choices, overlap, torch.zeros_like(choices, dtype=torch.bool))
 
 
 class RejectionVerifier(Verifier):
@@ -98,71 +112,85 @@ class RejectionVerifier(Verifier):
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
-        rows, most = draft.tokens.shape
+        rows, max_length = draft.tokens.shape
         choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
-        if not most:
+        if not max_length:
             return without_candidates(pick(probs[:, 0], choice), undefined)
         draft_probs = draft.probs
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
-        uniforms = self.uniforms("accepting", batch, most, draft.lengths)
-        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        uniforms = self.uniforms("accepting", batch, max_length, draft.lengths)
+        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.is_candidate)
         return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
-    def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
-        """Numbers from [0, 1) for the decoding rows, [R, most] float64, from the candidate `first` on.
+    def uniforms(self, purpose: str, batch: Batch, count: int, lengths: list[int], first: int = 0) -> torch.Tensor:
+        """Random numbers from [0, 1), [R, count] float64, for `count` candidates of each row, from number `first` on.
 
         They are drawn on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
         A row with a seed of its own draws none beyond its `lengths` [R], so that what it gets depends on nothing but
         how many it had before; the others are 0.
         """
-        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64, device="cpu")
+        noise = torch.zeros(len(batch.rows), count, dtype=torch.float64, device="cpu")
         if not self.seeded:
             noise.uniform_(generator=self.shared_noise[purpose])
         else:
             for row_noise, row, length in zip(noise, batch.rows, lengths, strict=True):
-                generators = self.noise_of(batch.table[row])
+                generators = self.noise_of(batch.row_states[row])
                 row_noise[: max(0, length - first)].uniform_(generator=generators[purpose])
         return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
 
 class CoupledVerifier(Verifier):
-    """Draft and target draw by `race` with the same noise, which is that of plain `generate` from its default
-    generator.
+    """Draft and target draw by `race` with the same noise: that of plain `generate` from its default generator.
 
-    It draws for all `rows` of the batch, finished ones too; `window` columns are kept for a row, see `ReplayedNoise`.
-    If `seeded`, each row gets the noise of `generate` for it alone under its seed.
+    It is drawn for all `rows` of the batch, finished ones too; `window` is as in `ReplayedNoise`. If `seeded`, a row
+    gets the noise that `generate` would draw for it in a batch of one under its seed.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeded: bool = False):
         self.rows, self.device, self.window, self.seeded = rows, device, window, seeded
-        self.dtype: torch.dtype | None = None  # of the target's probabilities
+        self.target_dtype: torch.dtype | None = None  # of the target's probabilities
 
     def make_noise(self, seed: int | None) -> ReplayedNoise:
         return ReplayedNoise(self.rows if seed is None else 1, self.device, self.window, seed)
 
     def noise(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
-        """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
+        """The noise, like probs [R, P, V], at P positions of each decoding row, the first `ahead` after its end.
+
+        Of a tree, at P nodes from number `ahead` on; a node has the noise of its position.
+        """
+        if batch.tree is not None:
+            positions = probs.new_empty(()).expand(len(probs), 1 + batch.tree.depth, probs.shape[-1])
+            noise = self._noise_at(batch, positions, 0)
+            return at_nodes(noise, batch.tree.depths[:, ahead : ahead + probs.shape[1]])
+        return self._noise_at(batch, probs, ahead)
+
+    def _noise_at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+        """The noise at P consecutive positions, like probs [R, P, V]."""
         if not self.seeded:
-            return self.shared_noise.at(batch.rows, batch.counts, probs, ahead, self.dtype)
+            return self.shared_noise.vectors_at(batch.rows, batch.counts, probs, ahead, self.target_dtype)
         noise = []
         for row, row_probs in zip(batch.rows, probs.split(1), strict=True):
-            replayed = self.noise_of(batch.table[row])
-            noise.append(replayed.at([0], [batch.counts[row]], row_probs, ahead, self.dtype))
+            replayed = self.noise_of(batch.row_states[row])
+            noise.append(replayed.vectors_at([0], [batch.counts[row]], row_probs, ahead, self.target_dtype))
         return torch.cat(noise)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
         return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
+    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+        probs, _ = distribution(scores)
+        return (probs / self.noise(batch, probs[:, None], ahead)[:, 0]).topk(count).indices, probs
+
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
-        self.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
+        self.target_dtype = probs.dtype  # the draft's may be another; the first round has no candidates
         choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        verdict = verify_match(draft.tokens, choices, draft.proposed)
-        return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
+        first = None if batch.tree is None else batch.tree.first
+        return match_choices(batch, draft, choices, overlaps(at_nodes(probs, first), draft), undefined)
 
     def finish(self, columns: int) -> None:
         if not self.seeded:
@@ -179,10 +207,10 @@ def make_verifier(verification: str, input_ids: torch.Tensor, window: int, seede
 
 
 def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [..., V], and where there are none [...] bool: scores are NaN there, or exclude every token.
+    """Probabilities [..., V] of scores, and `undefined` [...] bool: where scores are NaN or exclude every token.
 
-    A uniform distribution is put there. For a draft any is right that candidates are both drawn from and judged by;
-    for a target the row is undefined if it gets there.
+    The distribution is uniform there. For a draft any is right that candidates are both drawn from and judged by; of a
+    target it is not used, since a row that gets there ends with an error.
     """
     probs = scores.softmax(-1)
     undefined = probs[..., 0].isnan()  # one NaN makes the whole softmax NaN
@@ -191,14 +219,30 @@ def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return probs, undefined
 
 
+def match_choices(
+    batch: Batch, draft: Draft, choices: torch.Tensor, overlap: torch.Tensor, undefined: torch.Tensor
+) -> Verdict:
+    """The verdict on a chain or a tree by the target's own choices [R, K + 1] after each node."""
+    if batch.tree is None:
+        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
+    else:
+        verdict = verify_tree(draft.tokens, choices, batch.tree, draft.is_candidate)
+    return verdict._replace(overlap=overlap, undefined=at_nodes(undefined, verdict.path))
+
+
 def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Verdict:
-    """What every verification comes to in a round without candidates, in which rows choose `tokens` [R]."""
-    nothing = tokens.new_zeros(len(tokens), 0, dtype=torch.float32)
-    return Verdict(tokens.new_zeros(len(tokens)), tokens, nothing, nothing, undefined)
+    """The verdict of a round without candidates, in which rows choose `tokens` [R]."""
+    empty = tokens.new_zeros(len(tokens), 0, dtype=torch.float32)
+    return Verdict(tokens.new_zeros(len(tokens)), tokens, empty, empty, undefined)
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """sum_x min(p, q) at each candidate [R, K]; if candidates were not drawn, q is 1 at each, so this is p(x)."""
+    """sum_x min(p, q) at each candidate, [R, K]; where candidates were not drawn q is 1 at each, so it is p(x).
+
+    Of a tree, at each candidate of first choice, where `probs` are those after the nodes on their branch.
+    """
+    tokens = draft.first_choices().tokens
+    probs = probs[:, : tokens.shape[1]]
     if draft.probs is None:
-        return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
-    return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
+        return probs.gather(-1, tokens[..., None])[..., 0]
+    return torch.minimum(probs, draft.probs[:, : tokens.shape[1]]).sum(-1)

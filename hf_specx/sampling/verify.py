@@ -8,22 +8,29 @@ Glossary (one meaning each, everywhere in this package):
     draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
     candidate: a drafted token that is not judged yet.
     round: draft, one target forward, verify.
-    judged candidate: one whose predecessors in its round were all accepted; a rejection ends a row's round.
+    tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
+    node: one place in a tree or chain: node 0 is the last emitted token, node i + 1 candidate i.
+    rank: of a candidate among its siblings; the draft's first choice has rank 0.
+    judged candidate: one whose predecessors in its round were all accepted; nothing is judged behind a rejection.
     accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
     bonus token: drawn from the target, after all candidates were accepted.
-    forced token: the only one that masks allow; a candidate without a forward of the draft.
+    forced token: the only one that masks allow at its position; a candidate that takes no step of the draft.
     verdict: what verification says of a round: how many candidates are accepted, and the token after them.
     residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
     emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
     rollback: taking rejected candidates out of caches, states and masks.
-    layout: how rows of unequal length share one batch.
+    layout: how rows of unequal length share one batch and one cache.
     lockstep: all rows advance by as many tokens as the row that accepted fewest.
-    row: one text of the batch, numbered 0 to B - 1 for the whole call.
-    row index: the index of a row among the R that still decode.
+    row: one text of the batch. A variable `row` is its number, 0 to B - 1, for the whole call.
+    row index: the index of a row among the R that still decode, in tensors [R, ...].
+    refill: a row of a queue that has replaced one that had ended.
     column: an index into the output of `generate`, in which prompts are padded on the left.
     slot: an index into a cache.
-    position: the number of a token in its row's text, as position embeddings see it.
+    position: the number of a token in its row's text, as position embeddings see it; also, of a round, which of its P
+        scored tokens.
+    ahead: how many candidates lie between the end of a row and what is asked for.
+    feed: compute the keys and values of a token, which stay in the cache, and its logits.
     plain: `generate` of transformers without a draft; assisted: with its `assistant_model=`.
     p, q: distribution of the target and of the draft, both after every logits processor; a candidate was drawn from
         exactly q.
@@ -40,6 +47,7 @@ import itertools
 import torch
 
 from hf_specx.common.round import Verdict
+from hf_specx.common.tree import Tree, at_nodes
 
 
 def verify_token(
@@ -129,6 +137,26 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
     is_accepted = _leading(matches)
     accepted = is_accepted.sum(-1)
     return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], is_accepted)
+
+
+def verify_tree(
+    candidates: torch.Tensor, choices: torch.Tensor, tree: Tree, proposed: torch.Tensor | None = None
+) -> Verdict:
+    """Go from the last emitted token to the child that is the target's own choice, until there is none.
+
+    As in `verify_match`, which does the same in a chain, every emitted token is the target's own choice, so this is
+    exact for any tree. `choices` [R, K + 1] are those after each node, under coupled verification by the noise of the
+    node's position.
+    """
+    is_choice = candidates == choices.gather(1, tree.parents)
+    if proposed is not None:
+        is_choice &= proposed
+    is_choice = torch.nn.functional.pad(is_choice, (1, 0), value=True)  # [R, K + 1], with the last emitted token
+    is_reached = ~(tree.sees & ~is_choice[:, None]).any(-1)  # where all on the way are choices
+    last = (is_reached * (1 + tree.depths)).argmax(-1, keepdim=True)
+    path = at_nodes(tree.paths, last)[:, 0]
+    acceptance = at_nodes(is_reached, tree.first)[:, 1:].long()
+    return Verdict(tree.depths.gather(1, last)[:, 0], choices.gather(1, last)[:, 0], acceptance, path=path)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,9 @@ from hf_specx.common.drafts import NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
-from hf_specx.engine.check_models import check_pair, check_target, why_model_plain
+from hf_specx.engine.check_models import check_pair, check_target
 from hf_specx.engine.entry import check_entry
+from hf_specx.engine.reasons import reasons_in_model
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.secrets import without_secrets
@@ -39,10 +40,10 @@ from .recipe import TrainingRecipe
 from .result import COMMAND, Distilled, card_notes
 from .target_outputs import CACHE_BYTES, TargetOutputCache, Text
 from .texts import Phases, Writer, writer_digest
-from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
+from .trainer import Bar, DistillationTrainer, ProgressCallback, alphas_of, training_arguments, with_plain_arguments
 
 
-OF_GENERATION = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
+GENERATION_OPTIONS = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens")
 PASSES_OF_HEADS = 32  # of a new head, of whose drafts a step has one in eight
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
@@ -56,7 +57,7 @@ def distill(
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
     held_out: float | GivenPrompts = HELD_OUT_SHARE,
     folder: str | Path | None = None,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     command: str = COMMAND,
     **options: Any,
@@ -75,8 +76,8 @@ def distill(
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
-        progress: called with what is being done, how much of it is, and of how much (0 for news); None shows it on
-            stderr.
+        progress: called with an activity, how much of it is done, and of how much (0 if the first is a message);
+            None shows both on stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
         **options: attributes of `training.recipe.TrainingRecipe`; how to generate, else by the target's own config.
 
@@ -97,25 +98,25 @@ def distill(
         learner = make_learner(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, PromptReader(tokenizer, learner.models, recipe.max_new_tokens))
         path = stack.enter_context(training_folder(target, learner, split, folder))
-        tell = progress or stack.enter_context(closing(Bar()))
-        result = _train(target, learner, split, path, tell, callbacks)
+        show_progress = progress or stack.enter_context(closing(Bar()))
+        result = _train(target, learner, split, path, show_progress, callbacks)
     result.pair.config.notes = card_notes(result, learner.description, command)
     return result
 
 
 def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a training, and where they do not say how to generate, what the target's generation config says.
+    """The options of a training, with settings of generation that they leave out as the target's config has them.
 
     Raises ValueError for a target that no draft can be trained for.
     """
     check_entry(target)
     check_target(target)
-    for reason in filter(None, why_model_plain(target)):
+    for reason in filter(None, reasons_in_model(target)):
         raise ValueError(f"{reason}.")
-    options = {name: value for name, value in options.items() if name not in OF_GENERATION or value is not None}
-    of_generation = {name: options[name] for name in OF_GENERATION if name in options}
+    options = {name: value for name, value in options.items() if name not in GENERATION_OPTIONS or value is not None}
+    generation_options = {name: options[name] for name in GENERATION_OPTIONS if name in options}
     defaults = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
-    return defaults | options | settings_of(target, of_generation)
+    return defaults | options | settings_of(target, generation_options)
 
 
 def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
@@ -144,9 +145,9 @@ def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, to
 def training_folder(
     target: PreTrainedModel, learner: Learner, split: Split, folder: str | Path | None
 ) -> Iterator[Path]:
-    """The folder of a training, locked; raises ValueError for another training's, or if this cannot begin as launched.
+    """A context with the folder of a training, which is locked; without a folder it is a temporary one.
 
-    Without a folder it is a temporary one.
+    Raises ValueError for the folder of another training, or if a training cannot run in these processes.
     """
     require(
         not any(map(parse_flag_from_env, SHARDED_BY_LAUNCH)),
@@ -165,7 +166,7 @@ def training_folder(
 
 
 def _training_settings(target: PreTrainedModel, learner: Learner, split: Split) -> dict[str, Any]:
-    """All that a training follows from, in JSON."""
+    """All that the result of a training depends on, as values in JSON."""
     source = learner.source
     return {
         **without_secrets(asdict(learner.recipe)),
@@ -180,15 +181,15 @@ def _train(
     learner: Learner,
     split: Split,
     folder: Path,
-    progress: Tell,
+    progress: ProgressCallback,
     callbacks: Sequence[TrainerCallback],
 ) -> Distilled:
-    """Write the held-out texts, train from the last checkpoint on, and measure."""
-    tell: Tell = progress if processes().is_main_process else lambda *_: None
+    """Write the held-out texts, train from the last checkpoint on, and measure; returns the result."""
+    show_progress: ProgressCallback = progress if processes().is_main_process else lambda *_: None
     recipe, writer = learner.recipe, Writer(target, learner, folder / TEXTS)
 
     def held_out_texts(name: str, prompts: list[list[int]]) -> list[Text]:
-        texts = writer.write(name, prompts, partial(tell, "held-out texts"))
+        texts = writer.write(name, prompts, partial(show_progress, "held-out texts"))
         return [text.cut(learner.max_learned_tokens) for text in texts]
 
     validation = held_out_texts("validation", split.validation)
@@ -197,7 +198,7 @@ def _train(
     max_bytes = CACHE_BYTES if processes().num_processes < recipe.passes else 0
     target_outputs = TargetOutputCache(target, learner.hidden_state_taps, recipe.batch_size, max_bytes)
     phases = Phases(writer, split.training, target_outputs.add)
-    phases.start(0, partial(tell, "phase 1, writing"))
+    phases.start(0, partial(show_progress, "phase 1, writing"))
     learner.prepare(split.training, phases.texts)
     acceptance_sums = partial(measure, target_outputs, learner)
 
@@ -207,10 +208,10 @@ def _train(
     initial = learner.module(learner.initial)
     before = acceptance_sums(initial, test)
     initial_alpha = validation_alpha(initial)
-    checkpoint, num_phases = resumption(folder, recipe.phases, initial_alpha, tell)
+    checkpoint, num_phases = resumption(folder, recipe.phases, initial_alpha, show_progress)
     args = training_arguments(learner, folder, num_phases)
     trainer = DistillationTrainer(
-        learner, args, phases, target_outputs, validation_alpha, initial_alpha, tell, callbacks
+        learner, args, phases, target_outputs, validation_alpha, initial_alpha, show_progress, callbacks
     )
     trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -236,22 +237,24 @@ def _train(
     )
 
 
-def resumption(folder: Path, phases: int, initial_alpha: float, tell: Tell) -> tuple[str | None, int]:
-    """The checkpoint that a training goes on from, if there is one, and how many phases it has in all."""
+def resumption(
+    folder: Path, phases: int, initial_alpha: float, show_progress: ProgressCallback
+) -> tuple[str | None, int]:
+    """The last checkpoint of an interrupted training, None without one, and the number of its phases."""
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        tell(f"before training, α {initial_alpha:.3f}", 0, 0)
+        show_progress(f"before training, α {initial_alpha:.3f}", 0, 0)
         return None, phases
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     alphas = alphas_of(state)
-    tell(f"phase {len(alphas)} of {phases}, α {alphas[-1]:.3f}", 0, 0)
+    show_progress(f"phase {len(alphas)} of {phases}, α {alphas[-1]:.3f}", 0, 0)
     has_ended = state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]
     return str(checkpoint), len(alphas) if has_ended else phases
 
 
 @contextmanager
 def target_unchanged(target: PreTrainedModel) -> Iterator[None]:
-    """No gradients reach a target whose tables a head reads, and generators that the Trainer seeds are as before."""
+    """A context that leaves the target's weights without gradients, and random generators as they were before."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())

@@ -1,4 +1,4 @@
-"""What is trained: a draft model, which starts as it was given or as the target's first layers."""
+"""Draft models that are trained: one that was given, or a copy of the target's first layers."""
 
 import copy
 from collections.abc import Sequence
@@ -25,20 +25,20 @@ LORA_ALPHA = 2  # times the rank
 
 
 class Learner:
-    """A draft that is trained.
+    """A draft, with all that its training needs to know of it.
 
     Attributes:
         initial: the draft before the training, which leaves it as it is.
         trained: a float32 copy of it, as the Trainer has it.
-        drafting: the draft with which texts are written meanwhile.
+        drafting: the draft with which the target writes texts during the training.
         recipe, tokenizers: of the training.
         device: where the draft is trained.
         models: those that read prompts and texts.
-        hidden_state_taps: where in the target the draft reads states.
-        source: what the draft is made from, which tells it from others.
+        hidden_state_taps: the layers of the target whose hidden states the draft reads.
+        source: what the draft is made from: a model, or the name of a new head.
         description: of the draft before the training, in words.
-        learning_rate: the largest.
-        max_learned_tokens: of a text, its last ones; None is all that the target wrote.
+        learning_rate: after the warm-up.
+        max_learned_tokens: how many tokens at the end of a text are learned; None is all that the target wrote.
     """
 
     initial: Any
@@ -55,18 +55,18 @@ class Learner:
     max_learned_tokens: int | None = None
 
     def prepare(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> None:
-        """Called once with all prompts and the texts of the first phase."""
+        """Make what depends on texts; called once, with all prompts and the texts of the first phase."""
 
     def module(self, draft: PreTrainedModel) -> Any:
-        """A draft in the form that `predict` takes."""
+        """A draft as the module that `predict` takes."""
         return draft
 
     def predict(
         self, model: Any, texts: Sequence[Text], outputs: TargetOutputs, draws: Sequence[int] | None = None
     ) -> Predicted:
-        """The draft's predictions of texts where the target wrote.
+        """The draft's predictions at the tokens of texts that the target wrote.
 
-        With a random number for each text a draft may predict a part of them, to learn from; None is for all.
+        `draws` has a random number for each text, by which a draft may choose tokens to learn; None is all tokens.
         """
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class ModelDraft(Learner):
         return Predicted(logits, torch.arange(len(logits), device=logits.device))
 
     def finished(self, trained: Any) -> PreTrainedModel:
-        """Buffers that are in no state, as rotary frequencies, keep theirs."""
+        """The trained draft; buffers that are no part of its state, such as rotary frequencies, are not trained."""
         plain = trained.merge_and_unload() if hasattr(trained, "merge_and_unload") else trained
         draft = copy.deepcopy(self.initial)
         draft.load_state_dict(plain.state_dict())
@@ -114,7 +114,7 @@ class ModelDraft(Learner):
 
 
 def described(draft: PreTrainedModel) -> str:
-    """How a card names a draft that was given."""
+    """The words of a card for a draft that was given."""
     name = public_name(draft)
     return f"`{name}`" if name else "a draft that was made here"
 

@@ -1,4 +1,4 @@
-"""The folder of a training: what it is made of, its texts, and checkpoints from which an interrupted one goes on."""
+"""The folder of a training: its settings, its texts, and the checkpoints from which it goes on when interrupted."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from hf_specx.hub.locks import HOLDER, LOCK, locked
 SETTINGS_FILE, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
 COMPLETE = "complete"  # an empty file in a checkpoint that was written to its end
 PART = ".part"  # of a file that is being written
-IGNORED = (PART, LOCK, HOLDER)  # ends of the names of files that tell nothing
+IGNORED = (PART, LOCK, HOLDER)  # ends of the names of files that may be there before any training
 DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Make the folder of a training, and keep other processes out of it.
+    """A context with the folder of a training, which is made and locked.
 
     Raises:
         ValueError: another process trains there, or the folder has files but no training. Nothing is changed then.
@@ -39,7 +39,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a training into its folder; as long as it has no checkpoint, they may change.
+    """Write the settings of a training into its folder; they may change until there is a checkpoint.
 
     Raises:
         ValueError: the folder has a checkpoint of another training. Nothing is changed then.
@@ -58,7 +58,7 @@ def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; newer ones, which were not, are deleted."""
+    """The newest complete checkpoint, None without one; newer ones that are incomplete are deleted."""
     checkpoints = folder / CHECKPOINTS
     while checkpoints.is_dir():
         newest = get_last_checkpoint(checkpoints)
@@ -71,7 +71,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def write_whole(file: Path, content: str) -> None:
-    """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
+    """Write a file completely or not at all, even if the process is killed; its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(PART)
     with part.open("w", encoding="utf-8") as stream:
@@ -83,7 +83,7 @@ def write_whole(file: Path, content: str) -> None:
 
 @contextmanager
 def explained_lack_of_room(folder: Path, batch_size: int) -> Iterator[None]:
-    """Say what to do where memory or the disk is full, in place of what torch, safetensors or the system says."""
+    """A context that raises a ValueError with the remedy where memory or the disk is full."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What is trained: an EAGLE-3 or DSpark head, from nothing or from one that was given."""
+"""Draft heads that are trained: a new EAGLE-3 or DSpark head, or one that was given."""
 
 import copy
 import itertools
@@ -28,9 +28,7 @@ from .unrolled_drafts import UNROLL_BY_KIND, unrolled_drafts
 MAX_LEARNED_TOKENS = 512  # of a text, its last ones: memory and time of a step grow with them
 DRAFT_EVERY = 8  # of so many tokens one has a draft behind it in a step of training, from a random one on
 INITIAL_STD = 0.02  # standard deviation of weights that start at random
-MARKOV_RANK = (
-    128  # of the tables of a new DSpark head by which the previous token adds to logits; half its width at most
-)
+MARKOV_RANK = 128  # of what the previous token adds to logits in a new head; half its width at most
 MASK_CHOICES = 256  # the rarest ids, of which one is the mask
 
 
@@ -72,8 +70,8 @@ class HeadDraft(Learner):
         config: Any = new_config(target, str(start), recipe) if head is None else head.config
         require(
             config.kind in UNROLL_BY_KIND,
-            f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark or DFlash, or "
-            f"{' or '.join(map(repr, NEW_HEADS))}, a new one.",
+            f"a head of kind {config.kind!r} cannot be trained here; give one of EAGLE-3, DSpark, DFlash or DFlash2, "
+            f"or {' or '.join(map(repr, NEW_HEADS))}, a new one.",
         )
         with torch.device("meta"):
             self.hidden_state_taps = (head or DraftHead(config)).hidden_state_taps(target)
@@ -120,9 +118,14 @@ class HeadDraft(Learner):
             nn.utils.rnn.pad_sequence(list(parts), True, padding).to(weight.device)
             for parts, padding in zip(zip(*inputs, strict=True), (0, -1, 0, 0), strict=True)
         )
-        logits, rows, steps = model(tokens, states.to(weight.dtype), numbers, begins)
+        states = states.to(weight.dtype)
+        logits, rows, steps, *selected = model(tokens, states, numbers, begins, learning=draws is not None)
         ids_of_head = None if self.initial.ids is None else self.initial.ids.to(weight.device)
-        return Predicted(logits, rows, steps, ids_of_head, every / self.recipe.num_draft_tokens)
+        predicted = Predicted(logits, rows, steps, ids_of_head, every / self.recipe.num_draft_tokens)
+        if not selected:
+            return predicted
+        top_tokens, scores = selected
+        return predicted._replace(selected=Predicted(scores, rows, steps, top_tokens))
 
     def finished(self, trained: Any) -> PreTrainedModel:
         head = copy.deepcopy(self.initial)
@@ -131,11 +134,11 @@ class HeadDraft(Learner):
 
 
 class HeadOnTexts(nn.Module):
-    """A head that is trained, over whole texts; its weights are those of this module.
+    """A module that applies a head to whole texts, as training needs it; its weights are those of the head.
 
     Args:
         draft_head: in evaluation mode.
-        target: whose tables it reads, if it has none of its own.
+        target: whose embedding and output it has, if it has none of its own.
         num_steps: candidates of a draft at most.
     """
 
@@ -146,20 +149,28 @@ class HeadOnTexts(nn.Module):
         most = draft_head.body.max_candidates
         self.num_steps = num_steps if most is None else min(num_steps, most)
 
-    def forward(self, *texts: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, *texts: torch.Tensor, learning: bool = False) -> list[torch.Tensor]:
         """Logits [M, V_d] in float32 of all candidates, the number of each [M], and how many are before it.
 
-        Arguments as those of `unrolled_drafts`.
+        The arguments are those of `unrolled_drafts`. While it is `learning`, a head with a selector gives the logits
+        that this selects by, for no others reach a token that is not selected; and besides, the selected tokens [M, K]
+        and their logits.
         """
         body = self.draft_head.body
-        outputs, carried = [], None
+        outputs: list[tuple[torch.Tensor, ...]] = []
+        carried = None
         for step, previous, numbers, normed in unrolled_drafts(self, *texts):
             carried = None if step == 0 or carried is None else carried[: len(numbers)]
             logits = self.drafter.compute_logits(normed)
-            logits, carried, _ = body.adjust_logits(logits, normed, previous[:, None], carried, False)
-            outputs.append((logits, numbers, torch.full_like(numbers, step)))
-        logits, numbers, steps = map(torch.cat, zip(*outputs, strict=True))
-        return [logits.float(), numbers, steps]
+            selected: tuple[torch.Tensor, ...] = ()
+            if learning and body.config.selector_top_k:
+                logits = body.selecting_logits(logits)
+                selected = body.candidate_selector.select(logits, normed, previous)
+            else:
+                logits, carried, _ = body.adjust_logits(logits, normed, previous[:, None], carried, False)
+            outputs.append((logits, numbers, torch.full_like(numbers, step), *selected))
+        logits, numbers, steps, *of_selector = map(torch.cat, zip(*outputs, strict=True))
+        return [logits.float(), numbers, steps, *of_selector]
 
 
 def new_config(
@@ -206,7 +217,7 @@ def new_config(
 
 
 def _number(config: PreTrainedConfig, name: str, default: float) -> Any:
-    """A field of a target's config; the default where it has none, or one for each layer."""
+    """A field of a target's config; the default if it has none, or a list with one value for each layer."""
     try:
         value = getattr(config, name, None)
     except Exception:  # of a type that transformers has for fields by layer

@@ -60,11 +60,14 @@ class Predicted(NamedTuple):
     logits: torch.Tensor  # [M, V_d]
     rows: torch.Tensor  # [M], of the target's N rows the one that each predicts
     steps: torch.Tensor | None = None  # [M], candidates before each; None if any number of them changes nothing
-    ids: torch.Tensor | None = None  # [V_d], the target's ids of the columns; None if they are the same from 0 on
+    ids: torch.Tensor | None = None  # [V_d] or [M, V_d], the target's ids of the columns; None if they are 0, 1, ...
     share: float = 1.0  # of each in the loss of a token, which is the mean over all its predictions
+    selected: "Predicted | None" = None  # the same predictions by a selector, which have a loss of their own
 
     def paired_with(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's probabilities [M, V'] of [N, V], and these logits [M, V'], of the tokens that both have."""
+        if self.ids is not None and self.ids.ndim == 2:
+            return probs[self.rows[:, None], self.ids], self.logits
         width = min(probs.shape[-1], self.logits.shape[-1])
         columns = probs[:, :width] if self.ids is None else probs[:, self.ids]
         return columns[self.rows], self.logits[:, :width]
@@ -74,12 +77,14 @@ def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Pr
     """The loss of each prediction, [M], for the target's logits [N, V].
 
     The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
-    beyond the width of the other model are padding.
+    beyond the width of the other model are padding. That of a selector is added; tokens that are not selected change
+    it by nothing that could be learned.
     """
     p, logits = predicted.paired_with(token_probs(recipe, target_logits))
     full_width = predicted.logits.float() / recipe.temperature
     log_q = full_width.log_softmax(-1)[:, : logits.shape[-1]]
-    return LOSSES[recipe.loss](p, log_q)
+    losses = LOSSES[recipe.loss](p, log_q)
+    return losses if predicted.selected is None else losses + losses_of(recipe, target_logits, predicted.selected)
 
 
 def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, predicted: Predicted) -> torch.Tensor:
@@ -102,10 +107,11 @@ class Estimate(NamedTuple):
 
 @torch.no_grad()
 def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: Sequence[Text]) -> torch.Tensor:
-    """How much of a draft the target accepts on each of its texts: [T, 2, 2] float64, sums and what to divide them by.
+    """The sums from which α and tokens a round follow, for each of T texts: [T, 2, 2] float64, sum and count.
 
-    First Σₓ min(p, q) over all predictions, and their number; then the tokens of rounds that begin at each new token
-    of the text, and the number of these. Tokens of a round are 1 + Σᵢ Πⱼ Σₓ min(p, q) over the candidates up to each.
+    [:, 0] is the sum of Σₓ min(p, q) over all predictions, and their number. [:, 1] is the sum of tokens of rounds,
+    one of which begins at each new token of a text, and the number of these rounds. The tokens of a round are
+    1 + Σᵢ Πⱼ Σₓ min(p, q), with i over its candidates and j over the candidates up to i.
     """
     recipe = learner.recipe
     sums: list[list[list[float]]] = []
@@ -123,7 +129,10 @@ def measure(target_outputs: TargetOutputCache, learner: Any, draft: Any, texts: 
 
 
 def _sums(overlaps: torch.Tensor) -> list[list[float]]:
-    """For one text: [K, n] overlaps of each of its n new tokens as the first, second, ... candidate, nan for none."""
+    """The sums and counts of `measure` for one text.
+
+    `overlaps` [K, n] has Σₓ min(p, q) of each of its n new tokens as the first, second, ... candidate; nan for none.
+    """
     num_steps, num_tokens = overlaps.shape
     padded = nn.functional.pad(overlaps.nan_to_num(0), (0, num_steps))
     along_draft = torch.stack([padded[step, step : step + num_tokens] for step in range(num_steps)])
@@ -133,12 +142,12 @@ def _sums(overlaps: torch.Tensor) -> list[list[float]]:
 
 
 def alpha(sums: torch.Tensor) -> float:
-    """The mean that [T, 2] sums and numbers make."""
+    """The mean over all texts of [T, 2] sums and counts."""
     return float(sums[:, 0].sum() / sums[:, 1].sum())
 
 
 def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate:
-    """A mean with its percentile bootstrap interval over prompts, whose tokens are not independent (Efron 1979).
+    """A mean with its percentile bootstrap interval; prompts are resampled, since their tokens are not independent.
 
     With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """

@@ -1,4 +1,4 @@
-"""The user's prompts: as token ids, checked, and those that are held out."""
+"""The user's prompts as token ids, which are checked, and divided into those to train on and those held out."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ LEAST_HELD_OUT, MOST_HELD_OUT = 4, 256  # the second: held-out prompts that a sh
 
 
 class Split(NamedTuple):
-    """Prompts as token ids: trained on, those by which training stops, and those of the reported figures."""
+    """Prompts as token ids: to train on, to decide when training stops, and to report figures on."""
 
     training: list[list[int]]
     validation: list[list[int]]
@@ -25,14 +25,14 @@ class Split(NamedTuple):
 
 
 class PromptReader(NamedTuple):
-    """Reads prompts: with the target's tokenizer, for models of which each has to read what is written too."""
+    """Tokenizes prompts, and checks that each of `models` can read them with `max_new_tokens` more."""
 
     tokenizer: PreTrainedTokenizerBase | None
     models: Sequence[PreTrainedModel]
     max_new_tokens: int
 
     def read(self, prompts: GivenPrompts, name: str) -> list[list[int]]:
-        """Token ids of texts, or of what are token ids already; `name` is that of the argument.
+        """The token ids of prompts, which are texts or token ids already; `name` is the argument in messages.
 
         Raises ValueError for prompts that are empty, too long for a model, or not of its tokens.
         """
@@ -72,7 +72,10 @@ class PromptReader(NamedTuple):
 
 
 def split_prompts(prompts: GivenPrompts, held_out: float | GivenPrompts, reader: PromptReader) -> Split:
-    """Hold out other prompts, or a share of these, evenly spaced and `MOST_HELD_OUT` at most; none is trained on."""
+    """Divide prompts; `held_out` is a share of them (evenly spaced, at most `MOST_HELD_OUT`), or other prompts.
+
+    Prompts that are held out are not trained on.
+    """
     all_prompts = reader.read(prompts, "prompts")
     if isinstance(held_out, float | int):
         require(

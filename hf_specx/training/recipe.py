@@ -1,4 +1,4 @@
-"""How a draft is trained: the loss, the sampling of later, how much and how long. Nothing here imports torch."""
+"""The options of a training: loss, sampling, number of texts and steps. Nothing here imports torch."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -19,12 +19,12 @@ SET_BY_DISTILL = """
     train_sampling_strategy restore_callback_states_from_checkpoint label_smoothing_factor
     dataloader_persistent_workers
 """.split()  # noqa: SIM905
-OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
+SHARDING_OPTIONS = ("fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How a draft is trained; every option of `distill` by its name.
+    """All options of `distill`.
 
     Attributes:
         loss: one of `LOSS_NAMES`; "jsd" is the best in the table of scripts/results/cpu.md.
@@ -118,20 +118,20 @@ class TrainingRecipe:
         for name in self.training:
             require(name not in SET_BY_DISTILL, f"training={{{name!r}: ...}} is set by distill, by its own options.")
             require(
-                name not in OF_SHARDS,
+                name not in SHARDING_OPTIONS,
                 f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
                 "with it; leave it out, and lower batch_size or use lora if memory is short.",
             )
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """Arguments of `generate`, also those that are off, since a model may have them on."""
+        """The arguments of `generate`, also those that turn options off, which the model's config may turn on."""
         options: dict[str, Any] = {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens}
         if self.do_sample:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return options
 
     def rate(self, hidden_size: int, start: str) -> float:
-        """The largest learning rate of a draft of this width, which starts as one of `RATES` says."""
+        """The learning rate after the warm-up, for a draft of this width; `start` is a key of `RATES`."""
         kind = "lora" if self.lora is not None else start
         return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate

@@ -1,4 +1,4 @@
-"""What came of a training, how fast the new pair is, and what its card says."""
+"""The result of a training, the speed of the new pair, and the notes on its card."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from pathlib import Path
 from jinja2 import Template
 
 from hf_specx.bench.checks import SECONDS
-from hf_specx.bench.study import Study
 from hf_specx.bench.tune import measure_draft
+from hf_specx.bench.tune_settings import TuneSettings
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.secrets import without_secrets
 from hf_specx.pairs.pair import DraftTargetPair
@@ -19,7 +19,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from .losses import Estimate
 from .prompts import Split
 from .recipe import TrainingRecipe
-from .trainer import Tell
+from .trainer import ProgressCallback
 
 
 COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless another is given
@@ -27,7 +27,7 @@ COMMAND = "hf_specx.distill(...)"  # what a card says that was typed, unless ano
 
 @dataclass
 class Distilled:
-    """What `distill` returns.
+    """The result of `distill`.
 
     Attributes:
         pair: the target with the trained draft, in the precision of the one that was given.
@@ -67,7 +67,7 @@ class Distilled:
         self,
         batches: Sequence[int] = (1, 8),
         command: str = COMMAND,
-        progress: Tell = lambda *_: None,
+        progress: ProgressCallback = lambda *_: None,
         seconds: float = SECONDS,
     ) -> None:
         """Time the pair on all held-out prompts, in turns with plain `generate`, and put the figures into its config.
@@ -82,14 +82,16 @@ class Distilled:
             ValueError: for sizes below 1, or one given twice.
         """
         options = self.recipe.generate_options
-        study = Study(batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds)
+        settings = TuneSettings(
+            batches=batches, options=options, seed=self.recipe.seed, command=command, seconds=seconds
+        )
         start, total = time.perf_counter(), math.ceil(seconds * len(batches)) or 1
 
         def advance() -> None:
             passed = min(int(time.perf_counter() - start), total)
             progress("seconds of the new pair in turns with plain generate", passed, total)
 
-        measure_draft(self.pair, self.split.test, study, advance)
+        measure_draft(self.pair, self.split.test, settings, advance)
 
 
 def card_notes(result: Distilled, start: str, command: str) -> str:

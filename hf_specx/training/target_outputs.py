@@ -28,7 +28,7 @@ class Text(NamedTuple):
     new: list[int]
 
     def cut(self, max_new: int | None) -> "Text":
-        """With so many new tokens at most, the last ones; those before them count as prompt."""
+        """The text with at most so many new tokens, its last ones; earlier ones become part of the prompt."""
         surplus = 0 if max_new is None else max(0, len(self.new) - max_new)
         return Text(self.prompt + self.new[:surplus], self.new[surplus:])
 
@@ -64,17 +64,18 @@ def last_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple
 
 
 class TargetOutputs(NamedTuple):
-    """The outputs of a target for texts."""
+    """The logits of a target for texts, and its hidden states for a draft head."""
 
     logits: torch.Tensor  # [N, V] float32, at the N positions whose next token it wrote, text by text
     states: list[torch.Tensor]  # [L, W] of each text the states that a head reads, joined; empty where none is read
 
 
 class TargetOutputCache:
-    """The outputs of a target for texts: the inputs of its output layer where it wrote, and states for a draft head.
+    """Computes the outputs of a target for texts, and caches them.
 
-    They are stored on the host and in the target's precision, and read in the order in which texts were written, so
-    they are the same, bit for bit, where an interrupted training goes on. Texts that come when the room is full are
+    What is cached are the inputs of its output layer at the tokens that it wrote, and hidden states for a draft head.
+    They are stored on the host, in the target's precision, and computed in the order in which texts were written, so
+    that they are the same, bit for bit, when an interrupted training goes on. Once the room is full, further texts are
     read each time, with those beside them. So are all texts of a target whose logits are not what its output layer
     gives, such as capped or scaled ones.
 
@@ -103,7 +104,7 @@ class TargetOutputCache:
 
     @torch.no_grad()
     def add(self, texts: Sequence[Text]) -> None:
-        """Read the texts that were written last, of one phase."""
+        """Compute and store the outputs for the new texts of a phase."""
         by_text: list[tuple[torch.Tensor, ...]] = []
         while self.bytes_left > 0 and len(by_text) < len(texts):
             part = texts[len(by_text) : len(by_text) + self.batch_size]
@@ -117,7 +118,7 @@ class TargetOutputCache:
 
     @torch.no_grad()
     def outputs(self, texts: Sequence[Text], numbers: Sequence[int] | None = None) -> TargetOutputs:
-        """For texts with these numbers, in the order of `add` and counted from 0; None is for texts not added."""
+        """The outputs for texts; `numbers` count all texts given to `add`, from 0, and None is for texts not added."""
         stored = [self.stored[number] for number in numbers or ()]
         hits = [tensors for tensors in stored if tensors is not None]
         if len(hits) < len(texts):

@@ -24,7 +24,7 @@ ROWS = 16  # texts that are written at once
 
 
 class Writer:
-    """Has the target write texts, with a draft that makes it faster and changes nothing.
+    """Lets the target write texts, faster with the draft; the draft does not change the texts.
 
     Verification is "coupled": up to rounding a text follows from the target, the prompt and its seed alone. So texts
     do not depend on how far the draft has come, on the number of processes, or on whether a run was interrupted.
@@ -39,7 +39,7 @@ class Writer:
     def write(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
     ) -> list[Text]:
-        """One text after each prompt, in order, from seeds that follow from the name; its file is called so too.
+        """Write one text after each prompt, and return the texts in order; `name` determines the seeds and the file.
 
         `advance` is called after each text of this process with how many are written, and how many will be.
         """
@@ -57,7 +57,7 @@ class Writer:
         return texts
 
     def _update_strategy(self) -> None:
-        """Write with the draft of the moment."""
+        """Let the strategy use the draft as it is now."""
         draft = self.learner.drafting
         if self.strategy is None or self.strategy.draft_model is not draft:
             self.strategy = SpeculativeDecoding(draft)
@@ -69,7 +69,7 @@ class Writer:
     def _write_share(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object]
     ) -> list[tuple[int, list[int]]]:
-        """The numbers and new tokens of this process's share of the texts."""
+        """Write this process's share of the texts; returns the number and the new tokens of each."""
         state = processes()
         numbers = range(len(prompts))[state.process_index :: state.num_processes]
         requests = [Request(prompts[number], seed=seed_of(self.recipe.seed, name, number)) for number in numbers]
@@ -108,7 +108,7 @@ class Phases(torch.utils.data.Dataset[int]):
         return self.order[index]
 
     def start(self, phase: int, advance: Callable[[int, int], object]) -> None:
-        """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
+        """Write the texts of a phase, counted from 0, and of earlier phases that are missing, and choose its order."""
         num_new = self.recipe.texts_per_phase
         while len(self.texts) < num_new * (phase + 1):
             missing_phase = len(self.texts) // num_new
@@ -127,18 +127,18 @@ class Phases(torch.utils.data.Dataset[int]):
         self.order = [numbers[index] for index in order]
 
     def _prompt(self, index: int) -> list[int]:
-        """That of text `index`, counted over all phases."""
+        """The prompt of text `index`, counted over all phases."""
         repetition, number = divmod(index, len(self.prompts))
         generator = torch.Generator("cpu").manual_seed(seed_of(self.recipe.seed, "prompts", repetition))
         return self.prompts[int(torch.randperm(len(self.prompts), generator=generator, device="cpu")[number])]
 
 
 def writer_digest(model: PreTrainedModel) -> str:
-    """A digest that differs between models that write other texts: of the model, and of its generation config."""
+    """A digest of a model and its generation config: equal digests mean that it writes the same texts."""
     settings = [model_fingerprint(model), plain_value(getattr(model, "generation_config", None))]
     return digest_of([json.dumps(settings).encode()])
 
 
 def seed_of(seed: int, name: str, number: int) -> int:
-    """A seed below 2**56 of its own for each text of each set."""
+    """A seed below 2**56, another one for each text of each set."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7], "big")

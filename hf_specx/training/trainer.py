@@ -30,18 +30,20 @@ from .texts import Phases, seed_of
 
 ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
-Tell = Callable[[str, int, int], object]  # what is being done, how much of it is, and of how much; 0 for news
+ProgressCallback = Callable[
+    [str, int, int], object
+]  # an activity, how much of it is done, and of how much (0: a message)
 
 
 class Bar(tqdm):
-    """How far a training is, on stderr: on a terminal a bar of what is being done, and a line for each of the news."""
+    """A progress bar on stderr, if that is a terminal, and a line for each message."""
 
     def __init__(self) -> None:
         super().__init__(leave=False, delay=1e-3, disable=None)
         self.activity = ""
 
     def __call__(self, activity: str, done: int, total: int) -> None:
-        """Show what is being done, or news where `total` is 0."""
+        """Show how far an activity is; if `total` is 0, print a message."""
         if not total:
             self.write(activity, file=sys.stderr)
             return
@@ -53,7 +55,7 @@ class Bar(tqdm):
 
 
 def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingArguments:
-    """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
+    """The `TrainingArguments` of a recipe: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     A draft on the CPU is trained there, also where there is an accelerator.
     """
@@ -95,7 +97,10 @@ def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingA
 
 
 def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `distill` with a `TrainingArguments` as a dict of what is not as by default, but for its folder."""
+    """The options of `distill`, with a `TrainingArguments` as a dict of its arguments that are not the defaults.
+
+    Its output folder is left out.
+    """
     training = options.get("training")
     if not isinstance(training, TrainingArguments):
         return options
@@ -105,7 +110,7 @@ def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_dict(args: TrainingArguments) -> dict[str, Any]:
-    """All arguments, with tokens as they are, which `to_dict` hides."""
+    """All arguments by name, also the values of tokens, which `to_dict` hides."""
     values = args.to_dict()
     return values | {name: getattr(args, name) for name in values if name.endswith("_token")}
 
@@ -120,7 +125,7 @@ class DistillationTrainer(Trainer):
         target_outputs: for these.
         validation_alpha: α of a model on the held-out prompts by which training stops.
         initial_alpha: that of the draft before the training.
-        tell: how far the training is.
+        show_progress: called with what is being done, see `ProgressCallback`.
     """
 
     def __init__(
@@ -131,10 +136,10 @@ class DistillationTrainer(Trainer):
         target_outputs: TargetOutputCache,
         validation_alpha: Callable[[Any], float],
         initial_alpha: float,
-        tell: Tell,
+        show_progress: ProgressCallback,
         callbacks: Sequence[TrainerCallback],
     ):
-        self.learner, self.recipe, self.tell = learner, learner.recipe, tell
+        self.learner, self.recipe, self.show_progress = learner, learner.recipe, show_progress
         self.phases, self.target_outputs = phases, target_outputs
         self.validation_alpha, self.initial_alpha = validation_alpha, initial_alpha
         self.news = ""
@@ -179,7 +184,7 @@ class DistillationTrainer(Trainer):
             self.args.hub_token = token
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
+        """α on the held-out prompts as a metric, 0 if weights became infinite; each process computes all of it."""
         assert self.model is not None
         alpha = self.validation_alpha(self.model.eval())
         metrics = {ALPHA: 0.0 if math.isnan(alpha) else alpha}
@@ -192,7 +197,7 @@ class DistillationTrainer(Trainer):
 
 
 class _EachPhase(TrainerCallback):
-    """Has the texts of each phase written before it, and tells how far the training is."""
+    """A callback that lets the target write the texts of a phase before it begins, and shows progress."""
 
     def __init__(self, trainer: DistillationTrainer):
         self.trainer = trainer
@@ -206,18 +211,22 @@ class _EachPhase(TrainerCallback):
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phase = round(state.epoch or 0)
-        self.trainer.phases.start(phase, lambda *done: self.trainer.tell(f"phase {phase + 1}, writing", *done))
+        self.trainer.phases.start(
+            phase, lambda *done: self.trainer.show_progress(f"phase {phase + 1}, writing", *done)
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         phase, step = divmod(state.global_step - 1, state.max_steps // int(args.num_train_epochs))
-        self.trainer.tell(f"phase {phase + 1}, training", step + 1, state.max_steps // int(args.num_train_epochs))
+        self.trainer.show_progress(
+            f"phase {phase + 1}, training", step + 1, state.max_steps // int(args.num_train_epochs)
+        )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self.trainer.news:  # saved by a user's own callback, in the middle of a phase
             return
         if state.is_world_process_zero:
             write_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
-        self.trainer.tell(self.trainer.news, 0, 0)  # only now does an interrupted training go on from it
+        self.trainer.show_progress(self.trainer.news, 0, 0)  # only now does an interrupted training go on from it
         self.trainer.news = ""
 
 

@@ -23,7 +23,7 @@ StepStates = tuple[int, Tensor, Tensor, Tensor]
 def unrolled_drafts(
     model: Any, tokens: Tensor, states: Tensor, numbers: Tensor, begins: Tensor
 ) -> Iterator[StepStates]:
-    """The states of the candidates of drafts; of each `DRAFTS_AT_ONCE` drafts anew from step 0 on.
+    """Yield the states of the candidates of many drafts, step by step, for `DRAFTS_AT_ONCE` drafts after another.
 
     Args:
         model: `HeadOnTexts`.
@@ -77,7 +77,7 @@ def unroll_steps(model: Any, cache: Any, tokens: Tensor, states: Tensor, groups:
 def unroll_blocks(
     model: Any, cache: Any, tokens: Tensor, states: Tensor, groups: Sequence[Tensor]
 ) -> Iterator[Tensor]:
-    """The same of drafts that are made at once."""
+    """The normed states [B * a, K, H] of drafts whose candidates are made in one forward, for each group [B, a]."""
     body: Any = model.draft_head.body
     size = body.block_size
     body.append_context(cache, None, states)
@@ -93,11 +93,11 @@ def unroll_blocks(
 
 
 def gathered_columns(values: Tensor, columns: Tensor) -> Tensor:
-    """[B, a, H] of values [B, m, H] at columns [B, a]."""
+    """The values [B, a, H] in some columns [B, a] of values [B, m, H]."""
     return values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))
 
 
-UNROLL_BY_KIND: Any = {"eagle3": unroll_steps, "dspark": unroll_blocks, "dflash": unroll_blocks}
+UNROLL_BY_KIND: Any = {"eagle3": unroll_steps} | dict.fromkeys(("dspark", "dflash", "dflash2"), unroll_blocks)
 
 
 class UnrolledCache:

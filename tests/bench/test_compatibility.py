@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gemma4_models import assistant_of, gemma4_target
 from tiny import near, tiny
 from tiny_tokenizer import SIZES, tiny_tokenizer
 
@@ -40,6 +41,16 @@ CASES = {
     "longer": (draft(max_position_embeddings=256), reads(), "positions", "note", "as far as"),
     "in training": (in_training, reads(), "decoding", "error", "training mode"),
 }
+
+
+def test_an_assistant_of_gemma_4_reads_keys_of_its_target():
+    """Its ends and positions are the target's; another target is refused as decoding refuses it."""
+    target = gemma4_target("E2B")
+    (finding,) = find_fit(target, assistant_of(target), None, None)
+    assert (finding.verdict, finding.draft) == ("ok", "4 of its own, by the keys of layers 2, 3")
+    (finding,) = find_fit(tiny(**SIZES), assistant_of(target), tiny_tokenizer(), None)
+    assert finding.verdict == "error"
+    assert "LlamaForCausalLM" in finding.follows
 
 
 @pytest.fixture(scope="module")

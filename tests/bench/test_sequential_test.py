@@ -1,4 +1,4 @@
-"""When a study stops, and what it then says: the interval, and how often noise misleads it, on a simulated machine.
+"""When `tune` stops, and what it then says: the interval, and how often noise misleads it, on a simulated machine.
 
 The machine is the one that was measured (plain beside plain on the embedded pair, 120 turns at batch 1 and 60 at batch
 8, while other work ran): fast for 8 s and 1.9 times as slow for 2 s, on average, with 3% from run to run. Times within
@@ -16,7 +16,7 @@ from scipy import stats
 
 from hf_specx.bench import sequential_test
 from hf_specx.bench.sequential_test import Interval, SequentialTest, ratio_interval, student_quantile
-from hf_specx.bench.study import FALSE_ALARM, Study
+from hf_specx.bench.tune_settings import FALSE_ALARM, TuneSettings
 
 
 PROMPTS = 24
@@ -45,7 +45,7 @@ class Machine:
 
 
 class Outcome(NamedTuple):
-    """Of a study: the intervals, by batch size, and turns in all."""
+    """Of a run: the intervals, by batch size, and turns in all."""
 
     intervals: list[Interval]
     turns: int
@@ -60,21 +60,23 @@ class Outcome(NamedTuple):
         return all(x.high is not None and x.high < 1 for x in self.intervals)
 
 
-def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, start=Study.sequential_test) -> Outcome:
-    """A study of a draft that makes the whole file so many times as fast, and prompts more or less so.
+def simulated(
+    seed: int, effect: float, spread: float = 0.0, drafts: int = 1, start=TuneSettings.sequential_test
+) -> Outcome:
+    """A run for a draft that makes the whole file so many times as fast, and prompts more or less so.
 
     `spread` is the standard deviation of the logarithm of that over batches.
     """
     draws, intervals, turns = random.Random(seed), list[Interval](), 0
-    machine, study = Machine(draws), Study(batches=tuple(SECONDS_OF_PLAIN), drafts=drafts)
+    machine, settings = Machine(draws), TuneSettings(batches=tuple(SECONDS_OF_PLAIN), drafts=drafts)
     for rows, seconds in SECONDS_OF_PLAIN.items():
         batches = math.ceil(PROMPTS / rows)
         costs = [math.exp(draws.gauss(0, spread)) for _ in range(batches)]
-        test, plain, ours = start(study, batches), list[float](), list[float]()
+        test, plain, ours = start(settings, batches), list[float](), list[float]()
         while not plain or not test.should_stop(plain, ours):
             work = seconds / effect * costs[len(plain) % batches] / statistics.fmean(costs)
-            contenders = [(plain, seconds), (ours, work)]
-            for times, needed in draws.sample(contenders, 2):
+            methods = [(plain, seconds), (ours, work)]
+            for times, needed in draws.sample(methods, 2):
                 times.append(machine.run(needed))
         intervals.append(test.interval)
         turns += len(plain)
@@ -83,7 +85,7 @@ def simulated(seed: int, effect: float, spread: float = 0.0, drafts: int = 1, st
 
 @pytest.mark.parametrize("spread", [0.0, 0.25])
 def test_what_gains_nothing_is_seldom_recommended(spread):
-    """In FALSE_ALARM of studies at most; 400 of them have more than 20 with a chance of 0.0009 if it is just that."""
+    """In FALSE_ALARM of runs at most; 400 of them have more than 20 with a chance of 0.0009 if it is just that."""
     misled = sum(simulated(seed, 1.0, spread).faster for seed in range(STUDIES))
     assert misled <= 20
 
@@ -107,13 +109,13 @@ def test_looks_that_share_nothing_are_misled_more_often():
             self.first_look, self.num_looks = len(plain), 0
             return super().should_stop(plain, ours)
 
-    def start(study: Study, num_batches: int) -> SequentialTest:
-        return LooksAlways(FALSE_ALARM, 3, 3, study.seconds)
+    def start(settings: TuneSettings, num_batches: int) -> SequentialTest:
+        return LooksAlways(FALSE_ALARM, 3, 3, settings.seconds)
 
     assert sum(simulated(seed, 1.0, start=start).faster for seed in range(STUDIES)) > 20
 
 
-def test_three_turns_and_a_median_are_misled_in_most_studies():
+def test_three_turns_and_a_median_are_misled_in_most_runs():
     """The rule of before: faster if the median of three turns is above 1 at one of two sizes."""
     misled = 0
     for seed in range(STUDIES):
@@ -124,7 +126,7 @@ def test_three_turns_and_a_median_are_misled_in_most_studies():
 
 
 def test_all_prompts_have_their_turn_before_anything_is_said():
-    test = Study(batches=(1,)).sequential_test(24)
+    test = TuneSettings(batches=(1,)).sequential_test(24)
     turns = 0
     while not test.should_stop([1.0 + turn / 1000 for turn in range(turns)], [0.5] * turns):
         turns += 1
@@ -172,12 +174,12 @@ def test_quantiles_of_student(freedom, tail):
     assert student_quantile(tail, freedom) == pytest.approx(stats.t.isf(tail, freedom), rel=1e-4)
 
 
-def table(studies: int = 2000) -> None:
+def table(runs: int = 2000) -> None:
     print("| the draft makes the file | prompts differ by | drafts tried | recommended | saved as plain | turns |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for effect in (0.8, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5):
         for spread, drafts in ((0.0, 1), (0.25, 1), (0.25, 7)):
-            outcomes = [simulated(seed, effect, spread, drafts) for seed in range(studies)]
+            outcomes = [simulated(seed, effect, spread, drafts) for seed in range(runs)]
             faster, slower = (statistics.fmean(getattr(x, name) for x in outcomes) for name in ("faster", "slower"))
             turns = statistics.fmean(x.turns for x in outcomes)
             print(f"| {effect} | {spread:.0%} | {drafts} | {faster:.2%} | {slower:.2%} | {turns:.0f} |", flush=True)

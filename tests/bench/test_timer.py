@@ -10,8 +10,8 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from vision import seeing
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft
-from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import emitted, encode, prompts_of_length
+from hf_specx.bench.timed_methods import TimedMethod
 from hf_specx.bench.timer import Timer, compare
 
 
@@ -63,12 +63,12 @@ def test_prompts_of_one_length():
         prompts_of_length(bare, 1, 125, 8)
 
 
-def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
+def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
     """With the same prompts and the same seed in a turn; the first turn warms up."""
     target, calls = tiny(), []
     monkeypatch.setattr(torch, "manual_seed", lambda seed: calls.append(seed))
 
-    class Noted(Contender):
+    class Noted(TimedMethod):
         def __call__(self, inputs, options):
             calls.append((self.name, inputs["input_ids"].shape[1]))
             return super().__call__(inputs, options)
@@ -89,14 +89,14 @@ def test_an_order_that_is_drawn():
     """The same for the same draws; each order about as often as the other, whatever was before."""
     target, calls = tiny(), []
 
-    class Noted(Contender):
+    class Noted(TimedMethod):
         def __call__(self, inputs, options):
             calls.append(self.name)
             return super().__call__(inputs, options)
 
     for _ in range(2):
-        contenders = {name: Noted(name, target) for name in ("plain", "suffix-2")}
-        Timer(contenders.__getitem__, [batch(1)], OPTIONS, range(40), rng=random.Random(1)).time(("plain", "suffix-2"))
+        methods = {name: Noted(name, target) for name in ("plain", "suffix-2")}
+        Timer(methods.__getitem__, [batch(1)], OPTIONS, range(40), rng=random.Random(1)).time(("plain", "suffix-2"))
     half = len(calls) // 2
     assert calls[:half] == calls[half:]
     firsts = calls[2:half:2]
@@ -120,17 +120,17 @@ def test_what_is_compiled_for_a_width_is_not_timed(monkeypatch):
     """transformers does not say what it compiles: each width runs once before it counts, of compiled ways alone."""
     target, widths = tiny(), []
 
-    class Noted(Contender):
+    class Noted(TimedMethod):
         def __call__(self, inputs, options):
             widths.append((self.name, inputs["input_ids"].shape[1]))
             return target.generate(**inputs, **options)
 
-    def make_contender(name):
-        contender = Noted("plain", target)
-        contender.name, contender.compiled = name, name == "compiled"
-        return contender
+    def make_method(name):
+        method = Noted("plain", target)
+        method.name, method.compiled = name, name == "compiled"
+        return method
 
-    Timer(make_contender, [batch(1, 6), batch(1, 7), batch(1, 6)], OPTIONS, [7, 8, 9]).time(["compiled", "plain"])
+    Timer(make_method, [batch(1, 6), batch(1, 7), batch(1, 6)], OPTIONS, [7, 8, 9]).time(["compiled", "plain"])
     by_name = {name: [width for which, width in widths if which == name] for name in ("compiled", "plain")}
     assert by_name == {"compiled": [6, 6, 7, 7, 6], "plain": [6, 6, 7, 6]}
 
@@ -138,15 +138,15 @@ def test_what_is_compiled_for_a_width_is_not_timed(monkeypatch):
 def test_a_run_that_compiled_something_is_made_again():
     compiled, calls, target = iter([2, 1, 1, 0]), [], tiny()
 
-    class Compiling(Contender):
+    class Compiling(TimedMethod):
         def __call__(self, inputs, options):
             calls.append(torch.initial_seed())
             output = super().__call__(inputs, options)
             self.strategy.report.compilations = next(compiled)
             return output
 
-    contender = Compiling("ours", target, strategy=strategy(near(target, 0.05), 1))
-    timings = Timer(lambda name: contender, [batch(1)], OPTIONS, [7]).time(["ours"])
+    method = Compiling("ours", target, strategy=strategy(near(target, 0.05), 1))
+    timings = Timer(lambda name: method, [batch(1)], OPTIONS, [7]).time(["ours"])
     assert calls == [7] * 4  # one that warms up, and those of the first turn
     assert len(timings["ours"].runs) == 1
 

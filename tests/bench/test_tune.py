@@ -20,14 +20,14 @@ from transformers import AutoConfig, BartConfig, LlamaConfig
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
 from hf_specx.bench import timer, tune
-from hf_specx.bench.study import FALSE_ALARM, Study
+from hf_specx.bench.tune_settings import FALSE_ALARM, TuneSettings
 from hf_specx.common.devices import hardware
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
 
 SAMPLED = {"max_new_tokens": 6, "do_sample": True, "top_k": 0}
-QUICK = Study(list(TEXTS), (1, 2), SAMPLED, repeats=3, seconds=0, command="typed")
+QUICK = TuneSettings(list(TEXTS), (1, 2), SAMPLED, repeats=3, seconds=0, command="typed")
 FREE = {1: 1.0, 9: 1.0}, 0.01  # a larger forward costs nothing more, a draft step next to nothing
 DEAR = {1: 1.0, 9: 9.0}, 0.9
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -56,10 +56,10 @@ def clock(monkeypatch, speedup, noise=0.0):
     """A simulated one, on which ours is so many times as fast as plain, by rows, and runs differ by this noise."""
     draws, call = random.Random(0), timer.time_call
 
-    def time_call(contender, inputs, options, seed):
-        run = call(contender, inputs, options, seed)
+    def time_call(method, inputs, options, seed):
+        run = call(method, inputs, options, seed)
         rows = len(inputs["input_ids"])
-        run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if contender.name == "plain" else speedup(rows))
+        run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if method.name == "plain" else speedup(rows))
         return run
 
     monkeypatch.setattr(timer, "time_call", time_call)
@@ -154,16 +154,16 @@ def test_every_turn_has_its_seed_and_the_next_prompts(folders, costs, monkeypatc
     texts = [f"{text} {'more ' * number}" for number, text in enumerate(TEXTS * 2)][:5]
     ids = [tiny_tokenizer()(text)["input_ids"] for text in texts]
 
-    def time_call(contender, inputs, options, seed):
+    def time_call(method, inputs, options, seed):
         rows = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-        calls.append((contender.name, seed, rows, inputs["input_ids"].shape[1]))
-        return call(contender, inputs, options, seed)
+        calls.append((method.name, seed, rows, inputs["input_ids"].shape[1]))
+        return call(method, inputs, options, seed)
 
     monkeypatch.setattr(timer, "time_call", time_call)
     tune.tune(folders["target"], [folders["draft"]], replace(QUICK, prompts=texts, seed=5, seconds=1e9))
     for rows, turns in ((1, 5), (2, 3)):
         of_size = [call for call in calls if len(call[2]) == rows]
-        plain, ours = ([rest for contender, *rest in of_size if contender == name] for name in ("plain", "ours"))
+        plain, ours = ([rest for method, *rest in of_size if method == name] for name in ("plain", "ours"))
         assert plain == ours
         assert [seed for seed, *_ in plain] == [5, *range(5, 5 + turns)]  # after one that warms up
         assert all(width == max(map(len, prompts)) for _, prompts, width in plain)
@@ -193,8 +193,8 @@ def test_the_same_verdict_every_time(folders, costs, monkeypatch, effect, is_fas
     prompts = [f"{text} {number}" for number in range(8) for text in TEXTS]
     for seed in range(3):
         clock(monkeypatch, lambda rows: effect, noise=0.05)
-        study = replace(QUICK, prompts=prompts, seed=seed, seconds=100.0, options=SAMPLED | {"max_new_tokens": 3})
-        (trial,) = tune.tune(folders["target"], [folders["same"]], study)
+        settings = replace(QUICK, prompts=prompts, seed=seed, seconds=50.0, options=SAMPLED | {"max_new_tokens": 3})
+        (trial,) = tune.tune(folders["target"], [folders["same"]], settings)
         assert [m.is_faster for m in trial.measurements] == [is_faster] * 2
         assert (trial.config.num_draft_tokens == 0) == (is_faster is False)
         assert trial.recommended == (is_faster is True)
@@ -212,7 +212,7 @@ def test_what_another_needs_to_compare(folders, costs):
         assert m.turn_spread == pytest.approx(0, abs=1e-9)
         assert m.interval_low == pytest.approx(1.5) == m.interval_high
     one, other = (replace(QUICK, prompts=list(texts)) for texts in (TEXTS[::-1], TEXTS[:2]))
-    (same,), (less,) = (tune.tune(folders["target"], [folders["draft"]], study) for study in (one, other))
+    (same,), (less,) = (tune.tune(folders["target"], [folders["draft"]], settings) for settings in (one, other))
     assert same.measurements[0].prompts_digest == trial.measurements[0].prompts_digest  # in whatever order
     assert less.measurements[0].prompts_digest != trial.measurements[0].prompts_digest
     (greedy,) = tune.tune(folders["target"], [folders["draft"]], replace(QUICK, options=GREEDY))
@@ -220,14 +220,14 @@ def test_what_another_needs_to_compare(folders, costs):
 
 
 def test_all_drafts_share_the_false_alarms_of_a_study(folders, costs, monkeypatch):
-    shares, make_test = [], Study.sequential_test
+    shares, make_test = [], TuneSettings.sequential_test
 
-    def sequential_test(study, num_batches):
-        test = make_test(study, num_batches)
+    def sequential_test(settings, num_batches):
+        test = make_test(settings, num_batches)
         shares.append(test.false_alarm)
         return test
 
-    monkeypatch.setattr(Study, "sequential_test", sequential_test)
+    monkeypatch.setattr(TuneSettings, "sequential_test", sequential_test)
     tune.tune(folders["target"], [folders["draft"], "suffix", "exit:1"], QUICK)
     assert sum(shares) == pytest.approx(FALSE_ALARM)
     assert len(shares) == 6
@@ -241,8 +241,8 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path,
         (repository / "refs").mkdir()
         (repository / "refs" / revision).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    study = replace(QUICK, batches=(1,))
-    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], study)
+    settings = replace(QUICK, batches=(1,))
+    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], settings)
     assert trial.error is None
     sources = [(source.name, source.revision, source.dtype) for source in (trial.config.target, trial.config.draft)]
     assert sources == [("org/target", "a" * 40, "float32"), ("org/draft", "b" * 40, "float32")]
@@ -250,7 +250,7 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path,
     saved = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
     assert (saved.target.name, saved.draft.revision) == ("org/target", "b" * 40)
     assert saved.draft.fingerprint == trial.config.draft.fingerprint
-    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], replace(study, prompts=[], dtype="bfloat16"))
+    (trial,) = tune.tune("org/target@v1", ["org/draft@v2"], replace(settings, prompts=[], dtype="bfloat16"))
     assert trial.config.target.dtype is trial.config.draft.dtype is None  # of the files, which nobody looked at
 
 
@@ -291,7 +291,7 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
     speeds = {folders["draft"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
     speeds[folders["stranger"]] = (1.04, 1.04)
 
-    def measure(pair, ids, study, advance):
+    def measure(pair, ids, settings, advance):
         for speed in speeds[pair.draft.name_or_path]:
             ends = {"interval_low": speed - 0.05, "interval_high": speed + 0.05}
             figures = dict.fromkeys(FIGURES) | ends | {"measured_speedup": speed, "turns": 9}

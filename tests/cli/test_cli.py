@@ -59,8 +59,9 @@ def test_what_the_demo_says(pair):
     assert [set(run["comparison"]) & timed for run in runs] == [timed, {"plain", "ours"}]
 
 
-def test_the_demo_compares_like_with_like():
+def test_the_demo_compares_like_with_like(monkeypatch):
     """The head in the package is a row of its own: assisted generation takes a model, which ours takes as well."""
+    monkeypatch.setattr("hf_specx.cli.session.DEMO_BATCHES", (1,))
     result = specx("--demo", "--max-new-tokens", "4", "--repeats", "1")
     assert result.exit_code == 0, result.stderr
     assert [label for label, size in table_rows(result.stderr) if size == "1"] == [

@@ -9,8 +9,8 @@ from command import command
 from tiny import tiny
 from tiny_tokenizer import SIZES, TEXTS, tiny_tokenizer
 
-from hf_specx.bench.contenders import Contender
 from hf_specx.bench.decoding_methods import KINDS, parse_method
+from hf_specx.bench.timed_methods import TimedMethod
 
 
 QUICK = ["--prompt-tokens", "5", "--max-new-tokens", "6", "--repeats", "1"]
@@ -21,14 +21,14 @@ def specx(*arguments):
 
 
 def noted_inputs(monkeypatch) -> list[dict]:
-    """The inputs of each call of a contender from here on."""
-    all_inputs, call = [], Contender.__call__
+    """The inputs of each call of a method from here on."""
+    all_inputs, call = [], TimedMethod.__call__
 
-    def noted(contender, inputs, options):
+    def noted(method, inputs, options):
         all_inputs.append(inputs)
-        return call(contender, inputs, options)
+        return call(method, inputs, options)
 
-    monkeypatch.setattr(Contender, "__call__", noted)
+    monkeypatch.setattr(TimedMethod, "__call__", noted)
     return all_inputs
 
 
@@ -38,15 +38,15 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
     result = specx(folder, *QUICK, "--prompts", texts, "--out", str(out))
     assert result.exit_code == 0, result.stderr
-    cells = json.loads(out.read_text())["cells"]
-    assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
+    records = json.loads(out.read_text())["records"]
+    assert [record["settings"]["batch"] for record in records] == [1, 8]
     names = ["plain", "assisted", "block-auto", "lookup-10", "suffix-auto"]  # the pair decodes greedily
     assert "greedily" in result.stdout
-    assert [list(cell["contenders"]) for cell in cells] == [names, names]
+    assert [list(record["methods"]) for record in records] == [names, names]
     assert "assisted did not run: ValueError: " in result.stdout
-    assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
-    for cell in cells:
-        for name, figures in cell["contenders"].items():
+    assert {record["provenance"]["command"] for record in records} == {"specx bench my-pair"}
+    for record in records:
+        for name, figures in record["methods"].items():
             assert KINDS[parse_method(name).kind] in result.stdout
             speedup = figures.get("speedup", {"median": 1.0})["median"]
             assert f"{speedup:.2f} (" in result.stdout
@@ -59,7 +59,7 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
 def test_prompts_are_as_they_are(folder, texts, monkeypatch, more: list, shown: str):
     """Unless they are asked to have a length; a row alone has no pads, whatever other prompts there are."""
     all_inputs = noted_inputs(monkeypatch)
-    options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 1, "--contender", "plain", *more]
+    options = ["--max-new-tokens", 6, "--repeats", 2, "--batch-size", 1, "--method", "plain", *more]
     result = specx(folder, "--prompts", texts, *options)
     assert result.exit_code == 0, result.stderr
     assert shown in result.stdout
@@ -74,7 +74,7 @@ def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list
     """Of the pair's own prompts, other ones in each turn; sampled, unless it is asked for greedy ones."""
     all_inputs = noted_inputs(monkeypatch)
     loaded(tiny(**SIZES))
-    options = ["--max-new-tokens", 6, "--prompt-tokens", 5, "--repeats", 3, "--contender", "plain", *more]
+    options = ["--max-new-tokens", 6, "--prompt-tokens", 5, "--repeats", 3, "--method", "plain", *more]
     result = specx("embedded", "--batch-size", 1, *options)
     assert result.exit_code == 0, result.stderr
     assert drawn in result.stdout
@@ -84,17 +84,17 @@ def test_without_prompts_there_are_several_texts(loaded, monkeypatch, more: list
     assert ids == [endless[0], *endless]  # after one that warms up
 
 
-def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts, tmp_path):
+def test_options_reach_the_records_and_other_records_stay_in_the_file(folder, texts, tmp_path):
     tiny(vocab_size=280, num_hidden_layers=1).save_pretrained(tmp_path / "draft")
     out = tmp_path / "results.json"
-    options = "--batch-size 2 --top-p 0.9 --dtype bfloat16 --contender plain --contender token-2"
+    options = "--batch-size 2 --top-p 0.9 --dtype bfloat16 --method plain --method token-2"
     for more in ([], [], ["--draft", tmp_path / "draft"]):  # the second replaces the first
         result = specx(folder, *QUICK, "--prompts", texts, "--out", out, *options.split(), *more)
         assert result.exit_code == 0, result.stderr
-    first, other = json.loads(out.read_text())["cells"]
+    first, other = json.loads(out.read_text())["records"]
     expected = {"batch": 2, "do_sample": True, "top_p": 0.9, "top_k": 50, "dtype": "bfloat16", "repeats": 1}
-    assert expected.items() <= first["cell"].items()
-    assert first["cell"]["contenders"] == ["plain", "token-2"]
+    assert expected.items() <= first["settings"].items()
+    assert first["settings"]["methods"] == ["plain", "token-2"]
     assert first["provenance"]["dtype"] == "bfloat16"
-    assert other["cell"]["pair"] == f"{folder} with {tmp_path / 'draft'}"
+    assert other["settings"]["pair"] == f"{folder} with {tmp_path / 'draft'}"
     assert other["pair"]["draft_parameters"] < first["pair"]["draft_parameters"]

@@ -8,6 +8,7 @@ from check_cases import inject
 from command import command
 from tiny_tokenizer import TEXTS
 
+from hf_specx.cli.console import INDENT
 from hf_specx.metrics.settings import Settings
 
 
@@ -21,13 +22,14 @@ def specx(*arguments: str):
 def test_a_check_that_passes(folder, texts, tmp_path):
     """And writes its figures and a page."""
     out, report = tmp_path / "result.json", tmp_path / "report.html"
-    result = specx(folder, *SMALL.split(), "--prompts", texts, "--out", str(out), "--out", str(report))
+    some = ["--verification", "greedy", "--verification", "block"]  # of tokens and of the distribution
+    result = specx(folder, *SMALL.split(), *some, "--prompts", texts, "--out", str(out), "--out", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
     page, saved = report.read_text(encoding="utf-8"), json.loads(out.read_text())
     assert saved["command"] in html.unescape(page)
     assert saved["passed"] is True
     assert saved["prompts"] == list(TEXTS)
-    assert all(f"{line['verdict']:8}  {line['what']}" in result.stdout for line in saved["lines"])
+    assert all(f"{line['verdict']:{INDENT}}{line['what']}" in result.stdout for line in saved["lines"])
     assert not list(tmp_path.glob("*.unfinished"))
     assert "\npassed: " in result.stdout
     seen = [line["sees"] for line in saved["lines"] if line["sees"]]

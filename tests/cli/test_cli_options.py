@@ -182,22 +182,22 @@ def test_bench_with_equal_lengths_and_latencies(folder: str, texts: str, tmp_pat
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
     out = tmp_path / "results.json"
     options = "--batch-size 2 --max-new-tokens 9 --repeats 2 --seed 5 --ignore-eos --min-p 0.05"
-    options += " --contender plain --contender block-2 --contender lookup-4"
+    options += " --method plain --method block-2 --method lookup-4"
     result = command("bench", folder, *options.split(), "--prompts", texts, "--out", out, COLUMNS="200")
     assert result.exit_code == 0, result.stderr
-    (cell,) = json.loads(out.read_text())["cells"]
+    (record,) = json.loads(out.read_text())["records"]
     expected = {"seed": 5, "ignore_eos": True, "min_p": 0.05, "do_sample": True, "repeats": 2}
-    assert expected.items() <= cell["cell"].items()
+    assert expected.items() <= record["settings"].items()
     lengths = [len(tiny_tokenizer()(text)["input_ids"]) for text in TEXTS]
-    assert cell["prompts"]["count"] == len(TEXTS)
-    assert cell["prompts"]["tokens"]["max"] == max(lengths)
-    assert f"(digest {cell['prompts']['digest'][:12]}), 2 turns from seed 5" in result.stdout
+    assert record["prompts"]["count"] == len(TEXTS)
+    assert record["prompts"]["tokens"]["max"] == max(lengths)
+    assert f"(digest {record['prompts']['digest'][:12]}), 2 turns from seed 5" in result.stdout
     for name in ("plain", "block-2"):
-        figures = cell["contenders"][name]
+        figures = record["methods"][name]
         assert [run["tokens"] for run in figures["runs"]] == [18, 18]
         latency = figures["latency"]
         assert latency.keys() == {"first_token", "between_tokens", "longest_wait"}
         assert 0 < latency["between_tokens"]["median"] <= latency["longest_wait"]["max"]
         assert latency["first_token"]["max"] < max(run["seconds"] for run in figures["runs"])
-    assert "stdev" in cell["contenders"]["block-2"]["speedup"]
+    assert "stdev" in record["methods"]["block-2"]["speedup"]
     assert "first token: milliseconds" in result.stdout

@@ -12,7 +12,7 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
 from hf_specx.common.checkpoints import Files
-from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.cards import embedded_card, render
 from hf_specx.hub.flatten import code_version
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.pair_config import ModelSource, PairConfig
@@ -38,9 +38,11 @@ def test_card_of_a_folder(folder, config, tmp_path):
     assert (tmp_path / "card.md").read_text() == here
 
 
-def test_all_cards():
-    names = output("card").split()
-    assert all(output("card", name) == known_card(name) for name in names)
+def test_the_card_of_the_pair_in_the_package(tmp_path):
+    assert output("card") == "embedded\n"
+    assert output("card", "embedded") == embedded_card()
+    output("card", "embedded", "--out", tmp_path / "embedded.md")
+    assert (tmp_path / "embedded.md").read_text() == embedded_card()
 
 
 def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "bench --out no/such/folder.json": "folder",
     "bench NOTHING": "id",
     "bench --out NOTES": "results",
-    "bench --contender plain --contender block-2 --contender plain": "twice",
+    "bench --method plain --method block-2 --method plain": "twice",
     "bench --max-new-tokens 1": "--max-new-tokens",
     "check no/pair --out NOTES": "there already",
     "check no/pair --out BEGUN": "interrupted check",

@@ -19,7 +19,7 @@ WRONG = [
     "generate a --pair embeded",
     "generate --prompts /no/such/file",
     "generate a --max-new-tokens 0",
-    "bench --contender fast",
+    "bench --method fast",
     "distill org/target layers:1 --out x --set loss=y",
     "check --verification magic",
     "publish embedded",

@@ -12,7 +12,7 @@ from tiny_tokenizer import TEXTS, saved_models
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench import tune
-from hf_specx.bench.study import DraftTrial, Study
+from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
 from hf_specx.cli.console import Output
 from hf_specx.cli.tune import show_drafts
 from hf_specx.hub.pair_config import ModelSource, PairConfig
@@ -78,8 +78,8 @@ def test_the_last_lines_say_what_follows(ends, first):
 def test_options_reach_the_study(folders, monkeypatch):
     seen = []
 
-    def tune(target, drafts, study, advance):
-        seen.append((target, drafts, study))
+    def tune(target, drafts, settings, advance):
+        seen.append((target, drafts, settings))
         return [DraftTrial("d", error="no")]
 
     monkeypatch.setattr("hf_specx.bench.tune.tune", tune)
@@ -87,15 +87,15 @@ def test_options_reach_the_study(folders, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options.split()])
     specx("T@v1", "D@v2", "suffix", "layers:2", "E@v3", *options.split())
     specx("T", "D")
-    target, drafts, study = seen[0]
+    target, drafts, settings = seen[0]
     assert (target, drafts) == ("T@v1", ["D@v2", "suffix", "layers:2", "E@v3"])
-    assert (study.prompts, study.batches, study.repeats, study.seconds) == (list(TEXTS), [3], 4, 7.0)
-    assert (study.options, study.dtype) == ({"do_sample": False}, "float32")
-    assert study.trust_remote_code is True
-    assert study.command == f"specx tune T {options}"
-    target, drafts, study = seen[1]
-    assert (study.batches, study.options, study.dtype) == ([1, 8], {}, "auto")
-    assert study.trust_remote_code is False
+    assert (settings.prompts, settings.batches, settings.repeats, settings.seconds) == (list(TEXTS), [3], 4, 7.0)
+    assert (settings.options, settings.dtype) == ({"do_sample": False}, "float32")
+    assert settings.trust_remote_code is True
+    assert settings.command == f"specx tune T {options}"
+    target, drafts, settings = seen[1]
+    assert (settings.batches, settings.options, settings.dtype) == ([1, 8], {}, "auto")
+    assert settings.trust_remote_code is False
 
 
 def test_chats(folders, texts, tmp_path, monkeypatch):
@@ -159,6 +159,6 @@ def test_the_pair_in_the_package_by_its_name(tmp_path, monkeypatch):
     assert {draft["draft"]: draft["error"] for draft in json.loads(result.stdout)["drafts"]} == dict.fromkeys(drafts)
     result = specx("embedded", "embedded", "--repeats", "0", input="")
     assert "embedded/draft" in result.stdout
-    assert tune.drafts_to_try("embedded", [], Study()) == ["suffix", *(f"exit:{n}" for n in (1, 2, 3, 4, 5, 8))]
+    assert tune.drafts_to_try("embedded", [], TuneSettings()) == ["suffix", *(f"exit:{n}" for n in (1, 2, 3, 4, 5, 8))]
     (tmp_path / "embedded").mkdir()
     assert "config.json" in specx("embedded", "exit:2", "--repeats", "0", input="").stderr

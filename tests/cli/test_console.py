@@ -70,7 +70,7 @@ def test_an_error_of_ours_has_a_traceback_and_a_code_of_its_own(capsys):
 
 
 def test_figures_are_never_cut(capsys):
-    console.Output(width=20).figures(["contender", "times"], [["coupled-5-compiled", "123456.00"]])
+    console.Output(width=20).figures(["method", "times"], [["coupled-5-compiled", "123456.00"]])
     assert "123456.00" in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.round import Draft, Verdict
 from hf_specx.sampling.stopping import Stopping
 
@@ -23,13 +23,13 @@ ROUNDS = {  # most tokens of a row, whether in lockstep, accepted; judged, the t
 def test_append_emits(case: str):
     most, lockstep, accepted, judged, text, emitted, gained, ended = ROUNDS[case]
     prompts, mask = torch.tensor([[9, 9, 5], [1, 2, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
-    batch = Batch(prompts, mask, 9, lockstep, [Row(limit=most) for _ in range(2)])
+    batch = Batch(prompts, mask, 9, lockstep, [RowState(limit=most) for _ in range(2)])
     verdict = Verdict(torch.tensor(accepted), torch.tensor([8, 2]), CHANCES, CHANCES / 2, UNDEFINED)
     done = batch.append(UNEVEN, verdict, Stopping(StoppingCriteriaList(), width=3, max_length=3 + most))
     assert batch.output(max(emitted))[:, 3:].tolist() == text
     assert batch.counts == done.emitted == emitted
-    assert (done.batch, done.rows, done.draft, done.before) == (batch, [0, 1], UNEVEN, [0, 0])
-    assert (done.accepted, done.judged, done.gained, done.ended) == (accepted, judged, gained, ended)
+    assert (done.batch, done.rows, done.draft, done.emitted_before) == (batch, [0, 1], UNEVEN, [0, 0])
+    assert (done.accepted, done.judged, done.num_new_tokens, done.ended) == (accepted, judged, gained, ended)
     assert done.acceptance == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
     assert done.overlap == [[0.25, 0.125, 0.0625], [0.375]]
     assert done.undefined == [2, 4]

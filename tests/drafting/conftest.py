@@ -19,11 +19,11 @@ class Forced(Schedule):
         super().__init__(MAX_DRAFT_TOKENS)
         self.numbers, self.between, self.rounds = numbers, between, 0
 
-    def number(self, batch: Batch, row: int) -> int:
+    def wanted_length(self, batch: Batch, row: int) -> int:
         return self.numbers[(self.rounds + self.between * row) % len(self.numbers)]
 
     def observe(self, done: Round) -> None:
-        self.rounds += any(done.before)  # which the prompts' own step has not
+        self.rounds += any(done.emitted_before)  # which the prompts' own step has not
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the logits of each step of a draft are those of a forward of the whole text, without a cache."""
     are_equal, step = [], ModelRunner.decode_step
 
-    def compared_step(runner, batch, ahead, skipped=0):
-        logits = step(runner, batch, ahead, skipped)
+    def compared_step(runner, batch, ahead, num_unfed=0):
+        logits = step(runner, batch, ahead, num_unfed)
         if ahead == 0 and any(batch.counts):
             for index, row in enumerate(batch.rows):
                 fresh = runner.model(input_ids=batch.row(row)[None]).logits[0, -1]

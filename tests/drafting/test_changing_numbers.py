@@ -115,7 +115,7 @@ class ByThePast(Schedule):
 
     def observe(self, done: Round) -> None:
         mean_kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
-        self.wanted = 3 if mean_kept > 1.0 else int(max(done.draft.lengths) != 1)
+        self.num_draft_tokens = 3 if mean_kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
 class EachByItsPast(ByThePast):
@@ -125,8 +125,8 @@ class EachByItsPast(ByThePast):
         super().__init__(*arguments)
         self.of_rows = dict[int, int]()
 
-    def number(self, batch: Batch, row: int) -> int:
-        return self.of_rows.get(row, self.wanted)
+    def wanted_length(self, batch: Batch, row: int) -> int:
+        return self.of_rows.get(row, self.num_draft_tokens)
 
     def observe(self, done: Round) -> None:
         for row, chances in zip(done.rows, done.acceptance, strict=True):

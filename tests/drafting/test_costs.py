@@ -16,17 +16,17 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
 from hf_specx.drafting.auto import (
-    ENOUGH,
+    ALPHA_MEMORY,
     MAX_DRAFT_TOKENS,
-    MEMORY,
+    MIN_SAMPLES,
     PRIOR_ALPHA,
-    WEIGHT,
+    PRIOR_WEIGHT,
     Costs,
     RoundTimer,
     expected_tokens,
 )
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.forward_times import GRID, PAYS_FOR_TIMING, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ROUNDS_PER_TIMING, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
@@ -34,7 +34,7 @@ RESTING = Costs(
     {2: {"target": {1: 1.0, 9: 2.0}, "draft": 1.0}},
     {"coupled": 0.02},
     {2: {0: 1.0, 2: 4.0}},
-    saved=9.0,  # of some 10 plain steps that a trial is expected to lose
+    trial_budget=9.0,  # of some 10 plain steps that a trial is expected to lose
     clock=count().__next__,
 )
 PRIOR = {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}
@@ -64,7 +64,7 @@ def test_best_number_is_that_of_the_closed_form_and_every_number_is_tried():
         of_theorem = expected_tokens(alpha, gamma) / (gamma * costs.cost_coefficient(4) + 1)
         assert (limited, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
     assert flat(0.01, 0.999).best_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
-    assert flat(0.01, 0.999).best_num_draft_tokens(4, "block", most=5) == 5
+    assert flat(0.01, 0.999).best_num_draft_tokens(4, "block", limit=5) == 5
     assert flat(2.0, 0.1).best_num_draft_tokens(4, "block") == 1
     costs = Costs({1: {"target": {1: 1.0, 2: 1.0, 3: 2.0, 5: 3.5, 9: 3.5, 10: 9.0}, "draft": 0.01}}, {"token": 0.95})
     assert costs.best_num_draft_tokens(1, "token") == 8
@@ -122,7 +122,7 @@ def test_measure_takes_typical_times():
 def test_forwards_are_timed_once_earlier_rounds_pay_for_it():
     calls, ticks = list[int](), count()
     costs = Costs(clock=lambda: float(next(ticks)))
-    for rounds in (0, PAYS_FOR_TIMING - 1):
+    for rounds in (0, ROUNDS_PER_TIMING - 1):
         costs.remember("block", 0.5, 0, rounds)
         costs.prepare(2, calls.append, calls.append, PRIOR)
         assert costs.table == {2: PRIOR}
@@ -146,10 +146,10 @@ def test_round_trip_through_json():
 def test_acceptance_is_remembered_by_verification():
     """What is assumed gives way to what was seen; then 100 judged candidates weigh as much as all before."""
     costs = Costs()
-    costs.remember("block", 0.1, judged=WEIGHT)
+    costs.remember("block", 0.1, judged=PRIOR_WEIGHT)
     costs.remember("token", 0.5, judged=0)
     assert costs.alpha == {"block": pytest.approx((PRIOR_ALPHA + 0.1) / 2)}  # nothing was seen of the other
-    costs.remember("block", 0.8, judged=MEMORY)
+    costs.remember("block", 0.8, judged=ALPHA_MEMORY)
     assert costs.alpha["block"] == pytest.approx((0.4 + 0.8) / 2)
 
 
@@ -163,8 +163,8 @@ def test_rounds_are_remembered():
         ({2: 3.0}, {0: 1.0, 2: 3.0}),
     ]
     for seen, remembered in calls:
-        costs.remember_rounds({(4, number): [seconds] * ENOUGH for number, seconds in seen.items()})
-        costs.remember_rounds({(4, 5): [9.0] * (ENOUGH - 1)})
+        costs.remember_rounds({(4, number): [seconds] * MIN_SAMPLES for number, seconds in seen.items()})
+        costs.remember_rounds({(4, 5): [9.0] * (MIN_SAMPLES - 1)})
         assert costs.rounds == {4: pytest.approx(remembered, rel=0.03)}
 
 
@@ -181,14 +181,14 @@ def test_rounds_take_what_they_were_seen_to_take():
     """Plain steps, and rounds with any number of candidates, each in relation to their forwards."""
     costs = Costs({4: ROW})
     bare = [costs.forwards(4, number) for number in range(6)]
-    seen = [(0, 9.0)] + [(0, 3 * bare[0])] * ENOUGH
-    seen += [(3, 5.0)] + [(1, 2 * bare[1])] * ENOUGH + [(3, 8 * bare[3])] * ENOUGH
+    seen = [(0, 9.0)] + [(0, 3 * bare[0])] * MIN_SAMPLES
+    seen += [(3, 5.0)] + [(1, 2 * bare[1])] * MIN_SAMPLES + [(3, 8 * bare[3])] * MIN_SAMPLES
     for rows in (4, 2):  # another batch size goes by the nearest
         forwards = [costs.forwards(rows, number) for number in range(6)]
         ratios = [t / b for t, b in zip(lasting(costs, seen, online=True).times(rows, 5), forwards, strict=True)]
         assert ratios == pytest.approx([3, 4, 4, 4, 4, 4], rel=0.02)
     assert lasting(costs, seen, online=False).times(4, 5) == bare
-    short = lasting(costs, seen[:ENOUGH], online=True)  # of which the first one does not count
+    short = lasting(costs, seen[:MIN_SAMPLES], online=True)  # of which the first one does not count
     assert short.times(4, 5) == bare
     assert not short.has_seen_plain(4)
     assert RoundTimer(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]
@@ -216,7 +216,7 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     hook.remove()
     report, costs = strategy.report, strategy.costs
     assert len(seen) == report.rounds + report.plain_steps
-    assert costs.unspent == report.rounds > 0
+    assert costs.timing_budget == report.rounds > 0
     assert (report.cost_coefficient, report.expected_speedup, report.forward_limited_speedup) == (None, None, None)
     assert (set(costs.table), costs.to_dict()["table"], costs.knows(2)) == ({2}, {}, False)
     strategy.calibrate(target, prompts(2)["input_ids"])
@@ -242,9 +242,9 @@ def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
         plainly.append(strategy.report.layout == "plain")
         if seed == 0:
             assert "would not pay" in strategy.report.layout_reason
-            saved = RESTING.saved + 0.01 * strategy.report.plain_steps
+            saved = RESTING.trial_budget + 0.01 * strategy.report.plain_steps
             target.generate(**prompts(2), **SAMPLED, logits_processor=[Stateful()], custom_generate=strategy)
-            assert costs.saved == pytest.approx(saved)  # what is plain in any case saves nothing up
+            assert costs.trial_budget == pytest.approx(saved)  # what is plain in any case saves nothing up
     assert plainly[:3] == [True] * 3
     assert not plainly[-1]
     assert strategy.report.accepted > 0

@@ -56,7 +56,7 @@ class Heads(Drafter):
         assert hidden.shape == (len(done.rows), done.draft.tokens.shape[1] + 1, 32)
         torch.testing.assert_close(self.target.lm_head(hidden), done.forward.logits, atol=1e-4, rtol=1e-4)
         states = hidden[torch.arange(len(hidden)), torch.tensor(done.accepted)]
-        self.states = states if done.stay is None else states[done.stay]
+        self.states = states if done.keep_indices is None else states[done.keep_indices]
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")

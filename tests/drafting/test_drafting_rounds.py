@@ -66,9 +66,3 @@ def test_threshold(models: Any, mode: str, where: str):
         assert set(drafted(strategy.report)[:-4]) == {most}
         if mode in ("greedy", "coupled"):
             assert torch.equal(output, expected)
-
-
-def test_a_schedule_that_there_is_not(models: Any):
-    target, draft = models
-    with pytest.raises(ValueError, match="num_assistant_tokens_schedule"):
-        generate(**prompts(2), **GREEDY, num_assistant_tokens_schedule="linear", model=target, draft_model=draft)

@@ -37,7 +37,7 @@ def test_after_rows_have_left(in_turns: Callable, layout: str, between: int, com
 def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, in_turns: Callable, compared: list[bool]):
     """A control: what was rejected is taken for text."""
     in_turns([0] * 12 + [4] * 5)
-    monkeypatch.setattr(ModelRunner, "crop", lambda self, row, count: None)
+    monkeypatch.setattr(ModelRunner, "limit_computed_tokens", lambda self, row, count: None)
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1))
     target.generate(**prompts(4), do_sample=False, max_new_tokens=40, custom_generate=strategy)

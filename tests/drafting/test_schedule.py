@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.auto import Costs, RoundTimer
-from hf_specx.drafting.schedule import UNSET, Schedule, choose_drafting
+from hf_specx.drafting.schedule import UNSET, Schedule, choose_draft_settings
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks
 
@@ -35,7 +35,7 @@ ASKED = {  # the strategy's number, what the call is known to say, what is fille
 def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, chosen: tuple):
     number, arguments, filled, of_draft = asked
     draft = SimpleNamespace(generation_config=GenerationConfig(**of_draft))
-    assert choose_drafting(number, arguments, GenerationConfig(**UNSET | filled), draft) == chosen
+    assert choose_draft_settings(number, arguments, GenerationConfig(**UNSET | filled), draft) == chosen
 
 
 def test_rounds_that_are_not_typical_do_not_count():
@@ -48,7 +48,7 @@ def test_rounds_that_are_not_typical_do_not_count():
         lengths, forced = kinds[kind]
         done = made_round(lengths, lengths)
         schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
-    assert {kind: list(seconds) for kind, seconds in round_timer.seen.items()} == {(1, 0): [1], (1, 4): [1, 1]}
+    assert {kind: list(seconds) for kind, seconds in round_timer.samples.items()} == {(1, 0): [1], (1, 4): [1, 1]}
 
 
 def test_no_row_drafts_more_than_can_be_taken_back():

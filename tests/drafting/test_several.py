@@ -91,7 +91,7 @@ def test_the_model_reads_what_a_fresh_forward_reads(
     monkeypatch.setattr(SeveralDrafts, "_asks_model", choose)
     inputs, sources = few_tokens(4), set()
     inputs["input_ids"][1] = torch.tensor([5, 9, 3] * 6)[:17] * inputs["attention_mask"][1]
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         strategy = mixture(draft, num_draft_tokens=5, layout=layout, verification="coupled")
         settings = SAMPLED | {"max_new_tokens": 60, "eos_token_id": 11, "pad_token_id": 0}
@@ -102,24 +102,13 @@ def test_the_model_reads_what_a_fresh_forward_reads(
     assert sources == {"suffix", "model"}
 
 
-def test_the_report_counts_by_source():
-    target, draft = models()
-    strategy = mixture(draft, num_draft_tokens=4)
-    run(target, few_tokens(4), strategy, **SAMPLED)
-    report, sources = strategy.report, strategy.report.sources
-    assert report.verification == "block"
-    assert sum(counts["drafted"] for counts in sources.values()) == report.drafted
-    assert sum(counts["accepted"] for counts in sources.values()) == report.accepted
-    assert sum(counts["rounds"] for counts in sources.values()) == sum(report.rounds_per_row)
-
-
 def test_acceptance_of_the_model_alone_is_remembered():
     """It is what "auto" goes by in the next call."""
     strategy = mixture(near(cyclic(), 3.0), num_draft_tokens=3, verification="coupled")
     run(cyclic(), few_tokens(2), strategy, do_sample=False, max_new_tokens=80)
     sources = strategy.report.sources
     assert sources["suffix"]["accepted"] > 0.8 * sources["suffix"]["drafted"]
-    assert strategy.report.survival_rate < 0.5
+    assert strategy.report.conditional_acceptance < 0.5
 
 
 def test_without_a_model():

@@ -7,8 +7,8 @@ import torch
 from all_pairs import once
 from rounds import made_round
 
-from hf_specx.common.batch import Batch, Row
-from hf_specx.drafting.auto import COMPILED, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
+from hf_specx.common.batch import Batch, RowState
+from hf_specx.drafting.auto import COMPILED_NUMBERS, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
 
 
 class Line(RoundTimer):
@@ -34,7 +34,9 @@ class Line(RoundTimer):
 
 def prompted(rows: int, room: int) -> Batch:
     """Prompts of ten tokens, each with room for so many more."""
-    return Batch(torch.ones(rows, 10, dtype=torch.int64), None, 0, table=[Row(limit=room) for _ in range(rows)])
+    return Batch(
+        torch.ones(rows, 10, dtype=torch.int64), None, 0, row_states=[RowState(limit=room) for _ in range(rows)]
+    )
 
 
 class Call:
@@ -49,7 +51,7 @@ class Call:
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
-            number = auto.wanted if fixed is None else fixed
+            number = auto.num_draft_tokens if fixed is None else fixed
             accepted = [self.kept(self.alphas[row], number) for row in rows]
             seconds += self.round_timer.times(len(rows), number)[number] + (
                 self.round_timer.prefill_seconds(1, unread) if number else 0
@@ -59,7 +61,7 @@ class Call:
                 left[row] -= kept + 1
             self.drafted.append(number)
             done = made_round([number] * len(rows), accepted, rows=rows)
-            done.stay = torch.tensor([n for n, row in enumerate(rows) if left[row] > 0])
+            done.keep_indices = torch.tensor([n for n, row in enumerate(rows) if left[row] > 0])
             auto.observe(done)
         auto.end()
         return seconds
@@ -79,16 +81,17 @@ SIMULATED = {  # seconds of a round with candidates, and of each; Î±, the best Î
 
 @pytest.mark.parametrize(("case", "rows"), once(SIMULATED, [1, 8]))
 def test_choices_come_close_to_the_best_number(case: str, rows: int):
-    """Within 5 % of the best time; the mean of 10 simulated calls from nothing known, whose seeds are fixed."""
+    """Within 5 % of the time of the best number; the mean of 10 simulated calls with fixed seeds."""
     first, each, alpha, best = SIMULATED[case]
     times = Line(first, each, Costs()).times(1, 20)
     rates = [expected_tokens(alpha, number) / seconds for number, seconds in enumerate(times)]
-    assert abs(rates.index(max(rates)) - best) <= (best > 8)
+    fastest = rates.index(max(rates))
+    assert abs(fastest - best) <= (best > 8)
     calls = [Call(Line(first, each, Costs()), [alpha] * rows, seed) for seed in range(10)]
-    fixed = [sum(call.run(600, number) for call in calls) for number in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20)]
+    fixed = sum(call.run(600, fastest) for call in calls)
     for call in calls:
-        call.round_timer.costs.saved = 0.0
-    assert sum(call.run(600) for call in calls) < 1.05 * min(fixed)
+        call.round_timer.costs.trial_budget = 0.0
+    assert sum(call.run(600) for call in calls) < 1.05 * fixed
 
 
 @pytest.mark.parametrize(("first", "each"), [(1.3, 0.15), (1.15, 0.2)])
@@ -130,7 +133,7 @@ def test_a_draft_that_has_become_better_is_found():
         call.run(60)
         rounds.append(sum(map(bool, call.drafted)))
     assert 0 < 0.2 * sum(rounds) < 0.01 * 20 * 60
-    costs.saved = 0.0
+    costs.trial_budget = 0.0
     call = Call(Line(1.0, 0.2, costs, read=0.005), [0.95])
     call.run(2000)
     assert 0 not in call.drafted[-200:]
@@ -160,29 +163,29 @@ def test_few_numbers_are_drafted_where_each_is_compiled():
         call = Call(round_timer, [alpha], compiled=True)
         call.run(200)
         drafted |= set(call.drafted)
-    assert drafted <= {0, *COMPILED}
+    assert drafted <= {0, *COMPILED_NUMBERS}
 
 
 def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
     round_timer = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
     round_timer.timed = False
     auto = Auto(round_timer, "greedy", prompted(1, 100))
-    assert auto.wanted == 0
+    assert auto.num_draft_tokens == 0
     round_timer.timed = True
     auto.observe(made_round([0], [0]))
-    assert auto.wanted > 0
+    assert auto.num_draft_tokens > 0
 
 
 def test_a_draft_that_was_slow_by_chance_is_timed_again():
     """What was seen of it is weighed against rounds that try it, as many as are needed to count."""
     now = [0.0]
     costs = Costs({1: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}}, {"greedy": 0.9}, {1: {0: 1.0, 5: 9.0}})
-    costs.clock, costs.saved = lambda: now[0], 100.0
+    costs.clock, costs.trial_budget = lambda: now[0], 100.0
     for _ in range(8):
         auto = Auto(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
-            now[0] += costs.forwards(1, auto.wanted)
-            auto.observe(made_round([auto.wanted], [auto.wanted]))
+            now[0] += costs.forwards(1, auto.num_draft_tokens)
+            auto.observe(made_round([auto.num_draft_tokens], [auto.num_draft_tokens]))
         auto.end()
-    assert auto.wanted > 0
-    assert costs.rounds[1][auto.wanted] < 1.5 * costs.forwards(1, auto.wanted)
+    assert auto.num_draft_tokens > 0
+    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forwards(1, auto.num_draft_tokens)

@@ -15,7 +15,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import SuffixPool
 from hf_specx.drafting.suffix import MatchAcceptance, _most_frequent
-from hf_specx.drafting.suffix_pool import DEPTH, SAMPLE, TRIED, NGrams
+from hf_specx.drafting.suffix_pool import DEPTH, MAX_CONTINUATIONS, MAX_PLACES, NGrams
 
 
 def text(seed: int, length: int = 30, vocab_size: int = 50) -> list[int]:
@@ -166,14 +166,14 @@ def test_the_longest_match_is_that_of_the_twin(lists: list, looked_for: list, le
     lengths = [match(looked_for, text, offset) for text, offset in places]
     longest = max(lengths, default=0)
     length, followers = grown(lists, least).find(array("i", looked_for), DEPTH, 3)
-    if sum(matched >= least for matched in lengths) <= TRIED:
+    if sum(matched >= least for matched in lengths) <= MAX_PLACES:
         assert length == (longest if longest >= least else 0)
     if length:
         expected = [
             text[at : at + 3] for (text, at), matched in zip(places, lengths, strict=True) if matched == length
         ]
         assert all(follower in expected for follower in followers)
-        assert len(followers) == min(SAMPLE, len(expected)) or len(expected) > TRIED
+        assert len(followers) == min(MAX_CONTINUATIONS, len(expected)) or len(expected) > MAX_PLACES
 
 
 def test_a_text_that_runs_into_its_own_end_goes_round():

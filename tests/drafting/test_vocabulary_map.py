@@ -66,9 +66,9 @@ def test_the_tokenizer_is_left_as_it_is():
 
 def test_what_comes_before_a_text():
     """Before word pieces that begin a word, a space as well."""
-    assert TokenBytes(tokenizer_of("unigram")).before == [1]
+    assert TokenBytes(tokenizer_of("unigram")).prefix_ids == [1]
     pieces = TokenBytes(tokenizer_of("word pieces"))
-    assert pieces.before == [2]
+    assert pieces.prefix_ids == [2]
     assert pieces.joined(pieces.encode(b"The cats, there.", opens=True)) == b" The cats, there."
 
 

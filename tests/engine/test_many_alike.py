@@ -1,6 +1,7 @@
 """Prompts that begin alike: what they share is read once, and each request has the text of `generate`."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,9 +126,8 @@ def test_ranks_that_keep_step_run_no_forward_more():
     """Each has texts of its own."""
     target, inputs = tiny(), padded_rows([words(20, 0)] * 3, "left")
     alone = []
-    for in_step in (False, True):
-        prompt = prepare(target, 8, inputs)
-        prompt.in_step = in_step
+    for synced_gpus in (False, True):
+        prompt = replace(prepare(target, 8, inputs), synced_gpus=synced_gpus)
         with Forwards(target) as forwards:
             ragged.RaggedRunner(prompt).prefill()
         alone.append(forwards.lengths)

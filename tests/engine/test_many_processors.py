@@ -25,7 +25,7 @@ from hf_specx import Request, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.sampling import per_request
 from hf_specx.sampling.per_request import settings_of
-from hf_specx.sampling.processors import OF_TEXT
+from hf_specx.sampling.processors import ALL_VECTORIZED
 
 
 SETTINGS = {
@@ -100,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
     counts = Counter[type]()
 
     def counted(kind: type):
-        compute = OF_TEXT[kind]
+        compute = ALL_VECTORIZED[kind]
 
         def call(*args):
             counts[kind] += 1
@@ -108,8 +108,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[type]:
 
         return call
 
-    for kind in list(OF_TEXT):
-        monkeypatch.setitem(OF_TEXT, kind, counted(kind))
+    for kind in list(ALL_VECTORIZED):
+        monkeypatch.setitem(ALL_VECTORIZED, kind, counted(kind))
     return counts
 
 
@@ -136,7 +136,9 @@ def test_equal_processors_are_called_once_for_all_rows(different: int, calls: Co
 
 def test_columns_that_count_pads_are_seen(monkeypatch: pytest.MonkeyPatch):
     """The tests above can fail: with the columns of the batch a row has another text."""
-    monkeypatch.setattr(per_request, "_pads", lambda batch, row: 0)
+    first_columns = per_request._first_columns
+    without_pads = lambda processors, pads: first_columns(processors, [0] * len(pads))  # noqa: E731
+    monkeypatch.setattr(per_request, "_first_columns", without_pads)
     target = tiny()
     with pytest.raises(AssertionError):
         assert_alone(coupled(target, 0.2), target, requests(9), no_repeat_ngram_size=2, min_length=20, **GREEDY)
@@ -158,7 +160,7 @@ def test_a_row_is_replaced_in_one_place():
     replaced, admit = [], Batch.admit
 
     def noted(batch, number, row, prompt):
-        replaced.append((batch.table[number], row))
+        replaced.append((batch.row_states[number], row))
         admit(batch, number, row, prompt)
 
     target = tiny()
@@ -167,6 +169,6 @@ def test_a_row_is_replaced_in_one_place():
         completed(coupled(target, 0.2), target, requests(7), batch_size=2, **SAMPLED)
     assert len(replaced) == 5
     for old, new in replaced:
-        assert old.stopped_at == len(old.emitted) > 0
+        assert old.stopped_at == len(old.emitted_ids) > 0
         assert new is not old
         assert new.request.index > old.request.index

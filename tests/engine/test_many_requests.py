@@ -35,7 +35,7 @@ def test_requests_are_taken_as_places_become_free():
 def test_a_bounded_cache():
     """Requests that do not fit beside others wait, and one that never fits is refused by its number."""
     target = tiny()
-    taken = Heard(lambda done: len(done.rows) * (done.batch.width + max(done.before)))  # slots of the cache
+    taken = Heard(lambda done: len(done.rows) * (done.batch.width + max(done.emitted_before)))  # slots of the cache
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
     strategy.listeners = (taken,)
     asked = [Request([1] * length, 10) for length in (4, 4, 20, 4, 60, 4)]

@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import zoo
+from all_pairs import all_pairs
 from counting import counting
 from criteria import Counting, Raising
 from grammar_cases import installed, make, pair
-from many import GREEDY, SAMPLED, alone, assert_alone, completed, requests
+from many import GREEDY, MODES, SAMPLED, alone, assert_alone, completed, requests
 from plain import coupled
 from tiny import near, tiny
 
@@ -85,14 +86,13 @@ def with_grammars(library: str, cases: dict[str, tuple[int, str | None]]) -> lis
     return requests_of_cases
 
 
-@pytest.mark.parametrize("library", ["xgrammar", "outlines"])
-@pytest.mark.parametrize("of_call", [True, False])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-def test_grammars_share_a_batch(of_call: bool, options: dict, library: str):
+@pytest.mark.parametrize(("library", "of_call", "mode"), all_pairs(["xgrammar", "outlines"], [True, False], MODES))
+def test_grammars_share_a_batch(library: str, of_call: bool, mode: str):
     """Each request has a matcher of its own, whether its grammar is its own or that of the call."""
     if not installed(library):
         pytest.skip(f"{library} is not installed")
-    target, options = pair().target, options | {"eos_token_id": pair().target.generation_config.eos_token_id}
+    target = pair().target
+    options = MODES[mode] | {"eos_token_id": target.generation_config.eos_token_id}
     cases = {"On ": (24, "date"), "The cat": (5, "words"), "Colour: ": (20, "enum"), "a b c d": (9, "words")}
     cases |= {"Tom": (14, "date"), "{}": (24, "flat")}
     if of_call:

@@ -44,7 +44,7 @@ def test_counters():
 
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
-    total = report(made_round([3, 3], [3, 1], [2, 2], gained=[2, 2]), costs=costs, layout="lockstep")
+    total = report(made_round([3, 3], [3, 1], [2, 2], num_new_tokens=[2, 2]), costs=costs, layout="lockstep")
     assert (total.mean_acceptance_length, total.tokens_per_round) == (3, 2)
     assert total.forward_limited_speedup == pytest.approx(2)
 
@@ -95,13 +95,13 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
     assert total.mean_draft_tokens == 6 / 3
 
 
-def test_survival_rate_goes_by_all_drafted_positions():
+def test_conditional_acceptance_goes_by_all_drafted_positions():
     total = report(made_round([2, 2], [2, 0], acceptance=[[1.0, 0.5], [0.4, 0.1]]))
-    assert total.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
+    assert total.conditional_acceptance == pytest.approx((1.5 + 0.5) / (2 + 1.4))
     total.observe(made_round([0], [0], rows=[1]))
-    assert total.survival_rate == pytest.approx(2 / 3.4)
-    assert (total + total).survival == pytest.approx((4, 6.8))
-    assert SpeculationReport("block", "ragged", "chosen", rows=2).survival_rate == 0
+    assert total.conditional_acceptance == pytest.approx(2 / 3.4)
+    assert (total + total).acceptance_sums == pytest.approx((4, 6.8))
+    assert SpeculationReport("block", "ragged", "chosen", rows=2).conditional_acceptance == 0
 
 
 OTHER_BATCH = Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})

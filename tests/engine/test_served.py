@@ -26,9 +26,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from hf_specx import BatchStreamer, Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import check_inputs
-from hf_specx.engine.check_inputs import why_no_noise
-from hf_specx.engine.ranks import why_out_of_step
+from hf_specx.engine import reasons
+from hf_specx.engine.reasons import why_no_noise, why_out_of_step
 from hf_specx.models.slots import CACHE, unknown_cache
 
 
@@ -298,7 +297,7 @@ def test_noise_that_cannot_be_drawn_again(options: dict):
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.05) if options else SuffixDraft(), **options)
     expected = run(target, prompts(2), do_sample=True)
-    with patch.object(check_inputs, "NOISE_DEVICES", ()), pytest.warns(UserWarning, match="cannot redraw the noise"):
+    with patch.object(reasons, "NOISE_DEVICES", ()), pytest.warns(UserWarning, match="cannot redraw the noise"):
         assert torch.equal(run(target, prompts(2), do_sample=True, custom_generate=strategy), expected)
 
 

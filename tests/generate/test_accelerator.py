@@ -27,7 +27,7 @@ from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, Su
 
 
 MOST = 1.5  # waits of a round, and as many blocking sends
-SHORT, LONG = 8, 36
+SHORT, LONG = 8, 28
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 SAMPLED = {"do_sample": True, "top_k": 20}
 SEEDS = [5, 6, 7]
@@ -73,6 +73,16 @@ def called(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value() if callable(value) else value for name, value in settings.items()}
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "dspark": {},
+    "domino": {},
+    "dflash2": {"draft_vocab": None},
+    "dflash causal": {"causal": True, "extra": {"is_causal": True}},
+    "eagle3 with windows": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4},
+}
+
+
 @cache
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name in ("t5", "bart", "m2m_100"):
@@ -81,9 +91,9 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name == "gemma4":
         target = gemma4_target("E2B", vocab_size=VOCAB_SIZE, vocab_size_per_layer_input=VOCAB_SIZE)
         return target, assistant_of(target)
-    if name in ("eagle3", "dspark", "dflash2", "domino"):
+    if name in HEADS:
         target = tiny(num_hidden_layers=4)
-        head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=None if name == "dflash2" else 24)
+        head = random_head(name.split()[0], layer_ids=(1, 2, 3), **{"draft_vocab": 24} | HEADS[name])
         with TemporaryDirectory() as folder:
             return target, DraftHead.from_pretrained(write(head, Path(folder)), target=target)
     changes = {"three layers": {"num_hidden_layers": 3}, "few tokens": {"vocab_size": 12}}
@@ -129,6 +139,7 @@ def of_all(row: int, text: torch.Tensor) -> list[int]:
 
 GREEDY = {"do_sample": False}
 COUPLED = {"verification": "coupled"}
+TREE = {"tree": 12}
 MASKS = {"logits_processor": lambda: [Automaton(VOCAB_SIZE, 11, states=2, always=7)]}
 SYNTHID = {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
 OF_FEW = {"logits_processor": lambda: [Automaton(12, 11, states=2, always=7)]}  # no whole bytes
@@ -176,6 +187,9 @@ KINDS |= {
     "dspark": Kind("dspark"),
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "domino": Kind("domino"),
+    "domino, queue": Kind("domino", many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "dflash causal": Kind("dflash causal"),
+    "eagle3 with windows": Kind("eagle3 with windows", options=COUPLED),
     "dflash2": Kind("dflash2"),
     "dflash2, seeds": Kind("dflash2", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "dflash2, queue": Kind("dflash2", many=True, settings=SAMPLED | {"eos_token_id": 7}),
@@ -184,15 +198,65 @@ KINDS |= {
     "gemma4 assistant, packed": Kind("gemma4", options={"layout": "packed"} | COUPLED),
     "gemma4 assistant, queue": Kind("gemma4", many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "streamer": Kind(options={"streamer": RowCollector}),
+    "trees, greedy": Kind(options=TREE, settings=GREEDY),
+    "trees, sampled": Kind(options=TREE),
+    "trees, queue": Kind(options=TREE, many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "trees, seeds": Kind(options=TREE, settings=SAMPLED | {"seeds": SEEDS}),
+    "trees, masks": Kind(options=TREE, settings=GREEDY | MASKS, reads=True),
+    "trees, synthid": Kind(options=TREE, settings=SAMPLED | SYNTHID),
+    "trees, processors": Kind(
+        options=TREE, settings=SAMPLED | {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[3]]}
+    ),
+    "trees, list": Kind("few tokens", SUFFIX_OR_MODEL, TREE),
+    "trees, early exit": Kind("three layers", lambda model: EarlyExitDraft(2), TREE),
+    "trees, eagle3": Kind("eagle3", options=TREE),
+    "trees, dspark": Kind("dspark", options=TREE),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# what each of these would see of a layout or of a draft, two others see
+SLOW_KINDS = [
+    "padded, greedy",
+    "padded, block",
+    "packed, greedy",
+    "packed, coupled",
+    "lockstep, coupled",
+    "lockstep, block",
+]
+SLOW_KINDS += ["t5 lockstep", "bart lockstep", "masks, sampled", "synthid", "queue", "seeds"]
+SLOW_KINDS += ["dspark", "dflash2", "gemma4 assistant", "gemma4 assistant, padded"]
+SLOW_DEFAULTS = [
+    *SLOW_KINDS,
+    "ragged, greedy",
+    "ragged, coupled",
+    "m2m_100 lockstep",
+    "list",
+    "masks, suffix",
+    "criterion",
+]
+SLOW_DEFAULTS += [
+    "domino",
+    "dflash causal",
+    "eagle3 with windows",
+    "masks of functions, queue",
+    "queue, greedy",
+    "eagle3",
+    "dflash2, seeds",
+    "gemma4 assistant, packed",
+]
+
+
+def partly_slow(slow: list[str]) -> list[Any]:
+    """All kinds of calls, of which some are marked as slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] if kind in slow else []) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", partly_slow(SLOW_KINDS))
 def test_kinds(kind: str):
     holds(KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", partly_slow(SLOW_DEFAULTS))
 def test_torchs_defaults_change_nothing(kind: str):
     """A device and a dtype that are not the model's, as a script may set them; and its own as the default device."""
     call = KINDS[kind]

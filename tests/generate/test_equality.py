@@ -79,9 +79,9 @@ def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
 
 
 REDRAWN = {  # where noise comes back from a saved state of the generator
-    "at once": {(noise, "MOST_HELD"): 0},
-    "after a round": {(noise, "MOST_HELD"): 5 * 4 * VOCAB_SIZE * 4},
-    "from one of few states": {(noise, "MOST_HELD"): 0, (noise, "LATEST_STATES"): 2, (noise, "STATE_EVERY"): 4},
+    "at once": {(noise, "MAX_NOISE_BYTES"): 0},
+    "after a round": {(noise, "MAX_NOISE_BYTES"): 5 * 4 * VOCAB_SIZE * 4},
+    "from one of few states": {(noise, "MAX_NOISE_BYTES"): 0, (noise, "LATEST_STATES"): 2, (noise, "STATE_EVERY"): 4},
 }
 
 
@@ -104,7 +104,7 @@ def positions_off_by_one(self: RaggedRunner, batch: Batch, emitted: torch.Tensor
 
 def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], gained: list[int], stops: list[list[bool]]):
     lengths = CUT(self, batch, tokens, gained, stops)
-    for row in batch.table:
+    for row in batch.row_states:
         row.stopped_at = None if row.stopped_at is None else row.stopped_at + 1
     return [min(number + 1, most) for number, most in zip(lengths, gained, strict=True)]
 
@@ -113,11 +113,11 @@ def noise_of_another_row(self: CoupledVerifier, batch: Batch, probs: torch.Tenso
     return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
-MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedRunner._positions, Stopping.num_to_emit, CoupledVerifier.noise
+MASK, POSITIONS, CUT, NOISE = Masks.__call__, RaggedRunner._positions, Stopping.cut_at_stops, CoupledVerifier.noise
 FAULTS = {
     "mask": (Masks, "__call__", mask_off_by_one),
     "position": (RaggedRunner, "_positions", positions_off_by_one),
-    "stop": (Stopping, "num_to_emit", cut_one_late),
+    "stop": (Stopping, "cut_at_stops", cut_one_late),
     "noise": (CoupledVerifier, "noise", noise_of_another_row),
 }
 

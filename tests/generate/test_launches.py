@@ -59,3 +59,23 @@ def test_the_self_check_takes_six_plain_steps_once(dtype: torch.dtype):
     print(f"| self-check, {dtype} | {once:.1f} plain steps once, then {again:.1f} |")
     assert STEPS < once <= 6
     assert abs(again) < 0.01
+
+
+@pytest.mark.parametrize("nodes", [16, 64])
+def test_a_tree_launches_little_more_than_a_chain(nodes: int):
+    """What rounds of a tree launch more than those of a chain, of which some rows leave that of first choices."""
+    target, draft, totals = tiny(num_hidden_layers=32), tiny(num_hidden_layers=4, seed=1), []
+    with emulated():
+        there = on_device(target), on_device(draft)
+    with emulated() as device:
+        there[0](torch.zeros(3, 1, dtype=torch.int64, device="cuda:0"))
+    step = device.launches.total()
+    for tree in (False, nodes):
+        strategy = SpeculativeDecoding(there[1], num_draft_tokens=4, verification="coupled", tree=tree)
+        settings = {"pad_token_id": 0, "do_sample": True, "top_k": 20}
+        launches = launched(there[0], prompts(3), strategy, max_new_tokens=NEW_TOKENS, **settings)
+        totals.append(sum(launches.values()))
+    more = (totals[1] - totals[0]) / step
+    print(f"| {nodes} nodes | {more:.2f} plain steps more than a chain |")
+    assert max(strategy.report.accepted_per_rank[1:]) > 0
+    assert more <= 0.25

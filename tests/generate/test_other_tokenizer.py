@@ -20,7 +20,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
 from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.drafter import no_candidates
-from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OwnText
+from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerRunner
 from hf_specx.hub.pair_config import CONFIG_NAME
 
 
@@ -55,17 +55,17 @@ PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES)
 def read_again(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How far the draft's logits in each step are from those of a forward of all that it has read, without a cache."""
     distances = []
-    step = OwnText.decode_step
+    step = OtherTokenizerRunner.decode_step
 
-    def checked(text, batch, ahead, skipped=0):
-        logits = step(text, batch, ahead, skipped)
+    def checked(text, batch, ahead, num_unfed=0):
+        logits = step(text, batch, ahead, num_unfed)
         for index, row in enumerate(batch.rows):
-            plain = text.inner.model(text.own.row(row)[None]).logits[:, -1:]
+            plain = text.runner.model(text.draft_batch.row(row)[None]).logits[:, -1:]
             expected = text.vocabularies.logits(plain)[0]
             distances.append((logits[index] - expected).nan_to_num(0).abs().max().item())
         return logits
 
-    monkeypatch.setattr(OwnText, "decode_step", checked)
+    monkeypatch.setattr(OtherTokenizerRunner, "decode_step", checked)
     return distances
 
 
@@ -89,15 +89,15 @@ def test_equals_plain(kind: str, draft_kind: str, read_again: list[float]):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_draft_never_reads_its_text_again(rows: int):
-    """Over 500 tokens it is fed little more than what it drafts and what the target has put in other tokens."""
-    strategy, draft = made(), draft_of(KIND, OTHER, max_position_embeddings=600)
+    """Over 250 tokens it is fed little more than what it drafts and what the target has put in other tokens."""
+    strategy, draft = made(), draft_of(KIND, OTHER, max_position_embeddings=350)
     strategy.draft_model = draft
-    target = target_of(KIND, max_position_embeddings=600)
+    target = target_of(KIND, max_position_embeddings=350)
     with Forwards(draft) as forwards:
-        run(strategy, target, rows, max_new_tokens=500)
+        run(strategy, target, rows, max_new_tokens=250)
     _, *steps = forwards.lengths
     report = strategy.report
-    assert report.accepted > 50
+    assert report.accepted > 25
     # tokens of a row: each candidate, and in each round the last two of the text, of which one may be several
     assert sum(steps) < 4 * report.rounds + 4 * report.rounds
     assert sum(length > 4 for length in steps) < len(steps) / (10 if rows == 1 else 3)
@@ -197,7 +197,7 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(run(strategy), run())
     assert strategy.report.accepted > 0
     assert 0.5 < strategy.report.tokenizer_match["coverage"] < 0.6
-    monkeypatch.setattr(other_tokenizer, "ENOUGH_COMMON", 0.6)
+    monkeypatch.setattr(other_tokenizer, "MIN_COVERAGE", 0.6)
     with pytest.raises(ValueError, match="tokenizer_match='tokens'"):
         run(strategy)
     strategy.tokenizer_match = "tokens"

@@ -5,7 +5,7 @@ import torch
 from device import DEVICE, on_device
 from plain import generator_state
 
-from hf_specx.common.batch import Batch, Row
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.sampling.noise import ReplayedNoise
 from hf_specx.sampling.verifiers import CoupledVerifier, RejectionVerifier
 from hf_specx.sampling.verify import race
@@ -17,8 +17,8 @@ DTYPES = [torch.float32, torch.float64]
 
 
 def text(rows: int, seeds: list[int] | None = None, device: torch.device = DEVICE) -> Batch:
-    table = [Row(seed=seed) for seed in seeds or [None] * rows]
-    return Batch(torch.ones(rows, 4, dtype=torch.int64, device=device), None, 0, table=table)
+    table = [RowState(seed=seed) for seed in seeds or [None] * rows]
+    return Batch(torch.ones(rows, 4, dtype=torch.int64, device=device), None, 0, row_states=table)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,7 +45,9 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
         torch.manual_seed(0)
         noise = ReplayedNoise(rows, DEVICE, window)
         for position in (2, 0, 5, 2, 1, 5, 0):
-            assert torch.equal(noise.at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position])
+            assert torch.equal(
+                noise.vectors_at(list(range(rows)), [0] * rows, like, position)[:, 0], expected[position]
+            )
         noise.finish(4)
         assert torch.equal(torch.empty_like(expected[0]).exponential_(), expected[4])
 

@@ -28,8 +28,8 @@ def test_every_command_of_the_script_runs(tmp_path: Path):
     assert "passed" in (tmp_path / "tests.txt").read_text()
     asked = [line.split() for line in script.read_text().splitlines() if line.startswith("bench ")]
     rows = [line.split("|") for line in (tmp_path / "speed.md").read_text().splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if row[1].strip() not in ("contender", "---")]
+    rows = [row for row in rows if row[1].strip() not in ("method", "---")]
     assert len(rows) == 2 * sum(len(line[3:]) for line in asked), done.stderr[-4000:]  # batches of 1 and 8
-    for _, contender, *_, told, _ in rows:
-        why = UNAVAILABLE.get(contender.strip())
-        assert any(reason in told for reason in why) if why else not told.strip(), (contender, told)
+    for _, method, *_, told, _ in rows:
+        why = UNAVAILABLE.get(method.strip())
+        assert any(reason in told for reason in why) if why else not told.strip(), (method, told)

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from hf_specx.hub.flatten import PACKAGE, core_modules, imported, published_code
+from hf_specx.hub.flatten import (
+    ANY,
+    HEAD,
+    NO_HEAD,
+    OF_MANY_REQUESTS,
+    PACKAGE,
+    core_modules,
+    imported,
+    is_published,
+    published_code,
+)
 from hf_specx.hub.publish_code import NEEDS
 
 
@@ -55,26 +65,33 @@ def test_modules_for_evaluate_stand_alone(path: Path):
 
 
 def test_what_is_published_is_the_core():
-    """All rooms of a call, and what a call reads of a pair's files.
+    """All rooms of a call but queues of requests, and what a call reads of a pair's files.
 
     They need nothing but torch and transformers, which brings huggingface_hub.
     """
     reached = {module.path for module in core_modules()}
-    assert reached >= {path for path in FILES if room_of(path) in CORE and path.stem != "__init__"}
+    of_calls = {path for path in FILES if room_of(path) in CORE and path.stem != "__init__"}
+    assert of_calls - reached == {module.path for module in OF_MANY_REQUESTS}
     assert set(published_code()) == {*(room.replace("/", "_") for room in CORE), "hub", "generate"}
     for path in reached:
         assert imports(path)[1] <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
 
 
-def test_published_rooms_keep_every_line():
-    code = published_code()
-    for module in core_modules():
+@pytest.mark.parametrize("draft", [ANY, HEAD, NO_HEAD])
+def test_published_rooms_keep_every_line(draft: str):
+    """And what they lack is not imported: a stand-in has its name."""
+    code, modules = published_code(draft), core_modules(draft)
+    assert all(is_published(module, draft) for module in modules)
+    for module in modules:
         source = module.path.read_text()
+        lines = source.splitlines()
         for node in ast.parse(source).body if module.name != "pair_source" else ():
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                assert ast.get_source_segment(source, node) in code[module.published]
+                assert "\n".join(lines[node.lineno - 1 : node.end_lineno]) in code[module.published]
     for text in code.values():
         assert not re.search("^(from|import).*hf_specx[.]", text, re.MULTILINE)
+        for room in re.findall(r"^from [.](\w+) import", text, re.MULTILINE):
+            assert room in {*code, "pair_source"}
 
 
 def test_files_of_a_published_room_give_no_name_two_meanings():

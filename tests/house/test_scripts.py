@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_specx.bench.contenders import Contender
+from hf_specx.bench.timed_methods import TimedMethod
 from hf_specx.hub.flatten import PACKAGE
 
 
@@ -26,7 +26,7 @@ def test_training_replaces_nothing_but_a_pair(script, tmp_path: Path):
 
 def test_the_table_compares_like_with_like(script, monkeypatch, tmp_path: Path):
     """Assisted generation and ours have one draft, compiled ways stand beside compiled plain text; each is named."""
-    table, calls, call = script("speed_table"), [], Contender.__call__
+    table, calls, call = script("speed_table"), [], TimedMethod.__call__
 
     def noted(own, inputs, options):
         calls.append((own.name, own.draft))
@@ -36,7 +36,7 @@ def test_the_table_compares_like_with_like(script, monkeypatch, tmp_path: Path):
             own.strategy.compile = False
         return call(own, inputs, options)
 
-    monkeypatch.setattr(Contender, "__call__", noted)
+    monkeypatch.setattr(TimedMethod, "__call__", noted)
     kinds = (table.SAMPLED, table.COMPILED, table.COPY)
     monkeypatch.setattr(table, "CASES", [table.Case(kind, "float32", rows) for kind in kinds for rows in (1, 2)])
     run = table.measure(1, 4)

@@ -85,6 +85,8 @@ CASES = [
     ("both in the folder of the pair under ''; a draft needs", said("draft.subfolder", "")),
     ("num_draft_tokens is 1000000000, neither 'auto' nor an int from 0 to 64", said("num_draft_tokens", 10**9)),
     ("layout is 'os.system', none of auto", said("layout", "os.system")),
+    ("tree is 65, neither 'auto' nor false nor an int from 1 to 64", said("tree", 65)),
+    ("tree is True, neither 'auto' nor false nor an int", said("tree", True)),
     (r"table\['2'\]: draft is -1.0, no time; measure it anew with specx tune", costs(draft=-1.0)),
     (rf"{TIMES}\['5'\] is inf, which nothing measures", costs(target={"1": 1.0, "5": float("inf")})),
     (f"{TIMES} is .*, not for 1 and at least one more number", costs(target={"2": 1.0, "3": 2.0})),

@@ -25,7 +25,7 @@ from typer.main import get_command
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
-from hf_specx.hub.cards import known_card, render, write_cards
+from hf_specx.hub.cards import embedded_card, render, write_embedded_card
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import pair_as_it_is, save, write_folder
 
@@ -70,9 +70,8 @@ def two_ids() -> str:
 
 def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
     """All facts and figures of the embedded pair."""
-    rendered = {path.name: path.read_text(encoding="utf-8") for path in write_cards(tmp_path / "new")}
-    cards = [path for path in CARDS.iterdir() if path.stem != "README"]
-    assert rendered == {path.name: path.read_text(encoding="utf-8") for path in cards}
+    file = write_embedded_card(tmp_path / "new")
+    assert file.read_text(encoding="utf-8") == (CARDS / file.name).read_text(encoding="utf-8")
 
 
 def test_where_the_models_and_the_code_are():
@@ -232,7 +231,7 @@ def test_the_examples_of_other_pairs_run_as_they_stand(folder: Path):
     DraftTargetPair.embedded().tokenizer.save_pretrained(folder / "draft")
     two = PairConfig(ModelSource(str(folder)), ModelSource(str(folder / "draft")))
     of_pair = render(PairConfig.from_file(folder / CONFIG_NAME), str(folder))
-    for card in (known_card("embedded"), of_pair, render(two, "two models")):
+    for card in (embedded_card(), of_pair, render(two, "two models")):
         scope, outputs = run_examples(card)
         assert len(outputs) == 1
         assert (scope["pair"] if "pair" in scope else scope["strategy"]).report.rounds > 0
@@ -254,5 +253,8 @@ def test_a_measurement_says_how_text_was_drawn_and_how_sure_it_is():
     sure = measured(**drawn, interval_low=1.21, interval_high=1.58)
     less = measured(max_new_tokens=8, prompts=2, turns=9)
     card = render(full(measurements=[sure, less]), "org/pair")
-    assert "| 1.21 to 1.58 | 48 | temperature 0.7, top-p 0.9, top-k 50; 64 new tokens after 24 prompts |" in card
-    assert "| *not measured* | 9 | greedily; 8 new tokens after 2 prompts |" in card
+    assert (
+        "| 1.21 to 1.58 | 1.74 | 1.69 | 48 | temperature 0.7, top-p 0.9, top-k 50; 64 new tokens after 24 prompts |"
+        in card
+    )
+    assert "| *not measured* | 1.74 | 1.69 | 9 | greedily; 8 new tokens after 2 prompts |" in card

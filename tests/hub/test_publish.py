@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from head_files import random_head, write
 from hub_on_disk import HubOnDisk
 from hub_user import said, users
 from tiny import VOCAB_SIZE, near, tiny
@@ -181,3 +182,16 @@ def test_what_is_published_names_no_folder_and_has_its_licence(hub: HubOnDisk, t
     assert b"Apache License" in licence
     assert hub.files(NAME)["custom_generate/LICENSE"] == licence
     assert (tmp_path / "written" / "custom_generate" / "LICENSE").read_bytes() == licence
+
+
+def test_a_pair_with_a_model_has_no_code_of_heads(tmp_path: Path):
+    """Its calls do not miss it; whoever gives them a head, or asks for `use_mtp`, is told what to install."""
+    pair, folder = a_pair(), tmp_path / "pair"
+    save(pair, folder, with_code=True)
+    assert "class DraftHead" not in (folder / "custom_generate" / "drafting_heads.py").read_text()
+    loaded = {"custom_generate": str(folder), "trust_remote_code": True}
+    assert said(pair.target.generate, pair.target, **loaded) == expected(1)
+    head = write(random_head(vocab=VOCAB_SIZE, layer_ids=(0, 1, 2)), tmp_path / "head")
+    for options in ({"assistant_model": str(head)}, {"use_mtp": True}):
+        with pytest.raises(ImportError, match="pip install hf_specx"):
+            said(pair.target.generate, pair.target, **loaded, **options)

@@ -215,7 +215,7 @@ def test_measures_of_quality_share_the_level_and_too_few_texts_have_no_verdict()
     measures = {"length": cell | {"p_value": 1e-6}, "perplexity": cell | {"p_value": 0.5}}
     cases = (None, 1e-5), (measures, 1e-5), (measures, 1.5e-6)
     verdicts = [quality_line("token", *case).verdict for case in cases]
-    assert verdicts == ["not told", "failed", "passed"]
+    assert verdicts == ["not tested", "failed", "passed"]
 
 
 def test_what_is_said_of_a_distribution_fits_its_p_value():

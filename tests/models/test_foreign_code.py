@@ -20,8 +20,8 @@ from unheard import WRONG, Quantised, int8, quantised, replaced_attention, unhea
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.models import foreign_code
-from hf_specx.models.foreign_code import unproven
-from hf_specx.models.self_check import MOST_RESULTS, RESULTS
+from hf_specx.models.foreign_code import untested_traits
+from hf_specx.models.self_check import MAX_RESULTS, RESULTS
 
 
 NEW = {"max_new_tokens": 24, "do_sample": True, "top_k": 0}
@@ -139,7 +139,7 @@ def stored_in_eight_bits() -> PreTrainedModel:
 )
 def test_it_is_seen(build: Callable[[], PreTrainedModel]):
     target, strategy = build(), coupled(tiny(), 0.05)
-    assert unproven(target)
+    assert untested_traits(target)
     assert_plain(target, strategy, prompts(2), **NEW)
     assert strategy.report.layout == "plain"
 
@@ -151,7 +151,7 @@ def test_the_kernel_alone_would_not_be_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(OtherKernel, "forward", types.FunctionType(OtherKernel.forward.__code__, globals_))
     foreign_code.FOREIGN.pop(OtherKernel, None)
     target = quantised_by_transformers()
-    assert {trait.words for trait in unproven(target)} == {"its layers are quantised"}
+    assert {trait.words for trait in untested_traits(target)} == {"its layers are quantised"}
     foreign_code.FOREIGN.pop(OtherKernel, None)
 
 
@@ -169,7 +169,7 @@ def test_masks_of_others_are_seen():
     finally:
         AttentionMaskInterface.register("sdpa", sdpa_mask)
     assert strategy.report.layout == "plain"
-    assert not unproven(target)
+    assert not untested_traits(target)
 
 
 def steered(model: PreTrainedModel, output: torch.Tensor, coefficient: float) -> torch.Tensor:
@@ -440,6 +440,6 @@ def test_results_of_code_that_counts_its_calls_do_not_grow_without_end():
 
     calls = [0]
     target.lm_head.register_forward_hook(count)
-    for _ in range(MOST_RESULTS + 3):
+    for _ in range(MAX_RESULTS + 3):
         target.generate(**prompts(1), max_new_tokens=3, do_sample=False, custom_generate=strategy)
-    assert len(RESULTS[target]) == MOST_RESULTS
+    assert len(RESULTS[target]) == MAX_RESULTS

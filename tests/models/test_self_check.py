@@ -1,7 +1,6 @@
 """What no table knows is measured before its candidates count: wrong targets have plain's text, right ones a draft."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tiny import near, prompts, tiny
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import Request, SpeculativeDecoding
-from hf_specx.models.foreign_code import unproven
+from hf_specx.models.foreign_code import untested_traits
 from hf_specx.models.self_check import STEPS
 
 
@@ -39,7 +38,7 @@ def test_a_wrong_target_has_the_text_of_plain_generate(name: str, rows: int):
 @pytest.mark.parametrize("name", WRONG)
 def test_it_would_have_another_text_if_it_were_trusted(name: str, monkeypatch: pytest.MonkeyPatch):
     """So the faults are such that a text shows them."""
-    monkeypatch.setattr("hf_specx.engine.proven.unproven", lambda model: frozenset())
+    monkeypatch.setattr("hf_specx.engine.measured_target.untested_traits", lambda model: frozenset())
     target, strategy = WRONG[name](), coupled(tiny(), 0.1)
     settings = SAMPLED | {"max_new_tokens": 60, "eos_token_id": 3}  # so that rows leave the batch
     texts = []
@@ -74,7 +73,7 @@ def test_hooks_of_accelerate_are_trusted():
     for module in target.modules():
         if not list(module.children()):
             add_hook_to_module(module, AlignDevicesHook())
-    (trait,) = unproven(target)
+    (trait,) = untested_traits(target)
     assert "in no table" in trait.words
     strategy = coupled(tiny(), 0.05)
     assert_plain(target, strategy, prompts(3), **SAMPLED)
@@ -86,7 +85,7 @@ def test_an_adapter_of_peft_on_an_unknown_type():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     target = peft.get_peft_model(unheard_of(tiny()), config)
-    (trait,) = unproven(target.base_model.model)
+    (trait,) = untested_traits(target.base_model.model)
     assert "in no table" in trait.words
     strategy = coupled(tiny(), 0.05)
     assert_plain(target, strategy, prompts(3), **SAMPLED)
@@ -120,7 +119,7 @@ def test_it_is_measured_once_and_later_calls_are_as_those_of_a_trusted_one():
 def test_a_new_hook_is_measured_and_one_that_reads_only_is_not():
     target, strategy = tiny(), coupled(tiny(), 0.1)
     target.register_forward_hook(reads_only(lambda *_: None))
-    assert not unproven(target)
+    assert not untested_traits(target)
     passive = target.lm_head.register_forward_hook(lambda *_: None)
     assert_plain(target, strategy, **GREEDY)
     assert "hook" in strategy.report.layout_reason
@@ -152,9 +151,9 @@ def test_a_warning_says_why_and_how_to_silence_it():
         target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
 
 
-def test_registered_models_are_trusted(tmp_path: Any):
+def test_registered_models_are_trusted():
     for model_type in RIGHT:
-        assert not unproven(tiny(model_type))
+        assert not untested_traits(tiny(model_type))
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 64])

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from unheard import RIGHT, WRONG, unheard_of
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.common.architectures import LAYOUTS_OF, READS_WHOLE
-from hf_specx.models.foreign_code import unproven
+from hf_specx.common.architectures import LAYOUTS_OF, WINDOW_IN_CACHE
+from hf_specx.models.foreign_code import untested_traits
 from hf_specx.models.self_check import RESULTS, STEPS, Difference
 
 
@@ -71,7 +71,7 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
             target = unheard_of(tiny(model_type, seed=seed, **settings)).to(dtype)
             figures.setdefault("tiny", []).append(measured(target, random_prompts(seed)))
     for kind, model_type in zoo.model_types()[::4]:
-        if kind != "causal" or not LAYOUTS_OF.get(model_type) or model_type in READS_WHOLE:
+        if kind != "causal" or not LAYOUTS_OF.get(model_type) or model_type in WINDOW_IN_CACHE:
             continue  # these are not right, or read prompts in another way than they may be fed anew
         try:
             target = unheard_of(zoo.build(kind, model_type)).to(dtype)
@@ -79,7 +79,7 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
             target.generate(**inputs, do_sample=False, max_new_tokens=3)
         except Exception:  # plain `generate` cannot run it in this precision either
             continue
-        if not unproven(target):  # the config that counts has another class
+        if not untested_traits(target):  # the config that counts has another class
             continue
         figures.setdefault("registered types", []).append(measured(target, inputs))
     pair = DraftTargetPair.embedded()

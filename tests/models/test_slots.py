@@ -20,7 +20,7 @@ from hf_specx.models.slots import SlotCache, assemble
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
 def test_growth_keeps_what_was_written_and_is_rare(limit: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layers, "COPIED_BYTES", 0)
+    monkeypatch.setattr(layers, "MAX_COPIED_BYTES", 0)
     cache, text, buffers = SlotCache(limit), torch.arange(400.0).view(1, 1, 400, 1), []
     for start in range(0, 400, 5):
         cache.slots.set_write_slots(None, start, start + 5)
@@ -78,12 +78,12 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
     inputs, cached = prompts(3), []
     decode_tokens = ModelRunner.decode_tokens
 
-    def noted(self, batch, count, ahead, keep):
-        logits = decode_tokens(self, batch, count, ahead, keep)
+    def noted(self, batch, count, ahead, logits_to_keep):
+        logits = decode_tokens(self, batch, count, ahead, logits_to_keep)
         if self.model is target:
             for index, row in enumerate(batch.rows):
-                text, pads = batch.row(row)[:-1], self.width - batch.table[row].prompt_length
-                layers = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_columns(index, row)]
+                text, pads = batch.row(row)[:-1], self.width - batch.row_states[row].prompt_length
+                layers = [torch.cat(layer, -1)[:, pads:][:, : len(text)] for layer in self.row_keys_values(index, row)]
                 cached.append((row, batch.counts[row], text, layers))
         return logits
 

@@ -128,7 +128,7 @@ def test_embeddings_as_the_prompt(layout: str):
 def compared(draft: PreTrainedModel, done: Round) -> int:
     """How many greedy candidates there are, which have to be those of the draft alone for the text without images."""
     for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-        text = done.batch.row(row)[: done.batch.table[row].prompt_length + done.before[index]]
+        text = done.batch.row(row)[: done.batch.row_states[row].prompt_length + done.emitted_before[index]]
         words = text[text != IMAGE]
         for token in done.draft.tokens[index, :length]:
             scores = draft(words[None]).logits[0, -1].index_fill(0, torch.tensor([IMAGE]), -torch.inf)

@@ -21,7 +21,7 @@ from hf_specx.models import compiled, host_cache, ragged
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import prepare
 from hf_specx.models.runner import ModelRunner
-from hf_specx.models.slots import CACHE, MARGIN, columns_of
+from hf_specx.models.slots import CACHE, MARGIN, keys_values_of
 
 
 SPARE = 4  # slots beyond the window; a round of more than three candidates makes rings longer
@@ -165,7 +165,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
         for ahead in range(1, 8):
             runner.decode_step(batch, ahead)
         for row in range(2):
-            runner.crop(row, batch.counts[row])
+            runner.limit_computed_tokens(row, batch.counts[row])
 
 
 @pytest.mark.parametrize(("way", "short"), all_pairs(RAGGED, [0, 1]))
@@ -180,7 +180,7 @@ def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.M
     for _ in range(4):
         batch.emit(torch.randint(1, VOCAB_SIZE, (2, 5), generator=generator), [5, 5])
         expected = torch.cat([target(batch.row(row)[None]).logits[:, -5:] for row in range(2)])
-        logits = runner.decode_tokens(batch, 5, 0, keep=5)
+        logits = runner.decode_tokens(batch, 5, 0, logits_to_keep=5)
         assert torch.allclose(logits, expected, rtol=0, atol=1e-9) == (not short)
 
 
@@ -238,8 +238,8 @@ def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.M
     runner.prefill()
     for _ in range(2):
         batch.emit(torch.ones(2, 5, dtype=torch.int64), [5, 5])
-        runner.decode_tokens(batch, 5, 0, keep=5)
-    num_bytes = sum(x.untyped_storage().nbytes() for layer in columns_of(runner.cache) for x in layer)
+        runner.decode_tokens(batch, 5, 0, logits_to_keep=5)
+    num_bytes = sum(x.untyped_storage().nbytes() for layer in keys_values_of(runner.cache) for x in layer)
     assert num_bytes <= 1.3 * sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 

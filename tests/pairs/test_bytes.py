@@ -34,7 +34,7 @@ def test_ragged_rows_move_the_new_tokens_alone(heads: dict, remedy: bool, monkey
         return logits
 
     monkeypatch.setattr(ModelRunner, "decode_tokens", counted)
-    monkeypatch.setattr(layers, "COPIED_BYTES", 0)  # short texts of even rows are copied on a CPU
+    monkeypatch.setattr(layers, "MAX_COPIED_BYTES", 0)  # short texts of even rows are copied on a CPU
     if not remedy:
         monkeypatch.setattr(hf_specx.models.ragged, "grouped_queries", contextlib.nullcontext)
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, layout="ragged")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from counting import counting
+from gemma4_models import assistant_of, gemma4_target
 from head_files import random_head, write
 from other_tokens import pair_of
 from safetensors.torch import save_file
@@ -160,16 +161,26 @@ def pair(target, head_folder) -> DraftTargetPair:
     return pair
 
 
+FORMS = {  # of heads whose config says how their blocks are drafted
+    "dflash2": {"form": "z-lab 2"},
+    "domino": {"form": "domino"},
+    "dspark": {"form": "specforge dspark", "markov": "rnn"},
+    "dflash": {"form": "z-lab", "causal": True, "parts": {"causal_head": True}},
+}
+
+
 @pytest.fixture(scope="module")
-def selecting_head(target, tmp_path_factory) -> DraftHead:
-    folder = write(random_head("dflash2", vocab=SIZE), tmp_path_factory.mktemp("dflash2"), "z-lab 2")
-    return DraftHead.from_pretrained(folder, target=target)
+def block_pairs(target, tmp_path_factory) -> dict[str, DraftTargetPair]:
+    folder, pairs = tmp_path_factory.mktemp("heads"), {}
+    for kind, form in FORMS.items():
+        head = DraftHead.from_pretrained(write(random_head(kind, vocab=SIZE, **form), folder / kind), target=target)
+        pairs[kind] = DraftTargetPair(target, head, tiny_tokenizer())
+    return pairs
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash2"])
-def test_a_pair_is_saved_and_loaded_with_its_head(kind: str, pair, selecting_head, tmp_path: Path):
-    if kind == "dflash2":
-        pair = DraftTargetPair(pair.target, selecting_head, pair.tokenizer)
+@pytest.mark.parametrize("kind", ["eagle3", *FORMS])
+def test_a_pair_is_saved_and_loaded_with_its_head(kind: str, pair, block_pairs, tmp_path: Path):
+    pair = block_pairs.get(kind, pair)
     pair.save_pretrained(tmp_path / "pair")
     again = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert isinstance(again.draft, DraftHead)
@@ -178,6 +189,10 @@ def test_a_pair_is_saved_and_loaded_with_its_head(kind: str, pair, selecting_hea
     assert all(torch.equal(same[name], tensor) for name, tensor in pair.draft.state_dict().items())
     assert torch.equal(again.generate(**prompts(3), **GREEDY), plain(pair.target, 3))
     assert again.report.drafted > 0
+    if kind == "domino":
+        with pytest.raises(ValueError, match="Domino"):
+            vllm(again.config, str(tmp_path / "pair"))
+        return
     export = vllm(again.config, str(tmp_path / "pair"))
     assert export.speculative_config["method"] == {"dflash2": "dflash"}.get(kind, kind)
     assert any("z-lab's form" in remark for remark in export.remarks) == (kind == "dflash2")
@@ -203,12 +218,13 @@ def test_what_stands_in_place_of_a_draft_is_refused(target, tmp_path: Path):
         DraftTargetPair.from_pretrained(folder, draft=folder)
 
 
-def test_published_pairs_by_string(pair, selecting_head, tmp_path: Path):
+def test_published_pairs_by_string(pair, block_pairs, tmp_path: Path):
     """With what is published alone: transformers loads its code, and that the draft, its head and its tokenizer."""
     target, reports = predicting(), {}
     pairs = {"exit": EarlyExitDraft(1), "spoilt": with_trained_head(target), "suffix": SuffixDraft()}
     pairs = {name: DraftTargetPair(target, draft) for name, draft in pairs.items()}
-    pairs["dflash2"] = DraftTargetPair(pair.target, selecting_head, pair.tokenizer)
+    gemma = gemma4_target("E2B", vocab_size=48, vocab_size_per_layer_input=48)
+    pairs |= block_pairs | {"assistant": DraftTargetPair(gemma, assistant_of(gemma))}
     pairs |= {"eagle3": pair, "other tokenizer": pair_of("byte-level", "byte-level, other merges")}
     for name, published in pairs.items():
         folder = tmp_path / name
@@ -222,5 +238,5 @@ def test_published_pairs_by_string(pair, selecting_head, tmp_path: Path):
     assert reports["exit"].acceptance_rate > 0.9 > reports["spoilt"].acceptance_rate
     assert reports["eagle3"].num_draft_tokens == 4  # that of the call, not the pair's
     assert reports["eagle3"].drafted > 0 < reports["other tokenizer"].drafted
-    assert reports["dflash2"].drafted > 0
+    assert all(reports[kind].drafted > 0 for kind in (*FORMS, "assistant"))
     assert reports["other tokenizer"].tokenizer_match["match"] == "tokens"

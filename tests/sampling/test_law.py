@@ -130,7 +130,7 @@ class TakenAsDrawn(RejectionVerifier):
 def as_if_drawn(*args) -> Draft:
     """Wrong: given candidates are judged as if they had been drawn by the model, which was asked for other rows."""
     draft, drafts = joined(*args), args[1]
-    if draft.probs is None or draft.free is None:
+    if draft.probs is None or draft.model_free is None:
         return draft
     probs = drafts[-1].probs
     return draft._replace(probs=torch.nn.functional.pad(probs, (0, 0, 0, draft.tokens.shape[1] - probs.shape[1])))

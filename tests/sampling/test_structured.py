@@ -149,7 +149,7 @@ def test_each_row_may_have_a_grammar_of_its_own():
     options, strategy = {"max_new_tokens": NEW, "do_sample": False}, SpeculativeDecoding(pair().draft)
     make_new = lambda: {"logits_processor": [xgrammar.contrib.hf.LogitsProcessor(grammars)]}  # noqa: E731
     assert_plain(target, strategy, inputs, make_new, **options)
-    with pytest.raises(ValueError, match=r"4 compiled grammars for 3 rows"):
+    with pytest.raises(ValueError, match="3 rows"):
         target.generate(**inputs_of(3), **options, **make_new(), custom_generate=strategy)
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.processors import HEAD, Processors, TopTokensWarper, fuse_warpers
+from hf_specx.sampling.processors import NUM_TOP_TOKENS, Processors, TopTokensWarper, fuse_warpers
 
 
 VOCAB = 3000
@@ -68,7 +68,7 @@ def ties() -> torch.Tensor:
     """More than the head holds; stock keeps all tokens that tie with the last of the k."""
     scores = torch.zeros(2, VOCAB)
     scores[:, 7] = 1.0
-    scores[1, : 5 * HEAD] = 2.0
+    scores[1, : 5 * NUM_TOP_TOKENS] = 2.0
     return scores
 
 

@@ -82,13 +82,15 @@ def keeping_within(nats: float) -> Callable:
     def verify(verifier, batch, draft, scores):
         if isinstance(verifier, CoupledVerifier):
             probs, _ = distribution(scores)
-            verifier.dtype = probs.dtype
+            verifier.target_dtype = probs.dtype
             scores = probs.double().log() - verifier.noise(batch, probs, 0).double().log()
         best, undefined = scores.max(-1), torch.zeros(scores.shape[:2], dtype=torch.bool)
         candidates = draft.tokens
         near = scores[:, :-1].gather(-1, candidates[..., None])[..., 0] >= best.values[:, :-1] - nats
         choices = torch.cat([torch.where(near, candidates, best.indices[:, :-1]), best.indices[:, -1:]], 1)
-        return verify_match(candidates, choices, draft.proposed)._replace(overlap=near.float(), undefined=undefined)
+        return verify_match(candidates, choices, draft.is_candidate)._replace(
+            overlap=near.float(), undefined=undefined
+        )
 
     return verify
 
@@ -102,7 +104,7 @@ def keep_within(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
 def with_fresh_noise(verifier: CoupledVerifier, batch, draft, scores):
     probs, undefined = distribution(scores)
     choices = race(probs, verifier.noise(batch, probs, 0).flip(-1))  # that of other tokens
-    verdict = verify_match(draft.tokens, choices, draft.proposed)
+    verdict = verify_match(draft.tokens, choices, draft.is_candidate)
     return verdict._replace(overlap=verifiers.overlaps(probs, draft), undefined=undefined)
 
 

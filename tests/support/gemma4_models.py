@@ -6,10 +6,12 @@ takes the target's keys and states, and nothing of the assistant but its weights
 
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
@@ -86,7 +88,7 @@ def assistant_logits(
     """[V] of the candidate behind those that are `drafted`, -inf for tokens of other clusters.
 
     Args:
-        read: what the target gives for the text, see `target_read`.
+        read: what the target gives for the text, see `targets_read`.
         text: [n + 1], of which the target has read all but the last.
         keys, position, window: what wrong variants add: to the keys that are seen, the position, the window.
     """
@@ -113,10 +115,19 @@ def assistant_logits(
 
 
 @torch.no_grad()
-def target_read(target: PreTrainedModel, text: Sequence[int]) -> Any:
-    """States and keys of the target for a text [n + 1], without a cache."""
-    ids = torch.tensor([list(text)])
-    return target(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+def targets_read(target: PreTrainedModel, texts: Sequence[Sequence[int]]) -> list[Any]:
+    """States and keys of the target for each text [n + 1], of one forward; pads behind a text change nothing."""
+    if not texts:
+        return []
+    ids = pad_sequence([torch.tensor(list(text)) for text in texts], batch_first=True)
+    read = target(ids, output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+    return [
+        SimpleNamespace(
+            hidden_states=[read.hidden_states[-1][row, None]],
+            shared_kv_states={kind: [x[row, None] for x in pair] for kind, pair in read.shared_kv_states.items()},
+        )
+        for row in range(len(texts))
+    ]
 
 
 @cache

@@ -224,11 +224,11 @@ def _convolved(weights: dict, name: str, read: Tensor, x: Tensor, side: int) -> 
     base, projection = weights[f"{name}base_kernel"], weights[f"{name}kernel_projection.weight"]
     taps, width = base.shape[1:]
     groups = len(projection) // (2 * taps)
+    dynamic = (read @ projection.T).view(len(x), 2, taps, groups)[:, side].repeat_interleave(width // groups, -1)
+    kernels = base[side] + dynamic  # of each slot and tap
     y = torch.zeros_like(x)
-    for slot in range(len(x)):
-        dynamic = (projection @ read[slot]).view(2, taps, groups)
-        for tap in range(min(taps, slot + 1)):
-            y[slot] += (base[side, tap] + dynamic[side, tap].repeat_interleave(width // groups)) * x[slot - tap]
+    for tap in range(taps):  # the first slots have no others before them
+        y[tap:] += kernels[tap:, tap] * x[: len(x) - tap]
     return y
 
 

@@ -1,7 +1,7 @@
 """Stands for the python of `scripts/gpu.sh`: what it is given runs on the emulated accelerator, with tiny models.
 
 Of each test the first case runs. What captures graphs or needs Triton cannot run: the tests of compiled forwards are
-skipped by themselves, and contenders whose forwards we compile are refused.
+skipped by themselves, and methods whose forwards we compile are refused.
 """
 
 import sys

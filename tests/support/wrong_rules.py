@@ -68,7 +68,7 @@ class Restarted(RejectionVerifier):
         return super().verify(batch, draft, scores)
 
     def restart(self, batch, *names):
-        for row in batch.table:
+        for row in batch.row_states:
             generators = self.noise_of(row)
             for name in names:
                 generators[name].manual_seed(generators[name].initial_seed())

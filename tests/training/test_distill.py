@@ -173,35 +173,33 @@ def test_a_token_is_never_written(tmp_path, form: str):
 WRONG = {
     "prompts has no prompts": {"prompts": []},
     "prompt 2 of prompts is empty": {"prompts": [[1, 2], []]},
-    "prompt 1 of prompts is 1; give a string, or ints": {"prompts": [1, 2]},
-    "prompts='text' is no list of prompts": {"prompts": "text"},
-    "prompts are texts and there is no tokenizer": {"prompts": ["text"]},
-    r"prompt 1 of prompts is \[1, 'a'\]; give a string, or ints": {"prompts": [[1, "a"]]},
-    "prompt 1 of prompts has 120 tokens, and with 12 new ones it is beyond the 128 positions": {
-        "prompts": [[1] * 120]
-    },
-    "prompt 1 of prompts has the id 48, and LlamaForCausalLM has 48 tokens": {"prompts": [[48]]},
-    "too few prompts: 1 to hold out .* and 2 to train on; give 20 or more, so that": {"prompts": some_prompts(3)},
-    "held_out=1.5 is no share between 0 and 1": {"held_out": 1.5},
-    "draft='org/model' is no model; load one": {"draft": "org/model"},
-    "layers=2 leaves out no layer of LlamaForCausalLM, which has 2": {"draft": "layers:2"},
-    "the target scores 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
-    "the two tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},
-    "training={'nonsense': 1} is refused by TrainingArguments: got an unexpected": {"training": {"nonsense": 1}},
-    "gradient_checkpointing': ...}: a head is too": {"draft": "eagle3", "training": {"gradient_checkpointing": True}},
-    "lora=4: a head is small": {"draft": "eagle3", "lora": 4},
-    "T5ForConditionalGeneration is an encoder-decoder": {"target": "t5"},
-    "loss='kl' is unknown; choose one of jsd, total_variation": {"loss": "kl"},
-    "do_sample=False draws nothing": {"do_sample": False, "top_p": 0.9},
-    "batch_size=2.5 is not an int": {"batch_size": 2.5},
-    "seed=4294967296 is not an int of 0 or more, and below 2": {"seed": 2**32},
-    "learn_from_prompts='yes' is neither True nor False": {"learn_from_prompts": "yes"},
-    "lora=0 is no rank": {"lora": 0},
-    "learning_rate='1e-3' is no number above 0": {"learning_rate": "1e-3"},
-    "training=3 is neither a TrainingArguments nor a dict": {"training": 3},
-    "'max_steps'.*is set by distill": {"training": TrainingArguments(max_steps=5)},
-    "'fsdp'.*the draft is whole on each device": {"training": {"fsdp": "full_shard"}},
-    "no argument 'phasez'; did you mean 'phases'": {"phasez": 3},
+    "prompt 1 of prompts is 1;": {"prompts": [1, 2]},
+    "prompts='text'": {"prompts": "text"},
+    "no tokenizer": {"prompts": ["text"]},
+    r"\[1, 'a'\]": {"prompts": [[1, "a"]]},
+    "128 positions": {"prompts": [[1] * 120]},
+    "id 48": {"prompts": [[48]]},
+    "too few prompts": {"prompts": some_prompts(3)},
+    "held_out=1.5": {"held_out": 1.5},
+    "draft='org/model'": {"draft": "org/model"},
+    "layers=2": {"draft": "layers:2"},
+    "48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
+    "tokenizers differ": {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer(["other words"])},
+    "nonsense": {"training": {"nonsense": 1}},
+    "gradient_checkpointing": {"draft": "eagle3", "training": {"gradient_checkpointing": True}},
+    "lora=4": {"draft": "eagle3", "lora": 4},
+    "encoder-decoder": {"target": "t5"},
+    "loss='kl'": {"loss": "kl"},
+    "do_sample=False": {"do_sample": False, "top_p": 0.9},
+    "batch_size=2.5": {"batch_size": 2.5},
+    "seed=4294967296": {"seed": 2**32},
+    "learn_from_prompts='yes'": {"learn_from_prompts": "yes"},
+    "lora=0": {"lora": 0},
+    "learning_rate='1e-3'": {"learning_rate": "1e-3"},
+    "training=3": {"training": 3},
+    "max_steps": {"training": TrainingArguments(max_steps=5)},
+    "fsdp": {"training": {"fsdp": "full_shard"}},
+    "did you mean 'phases'": {"phasez": 3},
 }
 
 
@@ -228,7 +226,7 @@ def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
 def test_a_launch_that_shards_models(monkeypatch, name: str):
     """Refused before transformers makes its arguments, which change what every later model is loaded by."""
     monkeypatch.setenv(name, "true")
-    with pytest.raises(ValueError, match="accelerate launch was told to shard models"):
+    with pytest.raises(ValueError, match="accelerate launch"):
         trained(progress=pytest.fail)
     assert not is_deepspeed_zero3_enabled()
 
@@ -239,5 +237,5 @@ def test_an_offloaded_target():
     cpu_offload(target, torch.device("cpu"))
     result, plain = trained(target=target, phases=1), trained(phases=1)
     assert result.alphas == pytest.approx(plain.alphas, abs=1e-4)
-    with pytest.raises(ValueError, match="'layers:1': the target has weights that are offloaded"):
+    with pytest.raises(ValueError, match="offloaded"):
         trained(target=target, draft="layers:1")

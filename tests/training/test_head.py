@@ -14,6 +14,7 @@ from zoo import build
 
 from hf_specx import DraftHead, DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.drafts import NEW_HEADS
+from hf_specx.drafting.heads.dflash2 import NOT_SELECTED
 from hf_specx.training.draft import Learner
 from hf_specx.training.head import DRAFT_EVERY, HeadDraft, new_head
 from hf_specx.training.losses import Predicted
@@ -33,7 +34,9 @@ FORMS = {
     "dspark rnn, narrow": {"markov": "rnn", "width": 16, "confidence": True, "block": 4},
     "dspark with a window": WINDOW,
     "dflash with a window of blocks": WINDOW | {"window_non_causal": True},
+    "dflash2": {"layers": 2, "multiplier": 1.5, "softcap": 2.0, "embedding_scale": 0.5},
 }
+KINDS = ("eagle3", "dspark", "dflash2")
 TEXTS = [Text([3, 9, 27], [1, 8, 5, 40, 7, 2]), Text([5], [6, 7, 30]), Text([4, 4], [9])]
 
 
@@ -46,12 +49,20 @@ def outputs_of(learner: Learner, texts: list[Text]) -> TargetOutputs:
 
 
 def predicted(learner: Learner, draw: int | None = None) -> tuple[dict[tuple[int, int], torch.Tensor], Predicted]:
-    """The logits of a head for the texts, by row and step, and all of its predictions."""
+    """The logits of a head for the texts, by row and step, and all of its predictions.
+
+    Those of tokens that a selector has not selected are -inf.
+    """
     draws = None if draw is None else [draw] * len(TEXTS)
     with torch.no_grad():
         predictions = learner.predict(learner.trained, TEXTS, outputs_of(learner, TEXTS), draws)
     rows_steps = zip(predictions.rows.tolist(), predictions.steps.tolist(), strict=True)
-    return dict(zip(rows_steps, predictions.logits, strict=True)), predictions
+    logits = predictions.logits
+    logits = logits.masked_fill(logits < -NOT_SELECTED / 2, -torch.inf)
+    if predictions.selected is not None:
+        chosen, scores = predictions.selected.ids, predictions.selected.logits
+        logits = torch.full_like(logits, -torch.inf).scatter(1, chosen, scores)
+    return dict(zip(rows_steps, logits, strict=True)), predictions
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,7 +91,7 @@ def test_it_learns_from_the_drafts_that_it_would_make(form: str, tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize("kind", NEW_HEADS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_draft_is_learned_in_one_of_so_many_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By the number that is drawn for a text; however many drafts there are at once."""
     target = tiny(num_hidden_layers=8, initializer_range=0.2)
@@ -149,14 +160,19 @@ def test_a_head_from_nothing(kind: str, loss: str, tmp_path: Path):
     assert report.mean_acceptance_length == pytest.approx(result.tokens_after.value, abs=0.15)
 
 
-@pytest.mark.parametrize("kind", NEW_HEADS)
-def test_a_head_that_was_given_is_trained_further(kind: str):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_was_given_is_trained_further(kind: str, tmp_path: Path):
     """It is left as it was; so is the target."""
-    start = trained(draft=kind, phases=1)
-    target, head = start.pair.models[0], start.pair.draft
+    target, head = tiny(initializer_range=0.2), kind
+    if kind == "dflash2":  # a random one
+        folder = write(random_head(kind, layer_ids=(0, 1), top_k=12), tmp_path)
+        head = DraftHead.from_pretrained(folder, target=target)
+    else:
+        start = trained(target=target, draft=kind, phases=1)
+        head = start.pair.draft
     before = weights(target), weights(head)
     result = trained(target=target, draft=head, phases=1)
-    assert result.before.value == pytest.approx(start.after.value, abs=1e-6)
+    assert kind == "dflash2" or result.before.value == pytest.approx(start.after.value, abs=1e-6)
     assert result.gain.low > 0
     assert same(weights(target), before[0])
     assert same(weights(head), before[1])
@@ -212,7 +228,7 @@ def test_a_head_without_an_output_of_its_own(tmp_path: Path):
 def test_a_head_of_another_kind_is_refused(tmp_path: Path):
     target = tiny(num_hidden_layers=8)
     head = DraftHead.from_pretrained(write(random_head("peagle"), tmp_path), target=target)
-    with pytest.raises(ValueError, match="a head of kind 'peagle' cannot be trained here"):
+    with pytest.raises(ValueError, match="peagle"):
         trained(target=target, draft=head)
 
 

@@ -66,6 +66,24 @@ def test_the_target_has_the_distribution_that_generate_draws_from(options):
     torch.testing.assert_close(token_probs(recipe, logits), torch.cat(out.scores).softmax(-1))
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_selector_learns_as_over_all_tokens(name: str):
+    """Of which those that it does not select have no chance; the loss of the logits by which it selects is added."""
+    recipe, generator = TrainingRecipe(loss=name, temperature=0.7), torch.Generator().manual_seed(0)
+    target_logits, unary = 2 * torch.randn(2, 6, 9, generator=generator)
+    tokens = unary.topk(3, -1).indices
+    scores = torch.randn(6, 3, generator=generator).requires_grad_()
+    selected = Predicted(scores, torch.arange(6), ids=tokens)
+    losses = losses_of(recipe, target_logits, predictions(unary)._replace(selected=selected))
+    whole = torch.full((6, 9), -1e4).scatter(1, tokens, scores)
+    expected = losses_of(recipe, target_logits, predictions(unary)) + losses_of(
+        recipe, target_logits, predictions(whole)
+    )
+    gradients = [torch.autograd.grad(values.sum(), scores)[0] for values in (losses, expected)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 1e-2
+
+
 def predictions(logits: torch.Tensor) -> Predicted:
     return Predicted(logits, torch.arange(len(logits)))
 

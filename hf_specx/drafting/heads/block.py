@@ -88,7 +88,10 @@ class Block(Body):
 
 
 class MarkovHead(nn.Module):
-    """What the previous token adds to the logits of a candidate: a product of two tables, which may be gated."""
+    """What the previous token adds to the logits of a candidate: its row of `markov_w1` times `markov_w2`.
+
+    The row may be gated by the state of the candidate, or by that of a recurrent unit.
+    """
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -106,7 +109,7 @@ class MarkovHead(nn.Module):
         Args:
             logits: [R, V_d], of the candidate.
             states: [R, H], of the same.
-            previous: [R, r], what the first table has for the previous token.
+            previous: [R, r], the row of `markov_w1` for the previous token.
             memory: [R, r], behind the candidate before; None for the first one.
         """
         if self.kind == "gated":

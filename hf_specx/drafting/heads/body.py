@@ -1,4 +1,4 @@
-"""What the layers of every kind of head do in one round: tensors in, tensors out, so that torch can compile them."""
+"""`Body`: what the layers of every kind of head do in a round, in tensors alone, so that torch can compile them."""
 
 from typing import Any
 
@@ -13,7 +13,9 @@ AdjustedLogits = tuple[torch.Tensor, Any, torch.Tensor | None]  # logits, the ca
 
 
 class Body(nn.Module):
-    """The layers of a head, without the embedding and the output that it may share with the target.
+    """The layers of a head, without its embedding and its output, which may be the target's.
+
+    It is to a `DraftHead` what `LlamaModel` is to `LlamaForCausalLM`.
 
     The inputs of a step are entries, which the layers read at one slot each: context entries with the target's states
     [R, m, W] of accepted tokens, and behind them draft entries, such as masks. Most kinds also read embedded tokens

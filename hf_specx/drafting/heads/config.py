@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "domino": "DominoDraftModel",
     "medusa": "MedusaModel",
 }
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of drafts that are no heads
 EAGLE_KINDS = ("eagle3", "peagle")
 BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino")
 # fields of `HeadConfig` that `config.json` has under their own names
@@ -79,13 +80,13 @@ class HeadConfig(PreTrainedConfig):
     mask_embedding: bool = False  # whether the head has a vector of its own for it
     block_size: int | None = None  # positions of a block
     sample_from_anchor: bool = False  # whether the first of them, the last token, proposes one as well
-    markov_rank: int = 0  # of the tables by which the previous token adds to logits; 0 is none
+    markov_rank: int = 0  # of the matrices by which the previous token adds to logits; 0 is none
     markov_head_type: str = "vanilla"
     confidence_head: bool = False  # whether the head says how sure it is of a candidate
     confidence_head_with_markov: bool = False  # and looks at the previous token for that
     conv_kernel_size: int = 0  # of DFlash2: positions of a block that a convolution joins
     conv_group_size: int = 0  # channels that share what is added to a kernel
-    selector_rank: int = 0  # of the tables by which the previous token chooses
+    selector_rank: int = 0  # of the codebooks by which the previous token chooses
     selector_top_k: int = 0  # tokens of most logits, among which it chooses
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0  # 0 is none

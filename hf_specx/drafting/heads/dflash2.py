@@ -37,11 +37,14 @@ class DFlash2(Block):
     def adjust_logits(
         self, logits: Any, states: torch.Tensor, previous: torch.Tensor, carried: Any, with_confidence: bool
     ) -> AdjustedLogits:
+        logits = self.selecting_logits(logits)
+        return self.candidate_selector(logits, states, previous[:, 0]), carried, None
+
+    def selecting_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., V] of the output's logits [..., V]: those by which the selector selects, scaled and capped."""
         logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
-        return self.candidate_selector(logits, states, previous[:, 0]), carried, None
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class ConvolvedLayer(HeadLayer):
@@ -93,7 +96,10 @@ def convolved(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 class CandidateSelector(nn.Module):
-    """What the previous token says of each of the best tokens, by the state: a product of two tables."""
+    """What the previous token adds to the logits of the best tokens: its row of one codebook times theirs of another.
+
+    The product is weighted by the state of the candidate.
+    """
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -108,10 +114,17 @@ class CandidateSelector(nn.Module):
         The tokens that are not selected keep their order, far behind: where a grammar allows none of the selected,
         the row proposes one of them.
         """
+        top_tokens, scores = self.select(logits, states, previous)
+        return (logits - NOT_SELECTED).scatter(-1, top_tokens, scores)
+
+    def select(
+        self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [R, K] of most logits, and their logits [R, K] with what the previous tokens add."""
         top_logits, top_tokens = logits.topk(self.top_k, -1)
         query = self.predecessor_codebook[previous] * self.hidden_projection(states)
         added = (self.successor_codebook[top_tokens] * query[:, None]).sum(-1)
-        return (logits - NOT_SELECTED).scatter(-1, top_tokens, top_logits + added.to(top_logits.dtype))
+        return top_tokens, top_logits + added.to(top_logits.dtype)
 
 
 def is_dflash2(raw: dict[str, Any], weights: Weights) -> bool:

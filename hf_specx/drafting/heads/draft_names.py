@@ -15,12 +15,14 @@ from hf_specx.common.model_files import check_layers, check_links, check_model, 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
-from .formats import is_head
+from .detect_head import is_head
+from .gemma4 import AssistantDraft
 from .head import DraftHead
 from .load_checked import load_model
 
 
 MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of Gemma 4's small drafts
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 
@@ -57,6 +59,14 @@ def with_loaded_drafts(draft: Any, target: PreTrainedModel) -> Any:
         check_head(str(draft), model)
         drafts_by_name[str(draft)] = model
     return drafts_by_name[str(draft)]
+
+
+def with_assistant_drafts(draft: Any) -> Any:
+    """A draft, or a list of drafts, with assistants of Gemma 4 as drafts that read the target's keys."""
+    if isinstance(draft, list | tuple):
+        return [with_assistant_drafts(part) for part in draft]
+    is_model = isinstance(draft, PreTrainedModel)
+    return AssistantDraft(draft) if is_model and draft.config.model_type in ASSISTANTS else draft
 
 
 def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:

@@ -104,7 +104,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.admit(context.batch, context.batch.rows)
 
     def _make_runner(self, context: DraftContext) -> Any:
-        expected_slots = self.target.width + min(self.target.prompt.longest, ROOM)
+        expected_slots = self.target.width + min(self.target.prompt.max_new_tokens_now, ROOM)
         owner = self.owner if context.compiled else None
         return HeadRunner(self.body, len(context.batch.rows), expected_slots, owner)
 
@@ -120,7 +120,7 @@ class HeadDrafter(SampledCandidateGenerator):
             return no_candidates(batch)
         self.num_candidates = self.runner.padded_candidates(max(limits))
         self.confidences = []
-        return self._confident_part(super().propose(batch, limits))
+        return super().propose(batch, limits)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first of which the head itself is not sure; it was not looked at."""
@@ -140,7 +140,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if position_ids is not None and (position_ids.ndim < 3 or len(rows) < num_rows):
             position_ids = None  # only images have positions that do not follow from slots
         for row in rows:
-            number = max(1, min(batch.table[row].prompt_length, states.shape[1])) - 1
+            number = max(1, min(batch.row_states[row].prompt_length, states.shape[1])) - 1
             self.num_computed_tokens[row] = self.num_prompt_states[row] = number
         first = self.target.first_position
         if first is None:
@@ -170,24 +170,24 @@ class HeadDrafter(SampledCandidateGenerator):
         batch = done.batch
         states = done.forward.hidden[:, : max(done.emitted)]
         computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in done.rows]
-        starts = [before - number for before, number in zip(done.before, computed, strict=True)]
+        starts = [before - number for before, number in zip(done.emitted_before, computed, strict=True)]
         if self.pending_states is not None and any(starts):
             columns = torch.arange(states.shape[1], device=states.device)
             index = to_device_async(starts, states.device)[:, None] + columns
             padded = nn.functional.pad(self.pending_states, (0, 0, 0, states.shape[1]))
             states = padded.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
         self.pending_states = states
-        if done.stay is not None:
+        if done.keep_indices is not None:
             waiting = [row for row in batch.rows if row in self.pending_prompts]
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
-            self.pending_states = states.index_select(0, done.stay.to(states.device))
-            self.runner.gather_rows(done.stay)
+            self.pending_states = states.index_select(0, done.keep_indices.to(states.device))
+            self.runner.gather_rows(done.keep_indices)
         if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
             self._append_pending_states(batch)
 
-    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
-        for index in range(ahead - skipped, ahead + 1):
+    def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; for the `num_unfed` ones before these there were none."""
+        for index in range(ahead - num_unfed, ahead + 1):
             if index == 0:
                 self.first_step(batch)
             previous = batch.last(1, index) if index else self.last_tokens
@@ -214,12 +214,12 @@ class HeadDrafter(SampledCandidateGenerator):
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
         self.last_tokens = batch.last(1)
-        extent = max(computed) + width + num_draft_entries + 1
+        kv_length = max(computed) + width + num_draft_entries + 1
         slots = first_slots + step
         if (
             num_draft_entries and min(pending) < width
         ):  # padding of shorter rows goes to the last slot, which is unseen
-            context_slots = torch.where(step < num_new, slots, extent - 1)
+            context_slots = torch.where(step < num_new, slots, kv_length - 1)
             draft_slots = slots - width + num_new
             slots = torch.where(step < width, context_slots, draft_slots)
         for row, number in zip(batch.rows, pending, strict=True):
@@ -228,7 +228,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.draft_states, self.draft_logits = [], []
         starts = batch.ends - to_device_async(pending, batch.ids.device)
         embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
-        mapping = self._slot_mapping(slots, extent, num_draft_entries if self.body.drafts_block else 0)
+        mapping = self._slot_mapping(slots, kv_length, num_draft_entries if self.body.drafts_block else 0)
         self._add_output(self.runner("first_step", mapping, embedded, states, newest, self.num_candidates))
 
     def _prefill_prompts(self, batch: Batch) -> None:
@@ -275,15 +275,15 @@ class HeadDrafter(SampledCandidateGenerator):
     def _next_step(self, batch: Batch, index: int, previous: torch.Tensor) -> None:
         """Have the state of candidate `index`, behind the previous ones [R, 1]."""
         slots = self.end_slots + (index - 1)
-        extent = max([self.num_computed_tokens[row] for row in batch.rows]) + index
+        kv_length = max([self.num_computed_tokens[row] for row in batch.rows]) + index
         self._add_output(
-            self.runner("next_step", self._slot_mapping(slots, extent), self.embed(previous), self.carried)
+            self.runner("next_step", self._slot_mapping(slots, kv_length), self.embed(previous), self.carried)
         )
 
-    def _slot_mapping(self, slots: torch.Tensor, extent: int, block_size: int = 0) -> SlotMapping:
+    def _slot_mapping(self, slots: torch.Tensor, kv_length: int, block_size: int = 0) -> SlotMapping:
         """That of entries of the decoding rows in these slots."""
         positions = slots + self.position_offset[self.row_index]
-        return SlotMapping(slots, positions, extent, block_size, self.row_numbers[: len(slots)])
+        return SlotMapping(slots, positions, kv_length, block_size, self.row_numbers[: len(slots)])
 
     def shifted_tokens(self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int) -> torch.Tensor:
         """[r, width] of the text, from columns [r] on: the tokens behind those of the entries' states."""
@@ -305,7 +305,7 @@ class HeadDrafter(SampledCandidateGenerator):
         if num_masks and self.mask is None:
             tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
         embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
-        if num_masks and self.mask is not None:  # a row of the table, which may scale its rows
+        if num_masks and self.mask is not None:  # a row of the embedding matrix, which Gemma scales
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
             embedded = torch.cat([embedded, mask.expand(len(embedded), num_masks, -1)], 1)
         return embedded

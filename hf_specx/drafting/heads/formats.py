@@ -1,6 +1,6 @@
 """The published formats of draft heads: whatever the form of their files, as one config and one set of tensors.
 
-A new format is an entry in one of the tables here, or in `tensors.NAMES`; a new kind of network is a `Body` too.
+A new format is an entry in one of the constants here, or in `tensors.NAMES`; a new kind of network is a `Body` too.
 """
 
 import re
@@ -14,24 +14,12 @@ from hf_specx.common.checkpoints import HUB, find_file, read_config, read_pickle
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
-from .config import BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
+from .config import ASSISTANTS, BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
 from .dflash2 import dflash2_fields, is_dflash2
 from .domino import domino_fields
 from .tensors import Weights, check_vocabulary, medusa_sizes, pairs_to_halves, with_standard_names
 
 
-HEAD_TENSORS = re.compile(
-    r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
-)
-HEAD_OPTIONS = {
-    "speculators_model_type",
-    "medusa_num_heads",
-    "eagle_config",
-    "dflash_config",
-    "draft_vocab_size",
-    "target_layer_ids",
-    "dspark_config",
-}
 CONFIG_PARTS = ("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config")
 GIVE_LAYER_IDS = "give layer_ids=, where 0 is the embeddings and l the output of l layers"
 CHOOSE_PLAIN = "choose an EAGLE-3, DFlash or DSpark head of plain Llama or Qwen3 layers"
@@ -108,7 +96,7 @@ TENSOR_OF_FIELD = {  # fields that say whether there is a tensor
 }
 MARKOV_TYPE_OF_TENSOR = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
 FIELDS_OF_CONFIG = ("norm_before_residual", "markov_head_type")  # which tensors do not show
-LAYOUTS = {"anchor": True, "fill-in": False}  # whether the first position of a block proposes a token too
+LAYOUTS = {"anchor": True, "fill-in": False}  # of a block: whether the last token in front of the masks proposes too
 OVERRIDES = ("layer_ids", "layout", "norm_output", "use_last_layernorm", "is_causal", "partial_rotary_factor")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
@@ -122,12 +110,14 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
         name: a folder, or an id on the Hub.
         target: the model whose states it reads.
         **loading: `HUB`, and what is to hold in place of what the files say, or leave open:
-            layer_ids: 0 is the embeddings, l the output of l layers.
-            layout: "anchor" if the first place of a block proposes the next token, "fill-in" if each proposes its own.
-            is_causal: whether a place of a block sees none behind itself.
+            layer_ids: the states of the target that it reads; 0 is the embeddings, l the output of l layers.
+            layout: which positions of a block propose. With "fill-in" each mask proposes the token in its own
+                position; with "anchor" the last token in front of them (the anchor) and each mask propose the token
+                behind theirs, one more in all.
+            is_causal: whether a position of a block sees none behind itself.
             norm_output: whether the state that EAGLE-3 feeds back is the normed one.
-            use_last_layernorm: whether its scores are of the normed one.
-            partial_rotary_factor: which part of the channels turns.
+            use_last_layernorm: whether its logits are computed of the normed one.
+            partial_rotary_factor: the part of each attention head's channels that is rotated.
 
     Raises:
         ValueError: the files are no head, or none for this target; it says what is wrong.
@@ -163,20 +153,6 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
         isinstance(factor, int | float) and 0 < factor <= 1,
         f"partial_rotary_factor={factor!r}: give a number above 0, at most 1.",
     )
-
-
-def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
-    """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
-    by_tensors = any(HEAD_TENSORS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
-    architectures = str(raw.get("architectures"))
-    named_head = re.search("eagle3|dflash|dspark|medusa", architectures, re.IGNORECASE)
-    by_config = bool(HEAD_OPTIONS & raw.keys()) or named_head
-    require(
-        by_tensors or not by_config,
-        f"{name} is ambiguous: its config.json is that of a draft head, and its tensors are none of one; load it "
-        "yourself, by DraftHead.from_pretrained(...) or as a model.",
-    )
-    return by_tensors
 
 
 class FormatReader:
@@ -307,7 +283,7 @@ class FormatReader:
         return {"is_causal": causal is True, "sliding_window_non_causal": causal is False}
 
     def _rope_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """How positions rotate channels: a part of these only if rope_dim says so, or the user.
+        """The fields on rotary positions: a part of the channels is rotated only if rope_dim says so, or the user.
 
         The layers that heads are trained with ignore partial_rotary_factor beside unscaled positions.
         """
@@ -320,7 +296,7 @@ class FormatReader:
         rope_dim = head_dim if rope_dim is None else rope_dim
         self.need(
             is_int(rope_dim) and 0 < rope_dim <= head_dim and rope_dim % 2 == 0,
-            f"turns {brief(rope_dim)} of the {head_dim} channels of a head; it needs an even number of them.",
+            f"rotates {brief(rope_dim)} of the {head_dim} channels of an attention head; it needs an even number.",
         )
         if self.first_value(ROPE_HALVES_OPTIONS) is False:
             pairs_to_halves(self.weights, head_dim, int(rope_dim * rope.get("partial_rotary_factor", 1)))
@@ -328,10 +304,15 @@ class FormatReader:
 
     def _check_supported(self) -> None:
         """Raise ValueError for what would change the head's forward and is not supported, by its name."""
+        model_type = self.raw.get("model_type", "")
+        self.need(
+            model_type not in ASSISTANTS,
+            f"is of type {model_type}, a model that drafts and no head; give its name, or the model that "
+            "AutoModelForCausalLM.from_pretrained loads, to SpeculativeDecoding as draft_model.",
+        )
         for parts, feature, remedy in UNSUPPORTED_TENSORS:
             tensor = next((weight for weight in sorted(self.weights) if any(part in weight for part in parts)), None)
             self.need(tensor is None, f"has {feature} ({tensor}), which are not supported; {remedy}.")
-        model_type = self.raw.get("model_type", "")
         self.need(
             not str(model_type).startswith("gemma"),
             f"is for {model_type}, whose blocks are not supported; {CHOOSE_PLAIN}.",
@@ -567,11 +548,12 @@ class FormatReader:
             return LAYOUTS[self.overrides["layout"]]
         stated = self.first_value(ANCHOR_OPTIONS)
         anchor = kind == "dspark" and not self.is_of_speculators if stated is None else bool(stated)
-        layout = "anchor" if anchor else "fill-in"
+        layout, other = ("anchor", "fill-in") if anchor else ("fill-in", "anchor")
         self.need(
             num_proposed != (block_size - 1 if anchor else block_size),
-            f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, and its places are those "
-            f"of layout={layout!r} ({brief(stated)}); give layout='anchor' or 'fill-in'.",
+            f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, which is the number of "
+            f"layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {layout!r}; give "
+            f"layout={layout!r} if it proposes fewer than it could, and layout={other!r} if it was trained so.",
         )
         return anchor
 

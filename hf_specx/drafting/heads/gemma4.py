@@ -21,17 +21,8 @@ from hf_specx.models.runner import SharedKeys
 from .layers import to_device_of
 
 
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # their text models
 UNLIKELY = -1e30  # a logit that gives probability 0 beside any other; among such alone, all tokens have the same
-
-
-def with_assistant_drafts(draft: Any) -> Any:
-    """A draft, or a list of drafts, with assistants of Gemma 4 as drafts that read the target's keys."""
-    if isinstance(draft, list | tuple):
-        return [with_assistant_drafts(part) for part in draft]
-    is_model = isinstance(draft, PreTrainedModel)
-    return AssistantDraft(draft) if is_model and draft.config.model_type in ASSISTANTS else draft
 
 
 class AssistantDraft(Drafter):
@@ -39,7 +30,7 @@ class AssistantDraft(Drafter):
 
     has_probs = True
     needs_hidden = True
-    hidden_of_all = False
+    all_prompt_hidden = False
 
     def __init__(self, assistant: PreTrainedModel):
         self.assistant = assistant
@@ -112,7 +103,7 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     source = "assistant"
     needs_hidden = True
-    hidden_of_all = False
+    all_prompt_hidden = False
 
     def __init__(self, assistant: Any, embedding: Any, layers: dict[str, int]):
         super().__init__(None)  # type: ignore[arg-type]
@@ -146,12 +137,12 @@ class AssistantDrafter(SampledCandidateGenerator):
         states = done.forward.hidden
         last = to_device_async([max(1, number) - 1 for number in done.emitted], states.device)[:, None, None]
         self.newest_states = states.gather(1, last.expand(-1, -1, states.shape[2]))
-        if done.stay is not None:
-            self.newest_states = self.newest_states.index_select(0, done.stay.to(states.device))
+        if done.keep_indices is not None:
+            self.newest_states = self.newest_states.index_select(0, done.keep_indices.to(states.device))
 
-    def decode_step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates; for the `skipped` ones before these there were none."""
-        for index in range(ahead - skipped, ahead + 1):
+    def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; for the `num_unfed` ones before these there were none."""
+        for index in range(ahead - num_unfed, ahead + 1):
             if index == 0:
                 self._read_shared_keys(batch)
             states = self._next_step(batch.last(1, index))

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specx.common.devices import to_device
 from hf_specx.models.attention import tiled
-from hf_specx.models.slots import Columns
+from hf_specx.models.slots import LayersKeysValues
 
 from .config import HeadConfig
 
@@ -21,7 +21,7 @@ class SlotMapping(NamedTuple):
 
     slots: torch.Tensor  # [r, q], of the cache
     positions: torch.Tensor  # [r, q], in the text
-    extent: int  # no slot from this one on is seen
+    kv_length: int  # no slot from this one on is seen
     block_size: int = 0  # how many of the last see each other, in layers without a window or as the config says
     rows: torch.Tensor | None = None  # [r], of the cache; None if these are all
 
@@ -38,9 +38,9 @@ class HeadCache:
         mapping: where the entries of this forward go.
     """
 
-    def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: Columns, mapping: SlotMapping):
+    def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: LayersKeysValues, mapping: SlotMapping):
         self.config, self.buffers = config, buffers
-        self.slots, positions, self.extent, self.block_size, rows = mapping
+        self.slots, positions, self.kv_length, self.block_size, rows = mapping
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         self.masks: dict[str, torch.Tensor] = {}
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
@@ -51,7 +51,7 @@ class HeadCache:
         if layer_type not in self.masks:
             window = self.config.sliding_window
             queries = self.slots[:, -self.block_size :, None][:, None]
-            keys = torch.arange(self.extent, device=queries.device)
+            keys = torch.arange(self.kv_length, device=queries.device)
             sliding = layer_type == "sliding_attention" and window is not None
             sees_block = self.block_size and not self.config.is_causal
             sees_block = sees_block and (not sliding or self.config.sliding_window_non_causal)
@@ -70,7 +70,7 @@ class HeadCache:
         for buffer, new in ((keys, key), (values, value)):
             buffer[self.rows[:, None], :, self.slots] = new.to(buffer.dtype)
         rows = slice(None) if len(self.rows) == len(keys) else self.rows
-        return keys[rows, :, : self.extent], values[rows, :, : self.extent]
+        return keys[rows, :, : self.kv_length], values[rows, :, : self.kv_length]
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[r, q, n * H * D] of queries [r, q, n * H, D], with the keys and values [r, m, H, D] of all entries."""

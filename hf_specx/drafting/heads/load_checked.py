@@ -24,7 +24,7 @@ from hf_specx.common.checkpoints import Files, read_config
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import AGAIN, check_size
 
-from .formats import is_head
+from .detect_head import is_head
 from .head import DraftHead
 
 

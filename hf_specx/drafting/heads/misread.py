@@ -47,9 +47,9 @@ class MisreadWatch:
         lengths = [length if drafted_by == source else 0 for length, drafted_by in drafts]
         if any(lengths):
             self.first_drafted += sum(length > 0 for length in lengths)
-            accepted = [number for number, length in zip(done.accepted, lengths, strict=True) if length]
+            accepted = [number for number, length in zip(done.first_accepted, lengths, strict=True) if length]
             self.first_accepted += sum(number > 0 for number in accepted)
-            self.rounds.append(Proposed(done.draft.tokens, lengths, list(done.rows), list(done.before)))
+            self.rounds.append(Proposed(done.draft.tokens, lengths, list(done.rows), list(done.emitted_before)))
 
     def forget_rows(self, rows: list[int]) -> None:
         """Leave out what was proposed for these rows, where other texts come in."""
@@ -90,7 +90,7 @@ class MisreadWatch:
         for proposed in self.rounds:
             num_columns = proposed.tokens.shape[1]
             for row, length, before in zip(proposed.rows, proposed.lengths, proposed.before, strict=True):
-                text = batch.table[row].emitted
+                text = batch.row_states[row].emitted_ids
                 for column in range(num_columns):
                     token, index = next(tokens), before + column + shift
                     # the first position of a block may be trained for nothing

@@ -192,7 +192,7 @@ class MtpCache(SlotCache):
     def __call__(self, method: str, mapping: SlotMapping, *inputs: Any) -> Any:
         """What this method of the body returns."""
         self.positions = mapping.positions
-        self.slots.set_write_slots(mapping.slots, 0, mapping.extent + 1, mapping.rows)
+        self.slots.set_write_slots(mapping.slots, 0, mapping.kv_length + 1, mapping.rows)
         return getattr(self.body, method)(self, *inputs)
 
     def padded_candidates(self, number: int) -> int:
@@ -202,7 +202,7 @@ class MtpCache(SlotCache):
         return width
 
     def store(self, name: Any, values: torch.Tensor) -> torch.Tensor:
-        """Write values [r, q, N] of entries; returns all that these rows have by the name, [r, extent, N]."""
+        """Write values [r, q, N] of entries; returns all that these rows have by the name, [r, kv_length, N]."""
         number = self.layer_numbers.setdefault(name, self.num_recomputed + 1 + len(self.layer_numbers))
         return self.update(values[:, None], values[:, None, :, :0], number)[0][:, 0]
 
@@ -216,7 +216,7 @@ class MtpCache(SlotCache):
         self.entry_slots = torch.cat([earlier_slots, new_slots], 1)
         columns = self.entry_slots.clamp(min=0)
         self.positions = (self.positions - new_slots)[:, :1] + columns
-        unseen = self.slots.extent - 1
+        unseen = self.slots.kv_length - 1
         self.slots.index = rows, torch.where(self.entry_slots < 0, unseen, self.entry_slots)
         row_index = torch.arange(len(new_slots), device=new_slots.device)[:, None]
         return all_states[row_index, columns], all_tokens[row_index, columns]
@@ -235,7 +235,7 @@ class MtpCache(SlotCache):
         """[r, 1, q, S], additive: entries see their own slot and those before it."""
         assert self.slots.index is not None
         queries = self.slots.index[1][:, None, :, None]
-        keys = torch.arange(self.slots.extent, device=queries.device)
+        keys = torch.arange(self.slots.kv_length, device=queries.device)
         visible = keys <= queries
         if window is not None:
             visible = visible & (keys > queries - window)
@@ -247,7 +247,7 @@ class MtpCache(SlotCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys there are, and the position of the first."""
-        return self.slots.extent, layer_idx + 1
+        return self.slots.kv_length, layer_idx + 1
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """What a convolution has read: it is given by `update_conv_state`."""

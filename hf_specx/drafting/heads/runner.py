@@ -12,7 +12,7 @@ from hf_specx.models.compiled_forwards import (
     length_bucket,
     row_bucket,
 )
-from hf_specx.models.slots import MARGIN, Columns, Pool, copy_buffers
+from hf_specx.models.slots import MARGIN, LayersKeysValues, Pool, copy_buffers
 
 from .body import Body
 from .layers import HeadCache, Rotary, SlotMapping
@@ -42,7 +42,7 @@ class HeadRunner:
         self.rows = rows if self.forwards is None else row_bucket(rows)
         num_layers = config.num_hidden_layers if body.has_attention else 0
         empty = weight.new_zeros(1, config.num_key_value_heads, 0, config.head_dim)
-        self.buffers: Columns = [(empty, empty)] * num_layers
+        self.buffers: LayersKeysValues = [(empty, empty)] * num_layers
 
     @property
     def capacity(self) -> int:
@@ -63,11 +63,11 @@ class HeadRunner:
         """Context entries of a forward where rows have up to `width`; compiled, as after a round, padded."""
         return width if self.forwards is None else length_bucket(max(width, self.most_candidates + 1))
 
-    def gather_rows(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']."""
-        self.rows = len(stay) if self.forwards is None else self.rows
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Keep only the rows at indices `keep_indices` [R']."""
+        self.rows = len(keep_indices) if self.forwards is None else self.rows
         if self.capacity:
-            self._reallocate(self.capacity, stay)
+            self._reallocate(self.capacity, keep_indices)
 
     def _reallocate(self, capacity: int, index: torch.Tensor | None = None) -> None:
         """Have the rows at `index`, or all, in buffers of this size."""
@@ -79,8 +79,8 @@ class HeadRunner:
 
     def __call__(self, method: str, mapping: SlotMapping | None, *inputs: Any) -> Any:
         """What this method of the body returns, for entries in these slots if it takes any."""
-        if mapping is not None and self.buffers and self.capacity < mapping.extent:
-            self._reallocate(capacity_bucket(max(mapping.extent, self.expected_slots)))
+        if mapping is not None and self.buffers and self.capacity < mapping.kv_length:
+            self._reallocate(capacity_bucket(max(mapping.kv_length, self.expected_slots)))
         if self.forwards is not None and method != "append_context":
             return self._call_compiled(self.forwards, method, mapping, *inputs)
         return head_forward(self.body, method, self.rotary, self.buffers, mapping, *inputs)
@@ -95,7 +95,7 @@ class HeadRunner:
             self._reallocate(self.capacity)
         sizes: tuple[Any, ...] = ()
         if mapping is not None:
-            sizes = self.capacity or capacity_bucket(mapping.extent), mapping.block_size
+            sizes = self.capacity or capacity_bucket(mapping.kv_length), mapping.block_size
             mapping = SlotMapping(with_idle_rows(mapping.slots, rows), with_idle_rows(mapping.positions, rows), *sizes)
         padded = [with_idle_rows(x, rows) if isinstance(x, torch.Tensor) else x for x in inputs]
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in padded)
@@ -111,7 +111,7 @@ def with_idle_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def head_forward(
-    model: Body, method: str, rotary: Rotary, buffers: Columns, mapping: SlotMapping | None, *inputs: Any
+    model: Body, method: str, rotary: Rotary, buffers: LayersKeysValues, mapping: SlotMapping | None, *inputs: Any
 ) -> tuple[Any, ...]:
     """A method of the layers over buffers of fixed size; no value in it has to be known before it runs."""
     cache = () if mapping is None else (HeadCache(model.config, rotary, buffers, mapping),)

@@ -84,10 +84,10 @@ def check_tensors(name: str | Path, kind: str, expected: Weights, weights: Weigh
 
 
 def check_vocabulary(name: str | Path, config: HeadConfig, weights: Weights) -> None:
-    """Raise ValueError if a head has tokens that the target lacks, or needs tables of the target that do not fit it.
+    """Raise ValueError if a head has tokens that the target lacks, or an embedding or output of the target of no fit.
 
-    Where its tokens are not all of the target's, the tables that say which they are, `d2t` and `t2d`, are among the
-    weights afterwards, and else not.
+    Where its tokens are not all of the target's, `d2t` and `t2d`, which say which they are, are among the weights
+    afterwards, and else not.
     """
     width, target_width = config.hidden_size, config.target_hidden_size
     for part, is_own in (("embed_tokens", config.own_embeddings), ("lm_head", config.own_head)):

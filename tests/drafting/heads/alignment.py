@@ -1,6 +1,7 @@
 """Whether a head proposes what it must: each candidate of each round beside the reference, over the whole text."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from head_files import TinyHead, write
 from head_reference import confidences, head_logits, target_states
 from plain import assert_plain
 from tiny import tiny
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specx import DraftHead, SpeculativeDecoding
@@ -42,21 +44,23 @@ class Aligned:
     """
 
     def __init__(self, head: TinyHead, target: PreTrainedModel, cut: float = 0.0, most: int = 3, prefix: int = 0):
-        self.head, self.target, self.cut, self.most, self.prefix = head, target, cut, most, prefix
+        self.head, self.target, self.cut, self.most, self.prefix = in_doubles(head), target, cut, most, prefix
         self.compared, self.wrong = 0, list[str]()
         self.lengths: list[list[int]] = []
 
     def observe(self, done: Round) -> None:
         self.lengths.append(list(done.draft.lengths))
+        texts: dict[int, list[int]] = {}
         for index, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-            if length or (self.cut and done.before[index]):  # nothing is known behind a prompt alone
+            if length or (self.cut and done.emitted_before[index]):  # nothing is known behind a prompt alone
                 text = done.batch.row(row)
-                text = text[: done.batch.table[row].prompt_length + done.before[index]]
-                self._compare(done, index, text.tolist(), length)
+                texts[row] = text[: done.batch.row_states[row].prompt_length + done.emitted_before[index]].tolist()
+        for (row, text), states in zip(texts.items(), self.states(texts), strict=True):
+            self._compare(done, done.rows.index(row), text, states)
 
-    def _compare(self, done: Round, index: int, text: list[int], length: int) -> None:
-        self.row = done.rows[index]
-        drafted, states = done.draft.tokens[index, :length].tolist(), self.states(text)
+    def _compare(self, done: Round, index: int, text: list[int], states: Any) -> None:
+        self.row, length = done.rows[index], done.draft.lengths[index]
+        drafted = done.draft.tokens[index, :length].tolist()
         for place in range(length):
             logits = self.logits(text, states, drafted[:place])
             self.compared += 1
@@ -68,9 +72,9 @@ class Aligned:
             if not right:
                 self.wrong.append(f"round {len(self.lengths)}, row {self.row}, candidate {place}")
         if self.cut:
-            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.table[self.row].limit - 1
+            embeddings, wanted = self.target.get_input_embeddings().weight, done.batch.row_states[self.row].limit - 1
             sure = confidences(self.head, embeddings, text, states, [*drafted, 0])[: self.most] >= self.cut
-            wanted = min(self.most, wanted - done.before[index])
+            wanted = min(self.most, wanted - done.emitted_before[index])
             assert sure[:wanted].tolist() == [True] * length + [False] * (wanted > length)
 
     def check(self, least: int = 0) -> None:
@@ -78,16 +82,28 @@ class Aligned:
         assert self.compared > least
         assert not self.wrong, self.wrong
 
-    def states(self, text: Sequence[int]) -> list[torch.Tensor]:
-        ids = self.head.layer_ids or [None]
-        states = target_states(self.target, ids, torch.tensor([list(text[:-1])]))
-        return [state[0, self.prefix :] for state in states]
+    def states(self, texts: dict[int, list[int]]) -> list[Any]:
+        """What the target gives for the texts of rows but their last tokens; pads behind a text change nothing."""
+        if not texts:
+            return []
+        ids = pad_sequence([torch.tensor(text[:-1]) for text in texts.values()], batch_first=True)
+        by_layer = target_states(self.target, self.head.layer_ids or [None], ids)
+        lengths = [len(text) - 1 for text in texts.values()]
+        return [[state[index, self.prefix : length] for state in by_layer] for index, length in enumerate(lengths)]
 
     def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
         table = self.target.get_input_embeddings()
         embeddings = table.weight * getattr(table, "embed_scale", 1.0)  # of Gemma
         output = self.target.get_output_embeddings().weight
         return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
+
+
+def in_doubles(head: Any) -> Any:
+    """A head whose weights the reference does not have to convert for each candidate."""
+    if not isinstance(head, TinyHead):
+        return head
+    weights = {name: value.double() if value.is_floating_point() else value for name, value in head.weights.items()}
+    return replace(head, weights=weights)
 
 
 def loaded(head: TinyHead, folder: Path, target: PreTrainedModel, **loading: Any) -> DraftHead:

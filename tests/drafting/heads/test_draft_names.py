@@ -68,7 +68,7 @@ def test_a_revision_is_that_of_the_hub(target, folders, tmp_path, monkeypatch, n
     strategy = SpeculativeDecoding(f"org/{name}@v1", num_draft_tokens=2)
     target.generate(**prompts(2), max_new_tokens=4, custom_generate=strategy)
     assert type(strategy.draft_model).__name__ == CLASSES[name]
-    refused(target, f"org/{name}@v2", rf"org/{name} has no config\.json here, nor on the Hub if that can be reached")
+    refused(target, f"org/{name}@v2", r"no config\.json")
 
 
 def changed(folder: Path, to: Path, **config) -> Path:
@@ -82,15 +82,15 @@ def changed(folder: Path, to: Path, **config) -> Path:
 
 
 REFUSED = [  # what is changed of which files, and what is said
-    ("model", {"draft_vocab_size": 48}, r"is ambiguous.*DraftHead\.from_pretrained"),
-    ("model", {"attn_implementation": "org/kernel"}, r"names code for parts of the model"),
-    ("model", {"attn_implementation": {"": "org/kernel"}}, r"names code for parts of the model"),
-    ("model", {"experts_implementation": {"text_config": ["org/kernel@v1"]}}, r"names code for parts of the model"),
-    ("model", {"_attn_implementation_internal": "org/kernel:it"}, r"names code for parts of the model"),
-    ("model", {"transformers_weights": "../x.safetensors"}, r"which was not checked"),
-    ("model", {"num_hidden_layers": 3}, r"lacks .* of the model's weights"),
-    ("model", {"num_hidden_layers": 5}, r"numbers in its weights, and the model of its config"),
-    ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, r"without code of its own"),
+    ("model", {"draft_vocab_size": 48}, "ambiguous"),
+    ("model", {"attn_implementation": "org/kernel"}, "names code"),
+    ("model", {"attn_implementation": {"": "org/kernel"}}, "names code"),
+    ("model", {"experts_implementation": {"text_config": ["org/kernel@v1"]}}, "names code"),
+    ("model", {"_attn_implementation_internal": "org/kernel:it"}, "names code"),
+    ("model", {"transformers_weights": "../x.safetensors"}, "not checked"),
+    ("model", {"num_hidden_layers": 3}, "lacks"),
+    ("model", {"num_hidden_layers": 5}, "numbers in its weights"),
+    ("model", {"model_type": "new", "auto_map": {"AutoConfig": "code.New"}}, "code of its own"),
     ("head", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping"),
 ]
 
@@ -109,7 +109,7 @@ def test_no_code_is_asked_for(target, folders, tmp_path: Path, monkeypatch):
     for number, kernel in enumerate(("org/kernel", {"": "org/kernel"})):
         folder = changed(folders["model"], tmp_path / str(number), attn_implementation=kernel)
         for load in (DraftTargetPair, lambda target, draft: DraftTargetPair.from_pretrained("embedded", draft=draft)):
-            with pytest.raises(ValueError, match="names code for parts of the model"):
+            with pytest.raises(ValueError, match="names code"):
                 load(target, str(folder))
     assert asked == []
 
@@ -140,18 +140,18 @@ def test_models_in_pickles_and_pairs_are_refused(target, folders, tmp_path: Path
     folder = changed(folders["model"], tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(tiny(seed=1).state_dict(), folder / "pytorch_model.bin")
-    refused(target, folder, r"cannot be loaded as a model.*safetensors")
+    refused(target, folder, "safetensors")
     folder = changed(folders["model"], tmp_path / "pair")
     (folder / "specx_config.json").write_text("{}")
-    refused(target, folder, r"is a pair; give its draft, as .*/draft")
+    refused(target, folder, "is a pair")
 
 
 MEANINGLESS = {
-    "org/no-such-draft": r"org/no-such-draft has no config\.json",
-    "sufix": "means nothing; did you mean 'suffix'",
-    "exit2": "means nothing; give one of: suffix",
-    "exits": "stands for several numbers of layers",
-    "head:model": "is a model and no head; leave head: out",
+    "org/no-such-draft": r"no config\.json",
+    "sufix": "did you mean 'suffix'",
+    "exit2": "means nothing",
+    "exits": "several numbers",
+    "head:model": "leave head: out",
 }
 
 

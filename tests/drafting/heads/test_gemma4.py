@@ -9,7 +9,7 @@ import torch
 from alignment import GREEDY, SAMPLED, Aligned
 from automaton import Automaton
 from enumerated import ENOUGH, exact_distribution, first_tokens, p_values
-from gemma4_models import KINDS, ORDERED, VOCAB_SIZE, assistant_logits, assistant_of, gemma4_target, target_read
+from gemma4_models import KINDS, ORDERED, VOCAB_SIZE, assistant_logits, assistant_of, gemma4_target, targets_read
 from many import assert_alone, requests
 from plain import assert_plain
 from tiny import tiny
@@ -50,8 +50,8 @@ class Beside(Aligned):
         super().__init__(assistant, target)  # type: ignore[arg-type]
         self.variant = variant
 
-    def states(self, text: Sequence[int]) -> Any:
-        return target_read(self.target, text)
+    def states(self, texts: dict[int, list[int]]) -> list[Any]:
+        return targets_read(self.target, list(texts.values()))
 
     def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> torch.Tensor:
         return assistant_logits(self.head, self.target, states, text, drafted, **self.variant)
@@ -70,8 +70,14 @@ def watched(strategy: SpeculativeDecoding, *models: PreTrainedModel, **variant: 
     return watch
 
 
-@pytest.mark.parametrize("layout", ["ragged", "packed", "padded", "lockstep"])
-@pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = ("ragged", "packed", "padded", "lockstep")
+IN_LAYOUTS = [("E2B", layout) for layout in LAYOUTS] + [("12B", "ragged"), ("31B", "ragged")]
+IN_SLOW_LAYOUTS = [
+    pytest.param(kind, layout, marks=pytest.mark.slow) for kind in ("12B", "31B") for layout in LAYOUTS[1:]
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [*IN_LAYOUTS, *IN_SLOW_LAYOUTS])
 def test_candidates_of_ragged_rows(kind: str, layout: str):
     """Greedy and sampled, through windows and rollbacks; in lockstep windows lack a key, as in transformers' cache."""
     target, assistant = pair(kind)
@@ -109,8 +115,12 @@ def test_a_target_under_eager_attention():
     watch.check(50)
 
 
-@pytest.mark.parametrize("variant", WRONG)
-@pytest.mark.parametrize("kind", ["12B", "E2B"])
+SHARED = ("the key of the next token is seen", "a position earlier")  # of a target that shares keys
+SEEN = [("12B", variant) for variant in WRONG] + [("E2B", variant) for variant in SHARED]
+SEEN_SLOWLY = [pytest.param("E2B", variant, marks=pytest.mark.slow) for variant in WRONG if variant not in SHARED]
+
+
+@pytest.mark.parametrize(("kind", "variant"), [*SEEN, *SEEN_SLOWLY])
 def test_wrong_variants_are_rejected(kind: str, variant: str):
     target, assistant = pair(kind)
     strategy = SpeculativeDecoding(assistant, num_draft_tokens=3, verification="block")
@@ -133,7 +143,7 @@ def test_the_computation_is_that_of_transformers(kind: str, monkeypatch: pytest.
     assistant.generation_config.num_assistant_tokens = 4
     target.generate(left_padded(1)["input_ids"], **GREEDY, assistant_model=assistant)
     text, drafted, logits = next(proposal for proposal in seen if proposal[1])
-    read = target_read(target, text)
+    (read,) = targets_read(target, [text])
     for place in range(4):
         expected = assistant_logits(assistant, target, read, text, drafted[:place], position=1, window=1)
         assert torch.allclose(logits[0, place].double(), expected, atol=1e-3)
@@ -156,7 +166,7 @@ def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
     target, assistant = pair()
     for number in ("auto", 4):
         strategy = SpeculativeDecoding(assistant, num_draft_tokens=number, verification="coupled")
-        compared = assert_plain(target, strategy, left_padded(rows), **settings | {"max_new_tokens": 40})
+        compared = assert_plain(target, strategy, left_padded(rows), **settings | {"max_new_tokens": 30})
     assert compared.forwards < compared.plain or settings is GREEDY
     assert strategy.report.accepted > 0
 
@@ -305,15 +315,13 @@ def refused(message: str, target: PreTrainedModel, assistant: PreTrainedModel) -
 
 def test_what_does_not_fit_is_refused_by_name():
     target, assistant = pair()
-    refused(
-        r"Gemma4Assistant\w* reads keys and values of Gemma 4, and the target is LlamaForCausalLM", tiny(), assistant
-    )
+    refused("LlamaForCausalLM", tiny(), assistant)
     for name, value in {"hidden_size": 48, "vocab_size": 9, "sliding_window": 6, "head_dim": 4}.items():
-        refused(rf"made for a target with .*{name}.*; give its own", gemma4_target(**{name: value}), assistant)
-    refused("num_key_value_heads of full_attention=2, and this one has 1", gemma4_target("31B"), assistant)
+        refused(name, gemma4_target(**{name: value}), assistant)
+    refused("num_key_value_heads", gemma4_target("31B"), assistant)
     whole = {"layer_types": ["full_attention"] * 2}
-    refused("layers of type sliding_attention, and the target has none", gemma4_target(**whole), assistant)
-    refused("is in training mode.*eval", target, assistant_of(target).train())
+    refused("sliding_attention", gemma4_target(**whole), assistant)
+    refused("training mode", target, assistant_of(target).train())
     other = assistant_of(target)
     other.config.get_text_config()._attn_implementation = "flash_attention_2"
-    refused("attn_implementation='flash_attention_2'.*'sdpa'", target, other)
+    refused("flash_attention_2", target, other)

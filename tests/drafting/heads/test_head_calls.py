@@ -31,10 +31,16 @@ FORMS: dict[str, dict[str, Any]] = {  # of kinds by other producers
     "domino": {"form": "early domino"},
     "eagle3 with windows": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4},
 }
-KINDS = ("eagle3", "peagle", "dspark", "medusa", *FORMS)
+PLAIN = ("eagle3", "peagle", "dspark", "medusa")
+KINDS = (*PLAIN, *FORMS)
 WHOLE = ("medusa", "dspark by SpecForge", "dflash by JetSpec", "dflash2")  # heads that score all tokens
 CUT = {"dspark": 0.25, "dspark by SpecForge": 0.25}  # below which a head's own confidence ends a row
 ENDS = {"pad_token_id": 0, "eos_token_id": [5, 6]}
+
+
+def forms(*fast: str) -> list[Any]:
+    """All forms, of which the others are marked as slow: they are read as a kind that is not."""
+    return [pytest.param(form, marks=[] if form in fast else [pytest.mark.slow]) for form in FORMS]
 
 
 def head_draft_target(kind: str, folder: Path, **more: Any) -> tuple[TinyHead, DraftHead, PreTrainedModel]:
@@ -62,14 +68,14 @@ def test_queues(kind: str, shares_prefix: bool, tmp_path: Path, monkeypatch: pyt
     watch.check(50 if cut else 200)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS)])
+@pytest.mark.parametrize("kind", ["eagle3", *forms()])
 def test_a_long_queue(kind: str, tmp_path: Path):
     _, draft, target = head_draft_target(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
     assert_alone(SpeculativeDecoding(draft, num_draft_tokens=2), target, requests(300), **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", *FORMS])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", *forms("dflash2", "domino")])
 def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     head, draft, target = head_draft_target(kind, tmp_path)
     strategy, texts = SpeculativeDecoding(draft, num_draft_tokens=3), []
@@ -113,7 +119,7 @@ def test_quantised_targets(kind: str, tmp_path: Path):
         draft.bfloat16()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*PLAIN, *forms()])
 @pytest.mark.parametrize("unread", ["hidden states of the given cache", "tokens of the given embeddings"])
 def test_prompts_that_cannot_be_read(unread: str, kind: str, tmp_path: Path):
     """The head goes on with what comes after them, and the report says so."""
@@ -234,9 +240,12 @@ class Certain(Drafter):
         )
 
 
+WAITING = [(kind, compile) for kind in PLAIN for compile in (False, True)] + [("domino", False)]
+SLOWLY = [pytest.param(form, compile, marks=pytest.mark.slow) for form in FORMS for compile in (False, True)]
+
+
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "compile"), [*WAITING, *SLOWLY])
 def test_few_states_wait_while_another_draft_proposes(
     kind: str, compile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

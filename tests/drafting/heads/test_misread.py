@@ -12,7 +12,7 @@ from head_files import random_head
 from tiny import prompts
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
-from hf_specx.common.batch import Row
+from hf_specx.common.batch import RowState
 from hf_specx.common.round import Draft
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.misread import CHANCE_SHARE, MIN_FIRST_CANDIDATES, MisreadWatch
@@ -33,9 +33,9 @@ def watched(
         tokens = torch.where(coin, torch.tensor(right), 2000)[None]
         draft = Draft(tokens, [4], source=source)
         num_accepted = int(torch.rand((), generator=draws) < accepted)
-        done: Any = SimpleNamespace(draft=draft, rows=[0], before=[1 + 3 * number], accepted=[num_accepted])
+        done: Any = SimpleNamespace(draft=draft, rows=[0], emitted_before=[1 + 3 * number], accepted=[num_accepted])
         watch.observe(done, "head")
-    return watch, SimpleNamespace(table=[Row(emitted=TEXT)])
+    return watch, SimpleNamespace(row_states=[RowState(emitted_ids=TEXT)])
 
 
 def test_layouts_are_named_by_where_candidates_fit():

@@ -39,7 +39,7 @@ def ours(target, inputs, rows: int):
     """The text; what each row was proposed, by the number of tokens that it had; and the report."""
     strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target))
     drafted_by_row = [{} for _ in range(rows)]
-    strategy.listeners = (rounds := Heard(lambda done: (done.rows, done.before, done.draft)),)
+    strategy.listeners = (rounds := Heard(lambda done: (done.rows, done.emitted_before, done.draft)),)
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, custom_generate=strategy)
     for numbers, counts, draft in rounds:
         for row, before, length, tokens in zip(numbers, counts, draft.lengths, draft.tokens.tolist(), strict=True):

@@ -1,4 +1,8 @@
-"""A target that the tests have not shown to be right is measured before its first candidates count."""
+"""Whether a target computes several tokens at once as one by one: measured where no test has shown it.
+
+Speculation rests on that. `with_measured_target` measures before the first candidates of a call count, by the
+[self-check](../models/self_check.py).
+"""
 
 import copy
 from dataclasses import replace
@@ -7,49 +11,45 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_specx.common.architectures import LAYOUTS_OF
-from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
 from hf_specx.models.choose import layouts_of, make_runner
-from hf_specx.models.foreign_code import describe, unproven
+from hf_specx.models.foreign_code import describe, untested_traits
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
 
 from .call import Call, in_layout
 from .ranks import any_rank
+from .reasons import why_measured_wrong
 from .report import PLAINLY
-from .run import make_batch
+from .run import make_batch, max_draft_tokens
 
 
-SILENCE = "num_draft_tokens=0 decodes plainly without this warning"
+def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
+    """The call in a layout where its target is right, or with the reason why transformers decodes it.
 
-
-def proven(call: Call) -> tuple[Call, ModelRunner | None]:
-    """A call whose target is right with several tokens at once: in this layout, in another, or decoded plainly.
-
-    A target is measured once for the `Conditions` of a call; what was found stays known as long as the model exists. A
-    type that is in no table is tried in all layouts that its attention may take, best first.
+    A target is measured once for the `Conditions` of a call; the result is kept as long as the model exists. A type
+    that is in no table is tried in all layouts that its attention may take, best first.
 
     Returns:
-        The call; and what has read its prompts, if the target was measured just now.
+        The call; and the runner that has read its prompts, None if the target was not measured just now.
     """
     model = call.prompt.model
-    traits = frozenset() if call.fallback_reason else unproven(model)
+    traits = frozenset() if call.fallback_reason else untested_traits(model)
     if not traits:
         return call, None
-    steps = min(STEPS, call.prompt.longest - 1)  # the last token is not fed
+    steps = min(STEPS, call.prompt.max_new_tokens_now - 1)  # the last token is not fed
     if not steps:
         return call, None
     layouts = [call.layout.target]
     if model.config.model_type not in LAYOUTS_OF and call.options.layout == "auto":
         layouts = layouts_of(model)
-    number = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-    candidates = max(steps, number)
-    reasons = []
+    candidates = max(steps, max_draft_tokens(call))
+    differences = []
     for layout in layouts:
         try:
             tried = call if layout == call.layout.target else in_layout(call, layout)
         except ValueError as error:  # what was asked for does not go with this layout
-            reasons.append(f"{layout}: {error}")
+            differences.append(f"{layout}: {error}")
             continue
         conditions = conditions_of(call.prompt, traits, layout, candidates, steps)
         difference, runner = _difference(tried, conditions)
@@ -59,10 +59,12 @@ def proven(call: Call) -> tuple[Call, ModelRunner | None]:
             if call.queue is not None and not conditions.hold_for_later_prompts:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
-            return replace(tried, layout=layout_shown, measured_candidates=candidates), runner
-        reasons.append(f"{layout}: {difference}")
-    reason = f"{describe(traits)}, and several tokens at once give it other distributions than one at a time "
-    reason = f"{reason}({'; '.join(reasons)}); {SILENCE}"
+            tried = replace(tried, layout=layout_shown, measured_candidates=candidates)
+            if tried.nodes:
+                tried = replace(tried, nodes=0, tree_reason="no tree: the target was measured with chains")
+            return tried, runner
+        differences.append(f"{layout}: {difference}")
+    reason = why_measured_wrong(describe(traits), differences)
     layout_plain = replace(call.layout, target=PLAINLY, draft=PLAINLY, reason=reason)
     return replace(call, fallback_reason=reason, layout=layout_plain), None
 
@@ -74,7 +76,7 @@ def _difference(call: Call, conditions: Conditions) -> tuple[Difference, ModelRu
         The difference; and what has read the prompts, if it was measured just now.
     """
     model, device = call.prompt.model, call.prompt.input_ids.device
-    together = call.synced or call.shared  # ranks measure together, and go on alike
+    together = call.synced_gpus or call.tensor_parallel  # ranks measure together, and go on alike
     difference, runner = RESULTS.get(model, {}).get(conditions), None
     is_missing = difference is None
     if together:

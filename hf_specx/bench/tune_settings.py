@@ -1,4 +1,4 @@
-"""How drafts are tried for a target, and what came of each."""
+"""The settings of `specx tune`, and the result of each draft that it tried."""
 
 import math
 import statistics
@@ -17,25 +17,25 @@ from .sequential_test import SequentialTest
 
 BATCHES = (1, 8)
 LEARNING_ROWS = 8  # texts from which acceptance is learned before anything is chosen
-FALSE_ALARM = 0.025  # the chance that a study recommends a draft that gains nothing; as large is that of the opposite
+FALSE_ALARM = 0.025  # the chance that `tune` recommends a draft that gains nothing, and that of the opposite error
 
 
 @dataclass
-class Study:
-    """How drafts are tried, all in the same way; raises a ValueError for batches or repeats with nothing to run."""
+class TuneSettings:
+    """The settings of one run of `tune`; a ValueError for batches or repeats with nothing to run."""
 
     prompts: list[str] = field(default_factory=list)  # without any, drafts are checked and not measured
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
-    repeats: int = MIN_TURNS  # of plain and ours, each on the next prompts: so many at each batch size at least
-    seconds: float = SECONDS  # of timed runs of a draft at a batch size, after which no more turn begins
+    repeats: int = MIN_TURNS  # turns at each batch size, at least
+    seconds: float = SECONDS  # of timed runs of a draft at a batch size, at most; a turn that has begun is ended
     seed: int = 0
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
     quantize: str | None = None  # "4bit": so many bits of each weight of the target; None is as saved
-    command: str = "hf_specx.bench.tune.tune(...)"  # what the measurements say that they were made by
-    drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of the study
+    command: str = "hf_specx.bench.tune.tune(...)"  # recorded with the measurements
+    drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of a run
 
     def __post_init__(self) -> None:
         check_runs(self.batches, self.repeats)
@@ -47,14 +47,14 @@ class Study:
         return max(1, LEARNING_ROWS // max(self.batches))
 
     def sequential_test(self, num_batches: int) -> SequentialTest:
-        """The test of one speed-up, which is first looked at when each of so many batches has had its turn."""
+        """The test of one speed-up, whose interval is first computed after `num_batches` turns, one for each batch."""
         share = FALSE_ALARM / (self.drafts * len(self.batches))
         return SequentialTest(share, max(num_batches, self.repeats), self.repeats, self.seconds)
 
 
 @dataclass
 class DraftTrial:
-    """What came of one draft."""
+    """The result of one draft."""
 
     name: str  # as it was named
     findings: list[Finding] = field(default_factory=list)
@@ -65,7 +65,7 @@ class DraftTrial:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """One for each batch size, with the recommended number of candidates."""
+        """The figures of each batch size, measured with the recommended number of candidates; [] without any."""
         return [] if self.config is None else self.config.measurements
 
     @property
@@ -81,7 +81,7 @@ class DraftTrial:
         return statistics.geometric_mean(m.measured_speedup for m in self.measurements)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the pair as plain values."""
+        """All attributes but the pair, as plain values."""
         return {
             "draft": self.name,
             "error": self.error,

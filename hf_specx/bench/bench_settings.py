@@ -1,4 +1,4 @@
-"""What `specx bench` measures: a cell is one batch of one pair, on which contenders take turns."""
+"""What `specx bench` times: one pair at one batch size, by several methods to generate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,11 @@ from .checks import check_processing, check_runs, check_sampling
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement; raises a ValueError if there would be nothing to time."""
+class BenchSettings:
+    """The settings of one table of `specx bench`; a ValueError for settings with which there is nothing to time."""
 
     pair: str  # its name
-    contenders: tuple[str, ...] = ()  # as `parse_method` reads them; () stands for `usual_contenders`
+    methods: tuple[str, ...] = ()  # names that `parse_method` reads; () stands for `usual_methods`
     batch: int = 1
     prompt_tokens: int = 64  # of each row; 0: prompts are as they are
     max_new_tokens: int = 64
@@ -21,23 +21,23 @@ class Cell:
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
-    repeats: int = 3  # timed runs of each contender, after one that warms up
+    repeats: int = 3  # timed runs of each method, after one that warms up
     dtype: str = "auto"  # of the models; "auto" is as saved
     min_p: float | None = None  # None is off
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = None  # None is off
     ignore_eos: bool = False  # whether every text has `max_new_tokens`, whatever end tokens are in it
-    seed: int = 0  # turn i of every contender starts from `torch.manual_seed(seed + i)`
+    seed: int = 0  # run i of every method starts from `torch.manual_seed(seed + i)`
 
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
         check_sampling(self.temperature, self.top_p, self.top_k)
         check_processing(self.min_p, self.repetition_penalty)
-        twice = next((name for name in self.contenders if self.contenders.count(name) > 1), None)
-        require(twice is None, f"contender {twice!r} is given twice; give each once.")
-        rest = "is below 0; give more, or 0 for whole ones."
-        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, rest)
-        rest = "leaves no round to time; give 2 or more."
-        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, rest)
+        twice = next((name for name in self.methods if self.methods.count(name) > 1), None)
+        require(twice is None, f"method {twice!r} is given twice; give each once.")
+        problem = "is below 0; give more, or 0 for whole ones."
+        require_option(self.prompt_tokens >= 0, "prompt_tokens", self.prompt_tokens, problem)
+        problem = "leaves no round to time; give 2 or more."
+        require_option(self.max_new_tokens >= 2, "max_new_tokens", self.max_new_tokens, problem)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Contenders: methods to generate that are timed against each other. Their names are those of `decoding_methods`."""
+"""Methods to generate that can be called and timed; their names are those of `decoding_methods`."""
 
 import copy
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ from .decoding_methods import (
 from .inputs import Inputs
 
 
-class Contender:
-    """A model with one method to generate.
+class TimedMethod:
+    """A target with one method to generate, which is called like a function.
 
     Args:
         name: as `parse_method` reads it; any other for a strategy.
@@ -63,11 +63,11 @@ class Contender:
         if needs_model and self.method.exit_layer is None:
             serves = draft is not None and (not is_assisted or draft.can_generate())  # a head of ours cannot
             require(serves, f"{name} needs a draft model, and this pair has none.")
-        # ours remembers what it learned from call to call
+        # one strategy for all calls, since it remembers costs and acceptance
         self.strategy = self._make_strategy(early_exit) if self.method.kind in OUR_KINDS else strategy
 
     def _make_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
-        """The strategy that the contender's name says."""
+        """The strategy that the method's name says."""
         kind, num_draft_tokens, compiled, exit_layer = self.method
         draft: Any = self.draft
         if kind == "suffix":
@@ -91,7 +91,7 @@ class Contender:
 
     @property
     def report(self) -> SpeculationReport | None:
-        """Of the last call, if it was ours."""
+        """The report of the last call; None of a method of transformers."""
         return None if self.strategy is None else self.strategy.report
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Contender:
         return output
 
     def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What `generate` is given for this method, besides inputs and options."""
+        """The arguments of `generate` for this method, besides inputs and options."""
         kind, num_draft_tokens, compiled, exit_layer = self.method
         if self.strategy is not None:
             return {"custom_generate": self.strategy}
@@ -136,7 +136,10 @@ class Contender:
         return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
 
     def prepare(self, inputs: Inputs) -> None:
-        """Time the forwards of ours, from which its report computes speed-ups; compiled ones would take minutes."""
+        """Time the forwards of both models for the report's `forward_limited_speedup`, unless they are compiled.
+
+        Compiling each size for this alone would take minutes.
+        """
         if self.strategy is None or self.compiled or self.strategy.costs.knows(len(inputs["input_ids"])):
             return
         if self.strategy.num_draft_tokens == 0:  # it decodes plainly
@@ -147,7 +150,7 @@ class Contender:
 
 @contextmanager
 def assisted_settings(draft: PreTrainedModel, num_draft_tokens: int | str | None) -> Iterator[None]:
-    """Have the draft propose that many candidates in every round, as before where it is None; undone at the end.
+    """A context in which assisted generation drafts so many candidates in every round; None changes nothing.
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """

@@ -1,4 +1,4 @@
-"""A cell is measured: its contenders in turns, and the figures that follow from their times."""
+"""Run `specx bench`: time methods in turns, and compute figures from their times."""
 
 import datetime
 import hashlib
@@ -14,18 +14,18 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .cell import Cell
-from .contenders import Contender
+from .bench_settings import BenchSettings
 from .decoding_methods import PLAIN_NAME
 from .inputs import Inputs, prompts_of_length, whole_prompts
 from .store import provenance
+from .timed_methods import TimedMethod
 from .timer import Advance, Timer, Timing, spread
 
 
 REPORTED_FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_speedup", "expected_speedup")
 
 
-def usual_contenders(pair: DraftTargetPair, do_sample: bool = True) -> tuple[str, ...]:
+def usual_methods(pair: DraftTargetPair, do_sample: bool = True) -> tuple[str, ...]:
     """Plain `generate`, the methods by which this pair can draft, and what transformers has in place of each."""
     draft, early_exit = draft_parts(pair)
     names = [PLAIN_NAME]
@@ -49,47 +49,55 @@ def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExi
     return draft, early_exit
 
 
-def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
-    """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
+def run_bench(
+    settings: BenchSettings, pair: DraftTargetPair, command: str, advance: Advance = lambda: None
+) -> dict[str, Any]:
+    """Time methods in turns; one that fails is recorded with its error, and the others go on.
 
     Returns:
-        Plain values: "cell", "pair" (parameters), "prompts" (`facts_of`), "provenance" with the command as typed,
-        and "contenders" by name: runs and their medians, or under "unavailable" why there are none.
+        Plain values: "settings", "pair" (numbers of parameters), "prompts" (`facts_of`), "provenance" with the
+        `command` that was typed, and "methods" by name: the runs of each and their medians, or under "unavailable" why
+        there are none.
     """
-    names = cell.contenders or usual_contenders(pair, cell.do_sample)
+    names = settings.methods or usual_methods(pair, settings.do_sample)
     draft, early_exit = draft_parts(pair)
-    if cell.prompt_tokens:
+    if settings.prompt_tokens:
         batches = [  # each turn has other prompts
             prompts_of_length(
-                pair, cell.batch, cell.prompt_tokens, cell.max_new_tokens, turn * cell.batch, cell.seed + turn
+                pair,
+                settings.batch,
+                settings.prompt_tokens,
+                settings.max_new_tokens,
+                turn * settings.batch,
+                settings.seed + turn,
             )
-            for turn in range(cell.repeats)
+            for turn in range(settings.repeats)
         ]
     else:
-        batches = whole_prompts(pair, cell.batch, cell.repeats, cell.max_new_tokens)
+        batches = whole_prompts(pair, settings.batch, settings.repeats, settings.max_new_tokens)
     tokenizers: Any = None
     if draft is not None and not same_tokens(pair.tokenizer, pair.draft_tokenizer):
         tokenizers = pair.tokenizer, pair.draft_tokenizer
 
-    def make_contender(name: str) -> Contender:
-        contender = Contender(name, pair.target, draft, tokenizers=tokenizers, early_exit=early_exit)
-        contender.prepare(batches[0])
-        return contender
+    def make_method(name: str) -> TimedMethod:
+        method = TimedMethod(name, pair.target, draft, tokenizers=tokenizers, early_exit=early_exit)
+        method.prepare(batches[0])
+        return method
 
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    seeds = range(cell.seed, cell.seed + cell.repeats)
-    timer = Timer(make_contender, batches, cell.options, seeds, advance, may_fail=names, notes_arrivals=True)
+    seeds = range(settings.seed, settings.seed + settings.repeats)
+    timer = Timer(make_method, batches, settings.options, seeds, advance, may_fail=names, notes_arrivals=True)
     timings = timer.time(names)
     torch.compiler.reset()
     parameters = {"target_parameters": pair.target.num_parameters()}
     if draft is not None:
         parameters["draft_parameters"] = draft.num_parameters()
     return {
-        "cell": asdict(cell) | {"contenders": list(names)},
+        "settings": asdict(settings) | {"methods": list(names)},
         "pair": parameters,
         "prompts": facts_of(batches),
-        "provenance": provenance(pair.target) | {"seed": cell.seed, "command": command, "date": date},
-        "contenders": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
+        "provenance": provenance(pair.target) | {"seed": settings.seed, "command": command, "date": date},
+        "methods": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
     }
 
 
@@ -105,17 +113,13 @@ def facts_of(batches: list[Inputs]) -> dict[str, Any]:
 
 
 def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
-    """The runs of a contender with their medians; `plain` are those of plain `generate` in the same turns.
-
-    "speedup" is the measured one. "times_plain", the ratio of both medians, stays for those who read it in files.
-    """
+    """The runs of a method with their medians; `plain` are those of plain `generate` in the same turns."""
     if timing.error is not None:
         return {"runs": [], "unavailable": timing.error}
     values: dict[str, Any] = {"runs": [{"seconds": run.seconds, "tokens": run.tokens} for run in timing.runs]}
     values |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
     values |= {"latency": timing.latency}
     if plain is not None and plain.runs:
-        values["times_plain"] = timing.tokens_per_second / plain.tokens_per_second
         speedups = timing.speedups(plain)
         values["speedup"] = spread(speedups)
         if len(speedups) > 1:

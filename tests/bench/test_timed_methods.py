@@ -1,13 +1,13 @@
-"""Contenders by name: each generates by its method and leaves the models as they were."""
+"""Methods to generate, by name: each gives the text of its method and leaves the models as they were."""
 
 import pytest
 import torch
 from tiny import near, tiny
 from transformers import CompileConfig
 
-from hf_specx.bench import contenders
-from hf_specx.bench.contenders import Contender
+from hf_specx.bench import timed_methods
 from hf_specx.bench.decoding_methods import OUR_KINDS, parse_method
+from hf_specx.bench.timed_methods import TimedMethod
 
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}
@@ -33,9 +33,9 @@ def test_names_that_mean_nothing(name):
 @pytest.mark.parametrize("name", GREEDY.split())
 def test_all_give_plain_greedy_text(name):
     target, draft = pair()
-    contender = Contender(name, target, draft)
-    assert torch.equal(contender(INPUTS, OPTIONS), target.generate(**INPUTS, **OPTIONS))
-    assert (contender.report is not None) == (parse_method(name).kind in OUR_KINDS)
+    method = TimedMethod(name, target, draft)
+    assert torch.equal(method(INPUTS, OPTIONS), target.generate(**INPUTS, **OPTIONS))
+    assert (method.report is not None) == (parse_method(name).kind in OUR_KINDS)
 
 
 def test_assisted_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(monkeypatch):
@@ -52,7 +52,7 @@ def test_assisted_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(m
     monkeypatch.setattr(type(target), "generate", fail)
     for name in ("assisted-3", "assisted"):
         with pytest.raises(KeyError):
-            Contender(name, target, draft)(INPUTS, OPTIONS)
+            TimedMethod(name, target, draft)(INPUTS, OPTIONS)
     assert seen == [(3, "constant"), (config.num_assistant_tokens, config.num_assistant_tokens_schedule)]
     assert draft.generation_config is config
     assert config.to_dict() == before
@@ -69,7 +69,7 @@ def test_an_early_exit_that_fails_leaves_the_target_as_it_was():
 
     target.model.layers[0].register_forward_pre_hook(fail)
     with pytest.raises(KeyError):
-        Contender("assisted:1", target)(INPUTS, OPTIONS)
+        TimedMethod("assisted:1", target)(INPUTS, OPTIONS)
     assert target.config.num_hidden_layers == 2
 
 
@@ -82,12 +82,14 @@ def test_plain_compiled_compiles_or_fails(monkeypatch):
         return module
 
     monkeypatch.setattr(
-        contenders, "CompileConfig", lambda mode, dynamic: CompileConfig(backend=backend, mode=None, dynamic=dynamic)
+        timed_methods,
+        "CompileConfig",
+        lambda mode, dynamic: CompileConfig(backend=backend, mode=None, dynamic=dynamic),
     )
-    output = Contender("plain-compiled", target)(INPUTS, OPTIONS)
+    output = TimedMethod("plain-compiled", target)(INPUTS, OPTIONS)
     torch.compiler.reset()
     assert graphs
     assert torch.equal(output, target.generate(**INPUTS, **OPTIONS))
     monkeypatch.setattr(type(target), "_valid_auto_compile_criteria", lambda *args: False)
     with pytest.raises(RuntimeError, match="compiled"):
-        Contender("plain-compiled", pair()[0])(INPUTS, OPTIONS)
+        TimedMethod("plain-compiled", pair()[0])(INPUTS, OPTIONS)

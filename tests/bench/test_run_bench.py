@@ -1,4 +1,4 @@
-"""A cell of `specx bench`: who takes part, what is said of each, and the figures that follow from times."""
+"""`specx bench`: which methods take part, what is recorded of each, and the figures that follow from times."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.bench.cell import Cell
-from hf_specx.bench.contenders import Contender
-from hf_specx.bench.measure_cell import figures, measure_cell, usual_contenders
+from hf_specx.bench.bench_settings import BenchSettings
+from hf_specx.bench.run_bench import figures, run_bench, usual_methods
+from hf_specx.bench.timed_methods import TimedMethod
 from hf_specx.bench.timer import TimedCall, Timing
 
 
@@ -21,8 +21,8 @@ def pair(*drafts) -> DraftTargetPair:
     return DraftTargetPair(target, list(drafts) if len(drafts) > 1 else (drafts or (near(target, 0.05),))[0])
 
 
-def cell(*contenders: str, **settings) -> Cell:
-    return Cell("tiny", contenders, **{"prompt_tokens": 5, "max_new_tokens": 8, "repeats": 1} | settings)
+def settings(*methods: str, **options) -> BenchSettings:
+    return BenchSettings("tiny", methods, **{"prompt_tokens": 5, "max_new_tokens": 8, "repeats": 1} | options)
 
 
 def test_the_methods_of_a_pair_stand_beside_those_of_transformers():
@@ -36,46 +36,46 @@ def test_the_methods_of_a_pair_stand_beside_those_of_transformers():
     for names, pair_drafts in drafts.items():
         for do_sample in (True, False):
             listed = [name for name in names.split() if do_sample or name != "coupled-auto"]
-            contenders = usual_contenders(pair(*pair_drafts), do_sample)
-            assert contenders == ("plain", *listed, "lookup-10", "suffix-auto")
+            methods = usual_methods(pair(*pair_drafts), do_sample)
+            assert methods == ("plain", *listed, "lookup-10", "suffix-auto")
 
 
 @pytest.mark.usefixtures("draft_pays")
-def test_what_a_cell_says():
+def test_what_is_recorded():
     names = "plain", "assisted-2", "coupled-2", "block-auto"
-    result = measure_cell(cell(*names, repeats=2, seed=7), pair(), "typed")
+    result = run_bench(settings(*names, repeats=2, seed=7), pair(), "typed")
     assert result["pair"]["target_parameters"] == result["pair"]["draft_parameters"] > 0
     provenance = {"seed": 7, "command": "typed", "dtype": "float32", "torch": torch.__version__}
     assert provenance.items() <= result["provenance"].items()
-    for contender in result["contenders"].values():
-        assert contender["first_seconds"] > 0
-        assert [run["tokens"] for run in contender["runs"]] == [8, 8]
+    for method in result["methods"].values():
+        assert method["first_seconds"] > 0
+        assert [run["tokens"] for run in method["runs"]] == [8, 8]
     for name in ("coupled-2", "block-auto"):
-        contender = result["contenders"][name]
-        assert 0 < contender["alpha"] <= 1 <= contender["tokens_per_round"]
-        assert min(contender["forward_limited_speedup"], contender["expected_speedup"]) > 0
+        method = result["methods"][name]
+        assert 0 < method["alpha"] <= 1 <= method["tokens_per_round"]
+        assert min(method["forward_limited_speedup"], method["expected_speedup"]) > 0
 
 
 def test_one_that_fails_is_said_and_the_others_go_on():
-    contenders = measure_cell(cell("plain", "assisted", "block-2", batch=2), pair(), "")["contenders"]
-    assert contenders["assisted"]["unavailable"].startswith("ValueError: ")
-    assert contenders["assisted"]["runs"] == []
-    assert len(contenders["plain"]["runs"]) == len(contenders["block-2"]["runs"]) == 1
-    contenders = measure_cell(cell("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["contenders"]
-    assert "draft model" in contenders["block-2"]["unavailable"]
-    assert len(contenders["suffix-2"]["runs"]) == 1
+    methods = run_bench(settings("plain", "assisted", "block-2", batch=2), pair(), "")["methods"]
+    assert methods["assisted"]["unavailable"].startswith("ValueError: ")
+    assert methods["assisted"]["runs"] == []
+    assert len(methods["plain"]["runs"]) == len(methods["block-2"]["runs"]) == 1
+    methods = run_bench(settings("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["methods"]
+    assert "draft model" in methods["block-2"]["unavailable"]
+    assert len(methods["suffix-2"]["runs"]) == 1
 
 
-def test_a_head_drafts_for_our_contenders(tmp_path: Path):
+def test_a_head_drafts_for_our_methods(tmp_path: Path):
     """In place of a draft model, which assisted generation needs."""
     target = tiny(num_hidden_layers=8)
     head = DraftHead.from_pretrained(write(random_head("eagle3"), tmp_path / "head"), target=target)
     with_head = DraftTargetPair(target, head)
-    assert usual_contenders(with_head) == ("plain", "block-auto", "coupled-auto", "lookup-10", "suffix-auto")
-    result = measure_cell(cell("assisted", "block-2", batch=2), with_head, "")
+    assert usual_methods(with_head) == ("plain", "block-auto", "coupled-auto", "lookup-10", "suffix-auto")
+    result = run_bench(settings("assisted", "block-2", batch=2), with_head, "")
     assert result["pair"]["draft_parameters"] == sum(x.numel() for x in head.parameters())
-    assert "draft model" in result["contenders"]["assisted"]["unavailable"]
-    assert len(result["contenders"]["block-2"]["runs"]) == 1
+    assert "draft model" in result["methods"]["assisted"]["unavailable"]
+    assert len(result["methods"]["block-2"]["runs"]) == 1
 
 
 @pytest.mark.parametrize(("sampled", "refused"), [(False, ""), (True, "wrong probabilities")])
@@ -85,22 +85,22 @@ def test_a_draft_with_another_tokenizer(sampled, refused):
     models = tiny(vocab_size=280, **sizes), tiny(vocab_size=288, **sizes)
     other = DraftTargetPair(*models, tiny_tokenizer(), draft_tokenizer=tiny_tokenizer(["some other words"]))
     other.config.prompts = list(TEXTS)
-    contenders = measure_cell(cell("assisted", "block-2", do_sample=sampled), other, "")["contenders"]
-    assert refused in contenders["assisted"].get("unavailable", "")
-    assert len(contenders["assisted"]["runs"]) == (refused == "")
-    assert len(contenders["block-2"]["runs"]) == 1
+    methods = run_bench(settings("assisted", "block-2", do_sample=sampled), other, "")["methods"]
+    assert refused in methods["assisted"].get("unavailable", "")
+    assert len(methods["assisted"]["runs"]) == (refused == "")
+    assert len(methods["block-2"]["runs"]) == 1
 
 
 def test_an_early_exit_has_the_head_of_the_pair(monkeypatch):
-    strategies, call = [], Contender.__call__
+    strategies, call = [], TimedMethod.__call__
 
-    def noted(contender, *args):
-        strategies.append(contender.strategy)
-        return call(contender, *args)
+    def noted(method, *args):
+        strategies.append(method.strategy)
+        return call(method, *args)
 
-    monkeypatch.setattr(Contender, "__call__", noted)
+    monkeypatch.setattr(TimedMethod, "__call__", noted)
     with_head = pair(EarlyExitDraft(1, torch.nn.Linear(32, 32, bias=False).eval()))
-    measure_cell(cell("exit:1-2"), with_head, "")
+    run_bench(settings("exit:1-2"), with_head, "")
     assert {strategy.draft_model for strategy in strategies} == {with_head.draft}
 
 

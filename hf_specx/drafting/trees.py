@@ -1,0 +1,199 @@
+"""Which candidates a round has besides those of first choice: the ones that promise most, within a number of nodes.
+
+What the target chooses at a node is the draft's choice of rank r with a chance that depends on r alone, as far as
+rounds have shown: 0.74, 0.14, 0.05 for the pair in the package at temperature 1. A node is worth the product of these
+chances on the way to it: that many tokens more come of a round that has it.
+
+- A comb is the chain of first choices with next best ones beside it, which nothing follows. These cost a draft that
+  knows its distribution no step more.
+- A full tree has whatever nodes are worth most; a draft that goes token by token runs a step for each level of it.
+"""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hf_specx.common.round import Round
+from hf_specx.common.tree import Parents
+
+
+COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
+MOST_RANKS = 16  # choices at one place
+PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
+WEIGHT = 20.0  # nodes that this is worth
+MARGIN = 1.02  # times as many tokens a second as of the chain, from which a tree is taken
+FORGET = 0.98  # factor on the weight of earlier rounds at each round
+
+
+class Shape(NamedTuple):
+    """The nodes of a row: the chain of first choices, and then others, each behind its parent.
+
+    Attributes:
+        parents: the number of the node that each follows, -1 for the last emitted token.
+        depths: how many nodes there are on the way to each, without itself.
+        ranks: of each among its siblings.
+    """
+
+    parents: Parents
+    depths: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def with_leaves_below(self, numbers: Sequence[int]) -> "Shape":
+        """A comb with leaves of ranks below `numbers` alone, which are by depth; the chain stays as it is."""
+        nodes = zip(*self, strict=True)
+        kept = [node for node in nodes if not node[2] or node[2] < numbers[node[1]]]
+        return Shape(*zip(*kept, strict=True)) if kept else self
+
+
+class Ranks:
+    """The chance that a target's own choice at a node has a rank among the draft's, by the rounds so far."""
+
+    def __init__(self) -> None:
+        prior = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MOST_RANKS - len(PRIOR)))]
+        self.hits = [WEIGHT * chance for chance in prior]
+        self.tried = [WEIGHT] * MOST_RANKS
+
+    def observe(self, done: Round) -> None:
+        """Count the nodes on the branches that were taken; of a chain these are those of first choice."""
+        self.hits, self.tried = ([FORGET * count for count in counts] for counts in (self.hits, self.tried))
+        for index, (branch, length) in enumerate(zip(done.branches, done.draft.lengths, strict=True)):
+            for place, node in enumerate([0, *(number + 1 for number in done.paths[index])]):
+                offered = int(place < length) if done.tree is None else done.tree.rows[index].children[node]
+                for rank in range(min(offered, MOST_RANKS)):
+                    self.tried[rank] += 1
+                if place < len(branch) and branch[place] < MOST_RANKS:
+                    self.hits[branch[place]] += 1
+
+    @property
+    def chances(self) -> list[float]:
+        """Of ranks 0 to `MOST_RANKS` - 1; none is more than that of the rank before."""
+        chances = [hits / tried for hits, tried in zip(self.hits, self.tried, strict=True)]
+        return list(itertools.accumulate(chances, min))
+
+
+class Trees:
+    """The shapes of the trees of one call: of a fixed number of nodes, or in each round of the one that pays best.
+
+    A round with n nodes after γ steps of the draft is expected to give 1 + V_1 + ... + V_n tokens of a row, by what
+    nodes are worth, best first, in the seconds of its forwards. All rows get the same number, since the largest tree
+    decides what a forward costs. A tree is taken where it promises `MARGIN` more than the chain.
+
+    Args:
+        nodes: of a row at most; "auto" chooses.
+        round_timer: a `RoundTimer`, for "auto".
+        ranks: what earlier calls have seen; this call adds to it.
+        numbers: that "auto" chooses from, beside those of chains.
+
+    Attributes:
+        num_nodes: of this round.
+    """
+
+    def __init__(
+        self,
+        nodes: int | str,
+        round_timer: Any = None,
+        ranks: Ranks | None = None,
+        numbers: Sequence[int] = range(1, 65),
+    ):
+        self.nodes, self.round_timer, self.numbers = nodes, round_timer, numbers
+        self.ranks = Ranks() if ranks is None else ranks
+        self.num_nodes = 0
+        self.shapes: dict[tuple[str, int], Shape] = {}  # of this round
+
+    def plan(self, rows: int, lengths: Sequence[int], kind: str = "comb") -> list[int]:
+        """Decide how many nodes rows have in this round; returns how deep each row goes, `lengths` [R] at most.
+
+        `kind` is "comb" or "full".
+        """
+        self.shapes.clear()
+        depth = max(lengths)
+        if not isinstance(self.nodes, str):
+            self.num_nodes = self.nodes
+        elif depth:
+            self.num_nodes = self._best_number(rows, depth, kind)
+        return [min(length, self.num_nodes) for length in lengths]
+
+    def _best_number(self, rows: int, depth: int, kind: str) -> int:
+        """The number of nodes with the most tokens a second; `depth` where that is the chain."""
+        chances, most = self.ranks.chances, max(self.numbers, default=0)
+        chain = [chances[0] ** (place + 1) for place in range(depth)]
+        if kind == "comb":
+            values = chain + sorted(leaves_of_ranks(chances, depth), reverse=True)
+        else:
+            values = sorted(values_of_ranks(chances, depth, most), reverse=True)
+        tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
+        seconds = self.round_timer.tree_times(rows, depth, most)
+        rates = {}
+        for number in self.numbers:
+            if depth < number < len(tokens):
+                rates[number] = tokens[number] / seconds[number]
+        chain_rate = (1.0 + sum(chain)) / self.round_timer.times(rows, depth)[depth]
+        best = max(rates, key=rates.__getitem__, default=depth)
+        return best if rates and rates[best] > MARGIN * chain_rate else depth
+
+    def observe(self, done: Round) -> None:
+        """Learn which ranks the target has chosen."""
+        self.ranks.observe(done)
+
+    def comb(self, length: int) -> Shape:
+        """The chain of `length` first choices, with next best ones beside it."""
+        if ("comb", length) not in self.shapes:
+            self.shapes["comb", length] = comb_of_ranks(self.ranks.chances, length, self.num_nodes)
+        return self.shapes["comb", length]
+
+    def full(self, depth: int) -> Shape:
+        """The nodes up to a depth that are worth most."""
+        if ("full", depth) not in self.shapes:
+            self.shapes["full", depth] = tree_of_ranks(self.ranks.chances, depth, self.num_nodes)
+        return self.shapes["full", depth]
+
+    def choices_at(self, depth: int, lengths: Sequence[int]) -> int:
+        """How many choices combs of these lengths have at a depth, the first among them."""
+        ranks = [0]
+        for length in set(lengths):
+            shape = self.comb(length)
+            ranks += [rank for at, rank in zip(shape.depths, shape.ranks, strict=True) if at == depth]
+        return 1 + max(ranks)
+
+
+def leaves_of_ranks(chances: Sequence[float], length: int) -> list[float]:
+    """What the leaves beside a chain of `length` are worth by the chances of ranks, in any order."""
+    return [chances[0] ** depth * chance for depth in range(length) for chance in chances[1:]]
+
+
+def values_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> list[float]:
+    """What the nodes of `tree_of_ranks` are worth, in any order."""
+    values: dict[int, float] = {-1: 1.0}
+    shape = tree_of_ranks(chances, depth, nodes)
+    for number, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
+        values[number] = values[parent] * chances[rank]
+    return list(values.values())[1:]
+
+
+def comb_of_ranks(chances: Sequence[float], length: int, nodes: int) -> Shape:
+    """A chain of `length` with leaves as far as there are `nodes`, those that are worth most."""
+    places = [(depth, rank) for depth in range(length) for rank in range(1, len(chances))]
+    values = leaves_of_ranks(chances, length)
+    order = sorted(range(len(places)), key=values.__getitem__, reverse=True)  # stable
+    leaves = sorted(places[number] for number in order[: max(0, nodes - length)])
+    depths, ranks = zip(*((depth, 0) for depth in range(length)), *leaves, strict=True) if length else ((), ())
+    return Shape(tuple(depth - 1 for depth in depths), depths, ranks)
+
+
+def tree_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> Shape:
+    """The `nodes` nodes up to a depth that are worth most by the chances of ranks, those of first choice first."""
+    taken: list[tuple[int, ...]] = []  # the ranks on the way to each node
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
+    while waiting and len(taken) < nodes:
+        value, path = heapq.heappop(waiting)
+        taken.append(path)
+        rank = path[-1]
+        if rank + 1 < len(chances):
+            heapq.heappush(waiting, (value / chances[rank] * chances[rank + 1], (*path[:-1], rank + 1)))
+        if len(path) < depth:
+            heapq.heappush(waiting, (value * chances[0], (*path, 0)))
+    order = sorted(taken, key=any)  # stable: the chain first, and the others by what they are worth
+    numbers = {path: number for number, path in enumerate(order)} | {(): -1}
+    parents = tuple(numbers[path[:-1]] for path in order)
+    return Shape(parents, tuple(len(path) - 1 for path in order), tuple(path[-1] for path in order))

@@ -1,0 +1,138 @@
+"""Calls that ask for trees and cannot have them are decoded by the chain of first choices, and the report says why."""
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from plain import assert_plain
+from random_trees import RandomTrees
+from tiny import VOCAB_SIZE, near, prompts, tiny
+from unheard import unheard_of
+
+from hf_specx import SpeculativeDecoding, SuffixDraft, generate
+from hf_specx.common.round import Draft
+from hf_specx.drafting.drafter import Drafter
+
+
+SETTINGS = {"max_new_tokens": 16, "pad_token_id": 0}
+GREEDY, SAMPLED = SETTINGS | {"do_sample": False}, SETTINGS | {"do_sample": True, "top_k": 0}
+
+
+def assert_chain(reason: str, strategy: SpeculativeDecoding, target: Any = None, inputs: Any = None, **settings: Any):
+    target = tiny() if target is None else target
+    assert_plain(target, strategy, inputs, **GREEDY | settings)
+    report = strategy.report
+    assert report.nodes == report.drafted > 0
+    assert reason in report.tree_reason
+    assert report.tree_reason in str(report)
+    assert report.to_dict()["tree_reason"] == report.tree_reason
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("layout", ["padded", "packed", "lockstep"])
+def test_other_layouts_take_chains(layout: str):
+    strategy = SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=3, tree=8, layout=layout)
+    assert_chain(f"the layout of LlamaForCausalLM is {layout!r}", strategy)
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+def test_recurrent_states_and_encoder_decoders_take_chains():
+    target = zoo.build("causal", "mamba2")
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, tree=8)
+    assert_chain("is 'lockstep'", strategy, target, zoo.inputs(target, 3))
+    target = zoo.build("seq2seq", "t5")
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, tree=8)
+    assert_chain("is 'padded'", strategy, target, zoo.inputs(target, 3))
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rejection_takes_chains(verification: str):
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, tree=8, verification=verification)
+    target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    assert strategy.report.verification == verification
+    assert "judges a chain" in strategy.report.tree_reason
+    assert strategy.report.nodes == strategy.report.drafted
+    assert_plain(target, strategy, **GREEDY)  # where it judges nothing
+    assert strategy.report.nodes > strategy.report.drafted
+
+
+def test_a_draft_without_other_choices_takes_chains():
+    strategy = SpeculativeDecoding(SuffixDraft(min_match=1), num_draft_tokens=3, tree=8)
+    target = tiny(vocab_size=12)
+    inputs = prompts(3)
+    inputs["input_ids"] %= 12
+    assert_chain("does not know what else", strategy, target, inputs)
+
+
+def test_a_target_that_is_measured_takes_chains():
+    target = unheard_of(tiny())
+    strategy = SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=3, tree=8)
+    assert_chain("was measured with chains", strategy, target)
+
+
+def test_trees_that_nobody_asked_for_are_chains():
+    """The branch of first children, without any word in the report."""
+    target, texts = tiny(), {}
+    for row, mask in zip(*prompts(4).values(), strict=True):
+        texts[tuple(row[mask.bool()].tolist())] = []
+    strategy = SpeculativeDecoding(RandomTrees(texts, VOCAB_SIZE))
+    assert_plain(target, strategy, **SAMPLED)
+    assert strategy.report.verification == "coupled"
+    assert strategy.report.nodes == strategy.report.drafted > 0
+    assert strategy.report.tree_reason == ""
+
+
+class Wrong(Drafter):
+    proposes_trees = True
+
+    def __init__(self, parents: Any):
+        self.parents = parents
+
+    def propose(self, batch, lengths):
+        return Draft(torch.ones(len(batch.rows), 2, dtype=torch.int64), [2], None, "wrong", parents=self.parents)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [([(-1,)], "the parents of \\[1\\] candidates"), ([(0, -1)], "candidate 0 has the parent 0")],
+)
+def test_parents_that_do_not_fit_are_an_error(parents: Any, message: str):
+    strategy = SpeculativeDecoding(Wrong(parents), tree=4)
+    with pytest.raises(ValueError, match=message):
+        tiny().generate(**prompts(1), **GREEDY, custom_generate=strategy)
+
+
+def test_the_report_counts_nodes_and_ranks():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=3, tree=12)
+    target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
+    report = strategy.report
+    assert report.num_draft_tokens == 3
+    assert sum(report.accepted_per_rank) == report.accepted
+    records = [record for row in report.history for record in row]
+    assert sum(record.nodes for record in records if record.drafted) == report.nodes
+    assert max(record.nodes for record in records) == 12
+    for record in records:
+        assert len(record.branch) == record.accepted
+    assert any(any(record.branch) for record in records)
+    assert f"{report.nodes} with branches" in str(report)
+    both = report + report
+    assert both.nodes == 2 * report.nodes
+    assert both.accepted_per_rank == [2 * number for number in report.accepted_per_rank]
+
+
+def test_the_function_takes_a_tree():
+    target = tiny()
+    output = generate(
+        **prompts(3),
+        **GREEDY,
+        model=target,
+        assistant_model=near(target, 0.3),
+        num_draft_tokens=3,
+        tree=12,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, target.generate(**prompts(3), **GREEDY))
+    assert output.speculation_report.nodes > output.speculation_report.drafted
