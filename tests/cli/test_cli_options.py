@@ -81,6 +81,13 @@ def test_refused_before_anything_is_loaded(monkeypatch, tmp_path: Path, line: st
     assert (result.exit_code, expected in result.stderr.splitlines()[-1]) == (2, True), result.stderr
 
 
+def test_lm_eval_needs_its_package(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "lm_eval" else find_spec(name))
+    result = command("lm-eval", "--model", "hf-specx", "--help")
+    assert (result.exit_code, "pip install lm_eval" in result.stderr) == (2, True), result.stderr
+
+
 def test_few_bits_need_a_package(monkeypatch):
     monkeypatch.setattr("hf_specx.cli.options.find_spec", lambda name: None)
     result = command("generate", "a", "--quantize", "4bit")
