@@ -136,7 +136,7 @@ def load(name: str, study: Study, device_map: Any, target: Loaded | None = None)
         return load_adapter(name, study, device_map)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     target_model = None if target is None else target.model
-    quantized = {}
+    quantized: dict[str, Any] = {}
     if target is None and study.quantize is not None:
         quantized["quantization_config"] = quantization_config(study.quantize)
     model = load_model(files, trust, target_model, dtype=study.dtype, device_map=device_map, **quantized)

@@ -136,7 +136,8 @@ def load_rows(name: str, split: str | None) -> Any:
     require(is_installed, "--dataset needs the package datasets, which is not installed; pip install datasets.")
     with imports():
         import datasets
-    folder, configuration, split = Path(name), None, split or TRAIN
+    folder, split = Path(name), split or TRAIN
+    configuration: str | None = None
     if not folder.is_dir():
         name, _, configuration = name.partition(":")
     try:

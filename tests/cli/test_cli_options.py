@@ -135,6 +135,8 @@ def test_an_adapter_is_a_target(tmp_path: Path):
     result = command("generate", "the cat", "--target", tmp_path / "lora", *how)
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["runs"][0]["texts"] == expected
+    result = command("generate", "the cat", "--target", tmp_path / "base", "--draft", tmp_path / "lora")
+    assert (result.exit_code, "is an adapter of PEFT" in result.stderr) == (2, True), result.stderr
     config = tmp_path / "lora" / "adapter_config.json"
     values = json.loads(config.read_text())
     for change, words in (
