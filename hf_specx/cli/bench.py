@@ -71,6 +71,7 @@ def bench(
         "prompt_tokens": prompt_tokens or (0 if source.is_named else PROMPT_TOKENS),
         "repeats": repeats,
         "dtype": loading.dtype,
+        "quantize": loading.quantize,
     }
     cells = [Cell(named.name, contenders, size, **cell_settings) for size in sizes]
     check_out(out)

@@ -66,6 +66,7 @@ REFUSED = {
     "generate embedded": "did you mean --pair embedded?",
     "generate FOLDER": "did you mean --pair FOLDER?",
     "distill T eagle3 --out x --quantize 4bit": "--quantize",
+    "tune T suffix --out x --quantize 4bit": "--quantize",
     "generate a --split test": "--dataset",
     "card --out FOLDER/x": "--out",
 }
