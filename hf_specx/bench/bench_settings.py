@@ -23,6 +23,7 @@ class BenchSettings:
     top_k: int = 0  # 0 is off
     repeats: int = 3  # timed runs of each method, after one that warms up
     dtype: str = "auto"  # of the models; "auto" is as saved
+    quantize: str | None = None  # "4bit": so many bits of each weight of the target
     min_p: float | None = None  # None is off
     repetition_penalty: float | None = None  # None is off
     ignore_eos: bool = False  # whether every text has `max_new_tokens`, whatever end tokens are in it
@@ -52,6 +53,7 @@ class BenchSettings:
 
     def __str__(self) -> str:
         precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
+        precision += "" if self.quantize is None else f", the target in {self.quantize}"
         how = "greedily"
         if self.do_sample:
             how = f"sampled at temperature {self.temperature:g}, top-p {self.top_p:g}, top-k {self.top_k}"

@@ -138,7 +138,7 @@ def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | No
         return load_adapter(name, settings, device_map)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     target_model = None if target is None else target.model
-    quantized = {}
+    quantized: dict[str, Any] = {}
     if target is None and settings.quantize is not None:
         quantized["quantization_config"] = quantization_config(settings.quantize)
     model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)

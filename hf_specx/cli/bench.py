@@ -73,6 +73,7 @@ def bench(
         "prompt_tokens": prompt_tokens or (0 if source.is_named else PROMPT_TOKENS),
         "repeats": repeats,
         "dtype": loading.dtype,
+        "quantize": loading.quantize,
     }
     all_settings = [BenchSettings(named.name, methods, size, **options) for size in sizes]
     check_out(out)

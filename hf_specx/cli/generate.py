@@ -23,7 +23,7 @@ from .prompts import Prompts, apply_chat_option, read_prompts
 
 TIMED_TURNS = 5  # of the demo
 BATCH_SIZE = 8  # of --out
-WAYS_TO_GIVE_PROMPTS = "as arguments, with --prompts FILE, on standard input, or use --demo"
+WAYS_TO_GIVE_PROMPTS = "as arguments, with --prompts FILE or --dataset NAME, on standard input, or use --demo"
 DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
 HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
 LONGEST_PATH = 4096
@@ -72,7 +72,7 @@ def generate(
     strategy = strategy_options(num_draft_tokens, verification, tree) | ({"compile": True} if compile else {})
     if json_schema is not None:
         check_json_schema(json_schema)
-    num_sources = bool(prompts) + demo + (source.file is not None)
+    num_sources = bool(prompts) + demo + source.is_named
     require(num_sources <= 1, "prompts were given in more than one way; use arguments, --prompts or --demo.")
     for prompt in prompts or ():
         check_no_model(prompt)

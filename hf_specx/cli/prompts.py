@@ -87,6 +87,8 @@ class DatasetPrompts(PromptSource):
         for number, row in enumerate(self.rows):
             fields = {name: value for name, value in row.items() if isinstance(value, JSON_VALUES)}
             if self.column is not None:
+                if self.column != "prompt" and "prompt" in fields:  # another column, which is none
+                    fields["input_prompt"] = fields.pop("prompt")
                 fields = {"prompt": row[self.column]} | {x: y for x, y in fields.items() if x != self.column}
             prompt, fields = split_fields(fields, f"{self.name}, row {number}")
             yield apply_chat_option(prompt, self.chat), fields
@@ -134,7 +136,8 @@ def load_rows(name: str, split: str | None) -> Any:
     require(is_installed, "--dataset needs the package datasets, which is not installed; pip install datasets.")
     with imports():
         import datasets
-    folder, configuration, split = Path(name), None, split or TRAIN
+    folder, split = Path(name), split or TRAIN
+    configuration: str | None = None
     if not folder.is_dir():
         name, _, configuration = name.partition(":")
     try:

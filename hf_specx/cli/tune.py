@@ -77,6 +77,11 @@ def tune(
     sizes, options = batch_size or [1, 8], processing.beside(sampling)
     check_runs(sizes)
     require(out is not None or not overwrite, "--overwrite is for saving; name a folder with --out.")
+    require(
+        out is None or loading.quantize is None,
+        f"--out saves the target as its files have it, and --quantize {loading.quantize} measures another; leave one "
+        "of them out.",
+    )
     if out is not None:
         check_folder(out, overwrite, "--overwrite")
     names_one_draft = len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RevisionNotFoundError
@@ -91,7 +92,7 @@ def publish_code(
         folder = Path(work) / "code"
         write_code_alone(folder, repo_id)
         make_repository(api, repo_id, private)
-        to = {"repo_id": repo_id, "revision": revision}
+        to: dict[str, Any] = {"repo_id": repo_id, "revision": revision}
         names, source = names_in(api, to)
         message = f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one."
         require(OF_A_PAIR not in names, message)
@@ -136,7 +137,7 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
         return source["VERSION"], ""
     check_repository(first)
     api = HfApi(token=token)
-    to = {"repo_id": first, "revision": revision}
+    to: dict[str, Any] = {"repo_id": first, "revision": revision}
     with reaching_hub(first), tempfile.TemporaryDirectory() as work:
         names = api.list_repo_files(**to)
         require(SOURCE_FILE in names, message)
@@ -146,7 +147,7 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
         source = read_source(text, f"{SOURCE_FILE} of {name}")
         write_code(Path(work), source["PAIR"], source["REVISION"])
         message = f"Code of hf_specx {code_version()}"
-        options = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
+        options: dict[str, Any] = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
         return source["VERSION"], api.upload_folder(folder_path=Path(work) / CODE, **options, **to).oid
 
 
@@ -186,22 +187,20 @@ def put_in_place(new: Path, place: Path, old: Path) -> None:
         raise
 
 
-def names_in(api: HfApi, to: dict[str, str | None]) -> tuple[list[str], dict[str, str | None]]:
+def names_in(api: HfApi, to: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """The files of a branch, and where they are; one that is still to be made begins with those of the main one."""
     try:
-        return list(api.list_repo_files(**to)), to  # type: ignore[arg-type]
+        return list(api.list_repo_files(**to)), to
     except RevisionNotFoundError:
         main = {"repo_id": to["repo_id"]}
-        return list(api.list_repo_files(**main)), main  # type: ignore[arg-type]
+        return list(api.list_repo_files(**main)), main
 
 
-def keep_card_of_others(
-    api: HfApi, folder: Path, names: list[str], source: dict[str, str | None], marker: str
-) -> None:
+def keep_card_of_others(api: HfApi, folder: Path, names: list[str], source: dict[str, Any], marker: str) -> None:
     """Take the card out of a folder to upload, with a warning, where that in the repository is not one of ours."""
     if CARD not in names:
         return
-    card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")  # type: ignore[arg-type]
+    card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
     if marker not in card:
         message = (
             f"the {CARD} of {source['repo_id']} was not written by specx publish, so it stays as it is; delete it "

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     for split, texts in {"train": TEXTS[:1], "test": TEXTS}.items():
-        rows = [{"question": text, "id": f"{split}-{number}"} for number, text in enumerate(texts)]
+        rows = [{"question": text, "id": f"{split}-{n}", "prompt": "not this"} for n, text in enumerate(texts)]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -43,13 +43,13 @@ def test_prompts_of_a_split(pair: DraftTargetPair, folder: Path, tmp_path: Path,
     assert result.exit_code == 0, result.stderr
     texts = pair.complete(list(TEXTS[:2]), do_sample=False, max_new_tokens=6)
     assert [(line["text"], line["id"]) for line in lines_of(out)] == [(texts[0], "test-0"), (texts[1], "test-1")]
+    assert all(line["input_prompt"] == "not this" for line in lines_of(out))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--column", "question", "--split", "no"], "--split"),
-        ([], "question, id"),
         (["--column", "answer"], "--column"),
         (["--prompts", __file__], "both"),
     ],

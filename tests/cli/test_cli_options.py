@@ -66,6 +66,7 @@ REFUSED = {
     "generate embedded": "did you mean --pair embedded?",
     "generate FOLDER": "did you mean --pair FOLDER?",
     "distill T eagle3 --out x --quantize 4bit": "--quantize",
+    "tune T suffix --out x --quantize 4bit": "--quantize",
     "generate a --split test": "--dataset",
     "card --out FOLDER/x": "--out",
 }
@@ -79,6 +80,13 @@ def test_refused_before_anything_is_loaded(monkeypatch, tmp_path: Path, line: st
     result = command(*words, input="")
     expected = REFUSED[line].replace("FOLDER", str(tmp_path))
     assert (result.exit_code, expected in result.stderr.splitlines()[-1]) == (2, True), result.stderr
+
+
+def test_lm_eval_needs_its_package(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "lm_eval" else find_spec(name))
+    result = command("lm-eval", "--model", "hf-specx", "--help")
+    assert (result.exit_code, "pip install lm_eval" in result.stderr) == (2, True), result.stderr
 
 
 def test_few_bits_need_a_package(monkeypatch):
@@ -128,6 +136,8 @@ def test_an_adapter_is_a_target(tmp_path: Path):
     result = command("generate", "the cat", "--target", tmp_path / "lora", *how)
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["runs"][0]["texts"] == expected
+    result = command("generate", "the cat", "--target", tmp_path / "base", "--draft", tmp_path / "lora")
+    assert (result.exit_code, "is an adapter of PEFT" in result.stderr) == (2, True), result.stderr
     config = tmp_path / "lora" / "adapter_config.json"
     values = json.loads(config.read_text())
     for change, words in (
