@@ -11,7 +11,7 @@ from other_tokens import draft_of, target_of, tokenizer_of
 from tiny import near, prompts, tiny
 
 from hf_specx import DraftTargetPair, generate
-from hf_specx.hub.flatten import code_version, published_code
+from hf_specx.hub.flatten import ANY, NO_HEAD, code_version, published_code
 from hf_specx.hub.publish_code import publish_code, read_source, renew_code, write_code_alone
 
 
@@ -68,6 +68,8 @@ def test_code_in_a_folder_serves_any_two_models(tmp_path: Path):
     write_code_alone(folder)
     assert {path.name for path in folder.iterdir()} == {"README.md", "custom_generate"}
     assert f'custom_generate="{folder.name}"' in (folder / "README.md").read_text()
+    code = {module: (folder / "custom_generate" / f"{module}.py").read_text() for module in published_code(ANY)}
+    assert code == published_code(ANY)
     target = tiny()
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "custom_generate": str(folder)}
     output = target.generate(**prompts(2), assistant_model=near(target, 0.1), trust_remote_code=True, **options)
@@ -103,8 +105,8 @@ def test_code_is_not_published_over_anything_else(hub: HubOnDisk):
 def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeypatch, place: str):
     """What it names stays: the models of the commit that were there. The version that it was of is said."""
     branch = "next" if place == "branch" else None
-    earlier_code = {module: f"{text}# earlier\n" for module, text in published_code().items()}
-    monkeypatch.setattr("hf_specx.hub.publish_code.published_code", lambda: earlier_code)
+    earlier_code = {module: f"{text}# earlier\n" for module, text in published_code(NO_HEAD).items()}
+    monkeypatch.setattr("hf_specx.hub.publish_code.published_code", lambda draft: earlier_code)
     monkeypatch.setattr("hf_specx.hub.publish_code.code_version", lambda: "0.0.7+0a1b2c3d")
     if place == "folder":
         a_pair().save_pretrained(tmp_path / "pair", with_code=True)
@@ -127,6 +129,8 @@ def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeyp
     assert {path for path in before if before[path] != after[path]} == {path for path in after if path.endswith(".py")}
     assert before.keys() == after.keys()
     assert all(path.startswith(code) for path in after if path.endswith(".py"))
+    renewed = {module: after[f"{code}{module}.py"].decode() for module in earlier_code}
+    assert renewed == published_code(NO_HEAD)
     source, earlier = (read_source(each[f"{code}pair_source.py"].decode(), "") for each in (after, before))
     assert source == earlier | {"VERSION": source["VERSION"]}
     assert source["PAIR"] == (None if place == "folder" else PAIR)
