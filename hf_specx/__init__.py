@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.metrics.result import CheckResult as CheckResult
     from hf_specx.pairs.generate import generate as generate
     from hf_specx.pairs.pair import DraftTargetPair as DraftTargetPair
+    from hf_specx.training.callback import SpeculationCallback as SpeculationCallback
     from hf_specx.training.distill import distill as distill
 
 
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "Piece": "engine.requests",
     "Request": "engine.requests",
     "SampledCandidateGenerator": "drafting.candidates",
+    "SpeculationCallback": "training.callback",
     "SpeculationReport": "engine.report",
     "SpeculativeDecoding": "engine.strategy",
     "SuffixDraft": "drafting.suffix",

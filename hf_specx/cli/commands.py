@@ -17,6 +17,7 @@ from .bench import bench
 from .check import check
 from .distill import distill
 from .generate import generate
+from .lm_eval import AS_TYPED, lm_eval
 from .pairs import card, publish, vllm
 from .serve import serve
 from .tune import tune
@@ -26,6 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, ric
 export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
 for body in (generate, serve, bench, tune, distill, check, card, publish):
     app.command()(body)
+app.command("lm-eval", context_settings=AS_TYPED)(lm_eval)
 export.command()(vllm)
 app.add_typer(export, name="export")
 

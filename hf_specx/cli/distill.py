@@ -41,10 +41,11 @@ def distill(
     loading: Loading,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     draft: Annotated[str, typer.Argument(help=HELP_START)],
-    out: Annotated[Path, typer.Option(help="Save the pair in this folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Save the pair in this folder.")],
     phases: Annotated[int, typer.Option(help="How often the target writes new texts, at most.")] = DEFAULTS.phases,
     texts_per_phase: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; else 0.", min=0)] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help=HELP_SET)] = None,
     seconds: Annotated[float, typer.Option(help=HELP_SECONDS, min=0)] = SECONDS,
     overwrite: Overwrite = False,
@@ -61,7 +62,11 @@ def distill(
         "suffix has no weights to train; give layers:2, dspark, eagle3, or a model.",
     )
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
-    options |= settings_typed(others or []) | sampling.options
+    options |= settings_typed(others or []) | sampling.options | ({} if seed is None else {"seed": seed})
+    message = (
+        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave "
+    )
+    require(loading.quantize is None, f"{message}it out.")
     of_recipe = {name: value for name, value in options.items() if name != "held_out"}
     TrainingRecipe.of(of_recipe)
     check_folder(out, overwrite, "--overwrite")

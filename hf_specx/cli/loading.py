@@ -19,6 +19,7 @@ from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
+from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.complete import chat_text
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -46,6 +47,7 @@ def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
         dtype=loading.dtype,
         device_map=device_map(loading.device_map),
         trust_remote_code=loading.trust_remote_code,
+        quantize=loading.quantize,
         **options,
     )
 
@@ -81,6 +83,9 @@ def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTa
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
     options: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
+    quantize = options.pop("quantize")
+    if quantize is not None:
+        options["quantization_config"] = quantization_config(quantize)
     return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **options)
 
 

@@ -22,13 +22,14 @@ from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, Timing, compare
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import label_of, vocabulary
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
 from .console import SPEEDUP_COLUMNS, Output, figure, steps, waiting_for
 from .loading import say_what_runs, texts_for, texts_of
-from .prompts import Prompt, Prompts
+from .prompts import Prompt, Prompts, WithFields
 
 
 DEMO_BATCHES = (1, 8)
@@ -119,18 +120,25 @@ class Session:
             )
         return draft
 
+    @property
+    def for_stops(self) -> dict[str, Any]:
+        """The tokenizer for a call of `generate` with stop strings."""
+        return {"tokenizer": self.pair.tokenizer} if "stop_strings" in self.options else {}
+
     def compare(self, inputs: Inputs, repeats: int, draft: PreTrainedModel | None = None) -> Comparison:
         """Time plain `generate` and ours in turns; with a draft also assisted generation and ours with that draft."""
         num_methods = 2 if draft is None else 3 + (draft is not self.pair.draft)
         with steps("all in turns", num_methods * (repeats + 1)) as bar:
             strategy = self.pair.strategy
-            return compare(self.pair.target, strategy, [inputs], self.options, repeats, self.seed, bar.update, draft)
+            options = self.options | self.for_stops
+            return compare(self.pair.target, strategy, [inputs], options, repeats, self.seed, bar.update, draft)
 
     def generate(self, prompts: list[str], **more: Any) -> tuple[Inputs, torch.Tensor]:
         """The inputs of `generate` for a batch, and its output from the seed; `more` are other arguments."""
         target, tokenizer = self.pair.target, self.pair.tokenizer
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        more |= self.for_stops
         torch.manual_seed(self.seed)
         return inputs, target.generate(**inputs, **self.options, **more)  # type: ignore[operator]
 
@@ -168,12 +176,30 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
 
     "refused" prompts have a line in it without a text.
     """
-    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.typed_options)
+    session.pair.report = None
+    lines = WithFields(prompts)
+    session.pair.complete(lines, out=out, batch_size=batch_size, seed=session.seed, **session.typed_options)
     with out.open(encoding="utf-8") as lines:
         refused = sum("error" in json.loads(line) for line in lines)
     rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""
+    report: SpeculationReport | None = session.pair.report  # of this run alone, which may have found all done
+    if report is not None:
+        session.console.text(speed_of(report))
     session.console.text(f"{len(prompts) - refused} texts are in {out}{rest}")
-    return {"out": str(out), "prompts": len(prompts), "refused": refused}
+    facts = {"out": str(out), "prompts": len(prompts), "refused": refused}
+    return facts | {"report": None if report is None else report.to_dict()}
+
+
+def speed_of(report: SpeculationReport) -> str:
+    """How fast a run was, and what was accepted, in one line."""
+    seconds = report.seconds.get("total", 0.0)
+    line = f"{report.emitted} tokens in {seconds:.1f} s"
+    if seconds:
+        line += f", {report.emitted / seconds:.0f} tokens/s"
+    if report.judged:
+        line += f", α {report.alpha:.2f}, {report.acceptance_rate:.0%} of candidates accepted, "
+        line += f"{report.tokens_per_round:.2f} tokens a row and round"
+    return line
 
 
 def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:

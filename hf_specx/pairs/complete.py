@@ -18,7 +18,7 @@ from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
 
 from .fingerprint import arguments_of
-from .results_file import CompletedText, NumberedText, open_results
+from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_line, open_results
 from .shares import gathered, processes
 
 
@@ -30,7 +30,7 @@ LINE_EVERY = 30  # seconds, where there is no terminal for a bar
 
 def complete(
     pair: Any,
-    texts: Iterable[str | Sequence[dict[str, Any]]],
+    texts: Iterable[str | Sequence[dict[str, Any]] | dict[str, Any]],
     *,
     batch_size: int = 8,
     seed: int = 0,
@@ -48,7 +48,8 @@ def complete(
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
         texts: prompts; the same on every process, and when a file is gone on with (then also more of them). One may be
-            a list of messages {"role", "content"}, for the tokenizer's chat template.
+            a list of messages {"role", "content"}, for the tokenizer's chat template; or an object with one of
+            these as "prompt", "text" or "messages", whose other fields come back in its line.
         batch_size: rows of a batch, 8 unless given.
         seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given, and not by the global generator.
         out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"} that an interrupted call goes on
@@ -88,26 +89,35 @@ def _check_texts(texts: Any) -> None:
     """Raise ValueError unless these are several prompts; each of a list is looked at."""
     prompts = texts if isinstance(texts, list) else []
     is_several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    is_chat = any(isinstance(prompt, dict) and {"role", "content"} <= prompt.keys() for prompt in prompts)
     message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
-    require(is_several and not any(isinstance(prompt, dict) for prompt in prompts), message)
+    require(is_several and not is_chat, message)
     for index, prompt in enumerate(prompts):
         _check_prompt(index, prompt)
 
 
-def _check_prompt(index: int, prompt: Any) -> None:
-    """Raise ValueError unless this is a text or a list of messages."""
+def _check_prompt(index: int, prompt: Any) -> tuple[Any, dict[str, Any]]:
+    """A prompt, and the other fields where it is an object; a ValueError unless it is a text or a list of messages."""
+    fields: dict[str, Any] = {}
+    if isinstance(prompt, dict):
+        key = next((key for key in PROMPT_KEYS if key in prompt), None)
+        require(key is not None, f"prompt {index} has no field {', '.join(PROMPT_KEYS)}; give one of them.")
+        others = {name: value for name, value in prompt.items() if name != key}
+        fields = fields_of_line(others, f"prompt {index}")
+        prompt = prompt[key]
     is_chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, dict) for turn in prompt)
     message = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
     require(isinstance(prompt, str) or bool(is_chat), message)
+    return prompt, fields
 
 
 def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
-    for index, prompt in enumerate(prompts):
-        _check_prompt(index, prompt)
+    for index, prompt_or_object in enumerate(prompts):
+        prompt, fields = _check_prompt(index, prompt_or_object)
         text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt)
         for copy in range(count):
-            yield NumberedText(index * count + copy, text)
+            yield NumberedText(index * count + copy, text, fields)
 
 
 def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
