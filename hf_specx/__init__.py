@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.metrics.result import CheckResult as CheckResult
     from hf_specx.pairs.generate import generate as generate
     from hf_specx.pairs.pair import DraftTargetPair as DraftTargetPair
+    from hf_specx.sampling.thinking import GrammarAfter as GrammarAfter
+    from hf_specx.sampling.thinking import ThinkingBudget as ThinkingBudget
     from hf_specx.training.distill import distill as distill
 
 
@@ -40,6 +42,7 @@ _MODULE_OF = {
     "DraftTargetPair": "pairs.pair",
     "Drafter": "drafting.drafter",
     "EarlyExitDraft": "drafting.early_exit",
+    "GrammarAfter": "sampling.thinking",
     "MtpDraft": "drafting.heads.mtp",
     "Request": "engine.requests",
     "SampledCandidateGenerator": "drafting.candidates",
@@ -47,6 +50,7 @@ _MODULE_OF = {
     "SpeculativeDecoding": "engine.strategy",
     "SuffixDraft": "drafting.suffix",
     "SuffixPool": "drafting.suffix_pool",
+    "ThinkingBudget": "sampling.thinking",
     "check": "metrics.check",
     "distill": "training.distill",
     "generate": "pairs.generate",
