@@ -77,7 +77,7 @@ def bench(
     read_records(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
-    pair.config.prompts = texts_for(pair, prompts, named.name)
+    pair.config.prompts = texts_for(pair, prompts, named.name, source.template_options)
     generation = settings_of(pair.target, sampling.options, MAX_NEW_TOKENS)
     if source.file is None and "do_sample" not in sampling.options and not generation["do_sample"]:
         generation = settings_of(pair.target, SAMPLED | sampling.options, MAX_NEW_TOKENS)

@@ -58,7 +58,8 @@ def check(
             from .loading import load_named, say_what_runs, texts_for
         read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
-        subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.options)
+        texts = texts_for(pair, prompts, named.name, source.template_options)
+        subject = subject_of(pair, texts, settings, drawing.options)
         shown = {"verification": ", ".join(verifications)}
         shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
         say_what_runs(pair, shown | {"seed": seed})
