@@ -299,6 +299,11 @@ def _other_size(size: int | str, vocab_size: int) -> str:
     return f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer"
 
 
+def full_name(processor: Any) -> str:
+    """The module and name of a processor's type, by which `MAKE_MATCHERS` has it."""
+    return f"{type(processor).__module__}.{type(processor).__qualname__}"
+
+
 # by the type of the user's processor: from this, the number of rows and the size of the target's vocabulary
 MAKE_MATCHERS: dict[str, Callable[[Any, int, int], Matchers]] = {
     "xgrammar.contrib.hf.LogitsProcessor": _xgrammar,

@@ -21,7 +21,7 @@ from hf_specx.common.devices import to_device
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .grammars import MAKE_MATCHERS, PrefixFunction
+from .grammars import MAKE_MATCHERS, PrefixFunction, full_name
 from .processors import Processor, RoundProcessor
 from .stopping import Stopping
 
@@ -342,7 +342,7 @@ def with_token_masks(
     """
     replaced: list[Processor] = []
     for processor in processors:
-        make_matchers = MAKE_MATCHERS.get(f"{type(processor).__module__}.{type(processor).__qualname__}")
+        make_matchers = MAKE_MATCHERS.get(full_name(processor))
         if make_matchers is not None:
             matchers = make_matchers(processor, len(input_ids), vocab_size)
             replaced.append(TokenMasks(matchers, vocab_size, stopping.eos_token_ids))

@@ -12,7 +12,7 @@ import torch
 
 from hf_specx.common.errors import brief, is_int, require
 
-from .grammars import MAKE_MATCHERS
+from .grammars import MAKE_MATCHERS, full_name
 from .rewindable import PerCallProcessor, RewindableProcessor
 
 
@@ -175,30 +175,28 @@ class GrammarAfter(PerCallProcessor):
     """
 
     def __init__(self, processor: Any, after: Tag, *, tokenizer: Any = None):
-        type_name = f"{type(processor).__module__}.{type(processor).__qualname__}"
-        self.make_matchers = MAKE_MATCHERS.get(type_name)
         require(
-            self.make_matchers is not None or isinstance(processor, RewindableProcessor),
-            f"{type_name} is no grammar that can begin after a tag; give a processor of xgrammar or outlines, or one "
-            "with the methods accept, rollback and mask.",
+            full_name(processor) in MAKE_MATCHERS or isinstance(processor, RewindableProcessor),
+            f"{full_name(processor)} is no grammar that can begin after a tag; give a processor of xgrammar or "
+            "outlines, or one with the methods accept, rollback and mask.",
         )
         self.processor = processor
         self.after = tag_ids("after", after, tokenizer)
 
     @property
     def shared_processor(self) -> RewindableProcessor | None:
-        return self.processor if self.make_matchers is None else None
+        return None if full_name(self.processor) in MAKE_MATCHERS else self.processor
 
     def for_call(self, input_ids: torch.Tensor, vocab_size: int) -> "GrammarRows":
+        make_matchers = MAKE_MATCHERS.get(full_name(self.processor))
         require(
-            self.make_matchers is not None or self.plain_call is None,
+            make_matchers is not None or self.plain_call is None,
             f"{type(self.processor).__name__} was used before, and may be in the middle of its text; make one for "
             "each call.",
         )
-        if self.make_matchers is None:
-            return GrammarRows(self.processor, self.after, len(input_ids), vocab_size)
-        matchers = self.make_matchers(self.processor, len(input_ids), vocab_size)
-        return GrammarRows(matchers, self.after, len(input_ids), vocab_size)
+        rows = len(input_ids)
+        grammar = self.processor if make_matchers is None else make_matchers(self.processor, rows, vocab_size)
+        return GrammarRows(grammar, self.after, rows, vocab_size)
 
 
 class GrammarRows:

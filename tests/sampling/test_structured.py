@@ -130,39 +130,38 @@ def test_forced_tokens_alone_make_it_faster(library: str, sampled: bool):
 CODE = ["import os\nimport sys\n", "Once upon a time", "import torch\nimport"]
 STRUCTURAL = [*product(["xgrammar"], TAGS), ("outlines llguidance", "calls")]
 FEW_LIBRARIES = ["xgrammar", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LIBRARIES][1:-1])]
-OFTEN = {("xgrammar", "calls", False), ("xgrammar", TAGS[-1], True), ("outlines llguidance", "calls", False)}
+OFTEN = {("xgrammar", "calls", False, 3), ("xgrammar", TAGS[-1], True, 3)}
 
 
 def within() -> Iterator:
-    """Each kind of tags and mode; few of them in the default run."""
-    for (library, case), sampled in product(STRUCTURAL, [False, True]):
-        marks = () if (library, case, sampled) in OFTEN else pytest.mark.slow
-        yield pytest.param(library, case, sampled, marks=marks)
+    """Each kind of tags, mode and number of rows; few of them in the default run."""
+    for (library, case), sampled, rows in product(STRUCTURAL, [False, True], [1, 3]):
+        marks = () if (library, case, sampled, rows) in OFTEN else pytest.mark.slow
+        yield pytest.param(library, case, sampled, rows, marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:Error in LLMatcher")
-@pytest.mark.parametrize(("library", "case", "sampled"), within())
-def test_tags_within_a_text(library: str, case: str, sampled: bool):
+@pytest.mark.parametrize(("library", "case", "sampled", "rows"), [*within()])
+def test_tags_within_a_text(library: str, case: str, sampled: bool, rows: int):
     """The text of plain `generate`, free outside of the tags and of the grammar inside, with candidates in both."""
     need(library)
     target, tokenizer = pair().target, copy.copy(pair().tokenizer)
     tokenizer.padding_side = "left"
-    for rows in (1, 3) if sampled else (3,):
-        inputs = dict(tokenizer(CODE[:rows], return_tensors="pt", padding=True))
-        width, strategy = inputs["input_ids"].shape[1], SpeculativeDecoding(pair().draft, num_draft_tokens=4)
-        if sampled:
-            strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=4, verification="coupled")
-        options = {"max_new_tokens": 32, "do_sample": sampled} | ({"temperature": 0.5} if sampled else {})
-        fresh = lambda: {"logits_processor": [make_tags(library, case)]}  # noqa: E731
-        compared = assert_plain(target, strategy, inputs, fresh, **options)
-        assert compared.forwards < compared.plain
-        if case != "after thinking":  # which a model that was not taught it never ends
-            begin, end = (CALL_BEGIN, CALL_END) if case == "calls" else (THINK_END, "<|end|>")
-            _, begun, after = tokenizer.decode(compared.text[0, width:]).partition(begin)
-            content, ended, _ = after.partition(end)
-            assert begun
-            assert strategy.report.forced > 0
-            assert valid("constants", content) if ended else content.lstrip().startswith("{")
+    inputs = dict(tokenizer(CODE[:rows], return_tensors="pt", padding=True))
+    width, strategy = inputs["input_ids"].shape[1], SpeculativeDecoding(pair().draft, num_draft_tokens=4)
+    if sampled:
+        strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=4, verification="coupled")
+    options = {"max_new_tokens": 32, "do_sample": sampled} | ({"temperature": 0.5} if sampled else {})
+    fresh = lambda: {"logits_processor": [make_tags(library, case)]}  # noqa: E731
+    compared = assert_plain(target, strategy, inputs, fresh, **options)
+    assert compared.forwards < compared.plain
+    if case != "after thinking":  # which a model that was not taught it never ends
+        begin, end = (CALL_BEGIN, CALL_END) if case == "calls" else (THINK_END, "<|end|>")
+        _, begun, after = tokenizer.decode(compared.text[0, width:]).partition(begin)
+        content, ended, _ = after.partition(end)
+        assert begun
+        assert strategy.report.forced > 0
+        assert valid("constants", content) if ended else content.lstrip().startswith("{")
 
 
 @pytest.mark.filterwarnings("ignore:Error in LLMatcher")
