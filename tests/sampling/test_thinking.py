@@ -129,6 +129,13 @@ def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str,
         assert [text[: len(END)] for text in texts] == [[*END]] * rows
 
 
+@pytest.mark.parametrize(("name", "sampled"), once(BUDGETS, [False, True]))
+def test_branches_of_a_tree_have_a_state_each(target, name: str, sampled: bool):
+    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=4, tree=12, verification="coupled")
+    compare(target, strategy, BUDGETS[name], do_sample=sampled, top_k=0)
+    assert strategy.report.accepted > 0
+
+
 @pytest.mark.parametrize("name", ["several", "after a start"])
 def test_by_rejection_all_texts_end_their_thinking(target, draft, name: str):
     """The law is shown for all masks; here that the masks are these."""
