@@ -81,7 +81,8 @@ class SpeculativeLM(HFLM):
         super().__init__(place, revision=hub_revision, tokenizer=tokenizer, **trust, **kwargs)
         if draft is None:
             loaded, recommended, costs = draft_of_pair(self.model, pretrained, commit, {})
-            self.speculative = SpeculativeDecoding(loaded, **recommended | options | {"costs": costs})
+            all_options: dict[str, Any] = recommended | options | {"costs": costs}
+            self.speculative = SpeculativeDecoding(loaded, **all_options)
         else:
             options |= {"tokenizer": self.tokenizer, "draft_tokenizer": tokenizer_of_draft(draft)}
             self.speculative = SpeculativeDecoding(draft, **options)
