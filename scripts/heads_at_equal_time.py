@@ -84,9 +84,10 @@ def main(
     torch.set_num_threads(1)
     pair = DraftTargetPair.from_pretrained("embedded", dtype=torch.float32)
     target: Any = pair.target
+    tokenizer: Any = pair.tokenizer
     target.config.eos_token_id = target.generation_config.eos_token_id = None  # texts go on after the end of a file
     trained_on, held_out = source_files()
-    tokens, unseen = encode(pair.tokenizer, read(trained_on)), encode(pair.tokenizer, read(held_out))
+    tokens, unseen = encode(tokenizer, read(trained_on)), encode(tokenizer, read(held_out))
     prompts = windows(tokens, 0, seed + 1, length=READ, count=NUM_TEXTS).tolist()
     unseen_prompts = windows(unseen, 1, seed, length=PROMPT, count=NUM_HELD_OUT).tolist()
     first = None

@@ -44,7 +44,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # the kind of each head that i
         | {"sliding_window_non_causal": True, "mask_embedding": True},
     ),
 }
-Config, Weights = dict[str, Any], dict[str, torch.Tensor]
+Config = dict[str, Any]
+Weights = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -123,7 +124,7 @@ MISREADINGS = {
     "SpecForge's `norm_output: true`, as fed back": Misreading("eagle3", by_specforge, {"norm_output": True}),
     "EAGLE-3.1, whose normed state is fed back, as not": Misreading("eagle3.1", as_it_is, {"norm_output": False}),
 }
-SIGNALS = {  # heads as they are, and with what fault
+SIGNALS: dict[str, dict[str, dict[str, Any]]] = {  # heads as they are, and with what fault
     "dspark": {"as it is": {}, "layout='anchor'": {"layout": "anchor"}},
     "dflash": {"as it is": {}, "layout='anchor'": {"layout": "anchor"}},
     "eagle3": {"as it is": {}, "partial_rotary_factor=0.5": {"partial_rotary_factor": 0.5}},
@@ -143,12 +144,13 @@ class Study:
         self.texts_from: Path | None = None
         self.pair = DraftTargetPair.from_pretrained("embedded", dtype=torch.float32)
         self.target: Any = self.pair.target
+        tokenizer: Any = self.pair.tokenizer
         self.target.config.eos_token_id = self.target.generation_config.eos_token_id = None
         trained_on, held_out = source_files()
-        self.tokens = encode(self.pair.tokenizer, read(trained_on))
-        pages = encode(self.pair.tokenizer, documentation.topics.values())
+        self.tokens = encode(tokenizer, read(trained_on))
+        pages = encode(tokenizer, documentation.topics.values())
         self.prompts = {
-            "source": windows(encode(self.pair.tokenizer, read(held_out)), 1, seed, length=PROMPT, count=320),
+            "source": windows(encode(tokenizer, read(held_out)), 1, seed, length=PROMPT, count=320),
             "English": windows(pages, 1, seed, length=PROMPT, count=320),
         }
 
@@ -202,7 +204,8 @@ class Study:
             training={"weight_decay": 0.1, "adam_beta2": 0.95},
             **SAMPLED,
         )
-        return result.pair.draft
+        draft: Any = result.pair.draft
+        return draft
 
     def report(self, draft: DraftHead, number: int, sort: str = "source", temperature: float = 1.0) -> Any:
         """That of a call with `ROWS` prompts, the ones of this number."""

@@ -21,22 +21,27 @@ class Recorder:
     def observe(self, done: Round) -> None:
         """Record one round of one row."""
         accepted, drafted = done.accepted[0], done.draft.lengths[0]
-        proposed = done.draft.tokens[0].tolist()
         first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
+        branch, num_first = done.branches[0], done.first_accepted[0]
+        chain = done.draft.tokens[0].tolist()
+        proposed, number = chain, drafted
+        if done.tree is not None:  # the branch that was taken, and the first choice that was judged behind it
+            proposed = emitted[:accepted] + (chain[accepted : accepted + 1] if num_first == accepted else [])
+            number = len(proposed)
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]
 
         def entry(position: int, tokens: list[int]) -> dict[str, Any]:
             token, before = tokens[position], tokens[position - 1 : position] or self.last_token
             draft_chance = None
-            if q is not None and position < len(proposed):
+            if q is not None and position < len(q) and (done.tree is None or position <= num_first):
                 draft_chance = float(q[position, token])
             text = text_added(self.tokenizer, before, token)
             return {"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance}
 
         candidates = []
-        for position in range(min(drafted, len(p))):
+        for position in range(min(number, len(p))):
             candidate = entry(position, proposed)
             overlap = done.overlap[0][position] if position < len(done.overlap[0]) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
@@ -44,13 +49,15 @@ class Recorder:
             candidates.append(
                 candidate | {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
             )
-        follower = "bonus" if accepted == drafted else "recovered"
+            if done.tree is not None:
+                candidates[-1]["rank"] = branch[position] if position < accepted else 0
+        follower = "bonus" if done.is_bonus[0] else "recovered"
         tokens = [
             entry(position, emitted) | {"origin": "accepted" if position < accepted else follower}
             for position in range(len(emitted))
         ]
         self.last_token = emitted[-1:] or self.last_token
-        rejected = None if accepted == drafted else accepted
+        rejected = None if done.is_bonus[0] else accepted
         self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
 
 
@@ -70,6 +77,8 @@ def trace(
         which token verification keeps it, given those before it; block verification keeps it at least as often, and
         coupled verification where the two models agree. "rejected" is the position of the first that was not kept, or
         None. "tokens" entered the text; their "origin" is "accepted", "recovered" or "bonus".
+        Of a tree, candidates are those on the branch that was taken, each with its "rank" among its siblings, and the
+        first choice behind them if that was rejected.
     """
     prompt = inputs["input_ids"][0].tolist()
     recorder = Recorder(tokenizer, prompt[-1:])

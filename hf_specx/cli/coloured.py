@@ -92,7 +92,7 @@ class OriginStreamer(BaseStreamer):
 def round_origins(record: RoundRecord) -> list[str]:
     """The origin of each token that a row emitted in a round: a key of `STYLES`."""
     accepted = min(record.accepted, record.emitted)
-    follower = "bonus" if record.accepted == record.drafted else "recovered"
+    follower = "bonus" if record.is_bonus or record.accepted == record.drafted else "recovered"
     origins = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
     return origins + [follower] * (record.emitted - accepted)
 

@@ -241,7 +241,8 @@ class Batch:
         paths = [list(range(number)) for number in num_accepted]
         if path is not None:
             paths = [[node - 1 for node in node_lists[row][1 : 1 + number]] for row, number in enumerate(num_accepted)]
-            forward, scores = forward.at_nodes(path), at_nodes(scores, path)
+            forward = forward.at_nodes(path)
+            scores = None if scores is None else at_nodes(scores, path)
         num_new_tokens = [number + 1 for number in num_accepted]
         if self.lockstep:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)

@@ -1,16 +1,25 @@
-"""Graphs compiled for a CPU with few calls of a compiler: equal parts once, and the C++ of several in one file."""
+"""Graphs compiled for a CPU with few calls of a compiler: equal parts once, and the C++ of several in one file.
+
+This is the only file that reaches into torch's compiler. With a torch that is not `KNOWN` each kernel is compiled by
+torch itself, in a file of its own.
+"""
 
 import importlib.util
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch._guards import tracing
 from torch.fx.node import map_arg
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._device import DeviceContext
+
+
+KNOWN = "2.13" <= torch.__version__ < "2.15"  # versions of torch whose kernels are collected; compared as versions
 
 
 @contextmanager
@@ -18,7 +27,11 @@ def in_one_file() -> Iterator[None]:
     """Within it the C++ kernels that torch writes are collected; at its end all are compiled, in one file.
 
     Torch compiles each alone, and most of that time goes into its headers: 21 take 1.4 s in one file, in place of 11.
+    Dynamo holds a lock around a backend, so there is one such context at a time.
     """
+    if not KNOWN:
+        yield
+        return
     from torch._inductor import async_compile, config
     from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture, PyCodeCache
 
@@ -63,6 +76,18 @@ def in_one_file() -> Iterator[None]:
         raise
     finally:
         compile_class.cpp_pybinding, compile_class.wait = bind, wait
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """A context where `torch.device(...)` around it, or `set_default_device`, counts for nothing in this thread.
+
+    It is a mode in which Dynamo does not trace all that a forward calls.
+    """
+    with ExitStack() as stack:
+        while isinstance((_get_current_function_mode_stack() or [None])[-1], DeviceContext):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def one_file(sources: list[str]) -> str:

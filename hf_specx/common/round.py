@@ -122,6 +122,7 @@ class RoundRecord(NamedTuple):
         forced: positions of candidates that were the only token allowed.
         nodes: all candidates of the row, those on branches among them.
         branch: the ranks of the accepted candidates among their siblings; 0 is the draft's first choice.
+        is_bonus: whether no candidate followed the accepted ones.
     """
 
     drafted: int
@@ -130,6 +131,7 @@ class RoundRecord(NamedTuple):
     forced: tuple[int, ...] = ()
     nodes: int = 0
     branch: tuple[int, ...] = ()
+    is_bonus: bool = False
 
 
 @dataclass
@@ -188,6 +190,14 @@ class Round:
             return self.accepted
         pairs = zip(self.paths, self.tree.rows, strict=True)
         return [sum(map(eq, path, branches.first)) for path, branches in pairs]
+
+    @property
+    def is_bonus(self) -> list[bool]:
+        """[R], whether no candidate followed the accepted ones, so that the token after them is a bonus token."""
+        if self.tree is None:
+            return [number == length for number, length in zip(self.accepted, self.draft.lengths, strict=True)]
+        pairs = zip(self.paths, self.tree.rows, strict=True)
+        return [not branches.children[1 + path[-1] if path else 0] for path, branches in pairs]
 
     @property
     def nodes(self) -> list[int]:

@@ -42,7 +42,9 @@ def branches_of(parents: Parents) -> Branches:
     Raises:
         ValueError: if a candidate stands before its parent.
     """
-    depths, paths, ranks, children, first = [0], [()], [], [0] * (len(parents) + 1), []
+    depths, ranks, children = [0], list[int](), [0] * (len(parents) + 1)
+    paths: list[tuple[int, ...]] = [()]
+    first: list[int] = []
     for number, parent in enumerate(parents):
         if not -1 <= parent < number:
             message = f"candidate {number} has the parent {parent}; parents stand before their children, and -1 is "

@@ -19,6 +19,7 @@ This file has, in this order,
   plain steps aside, its budget for trials, and tries the draft again once that pays for what a trial may lose.
 """
 
+import copy
 import json
 import math
 import statistics
@@ -33,6 +34,7 @@ from hf_specx.common.round import Round
 
 from .forward_times import ForwardTimes, on_grid
 from .schedule import Schedule
+from .trees import Ranks
 
 
 MAX_DRAFT_TOKENS = 20  # the largest number that is considered
@@ -154,11 +156,13 @@ class Costs(ForwardTimes):
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
+        ranks: by verification, which of the draft's choices the target has taken; not saved.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
     """
 
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
+    ranks: dict[str, Ranks] = field(default_factory=dict)
     trial_budget: float = 0.0
 
     def __repr__(self) -> str:
@@ -173,6 +177,7 @@ class Costs(ForwardTimes):
             dict(self.table),
             dict(self.alpha),
             rounds,
+            copy.deepcopy(self.ranks),
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
@@ -257,6 +262,8 @@ class RoundTimer:
         self.costs_at_start: Costs | None = None
         self.samples: dict[tuple[int, int], deque[float]] = {}  # seconds of this call's rounds, by rows and candidates
         self.cached_times: dict[tuple[int, int, bool], list[float]] = {}
+        # seconds of rounds of trees over what was expected of them
+        self.tree_ratios: deque[float] = deque(maxlen=MAX_SAMPLES)
         self.last_end: float | None = None  # when the last round ended; None if the time since then does not count
         self.last_drafted = 0  # candidates of the last round
 
@@ -272,6 +279,15 @@ class RoundTimer:
                 seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + step * number))
             self.cached_times[key] = seconds
         return self.cached_times[key]
+
+    def tree_times(self, rows: int, steps: int, most: int) -> list[float]:
+        """Seconds of rounds with so many draft steps and 0 to `most` candidates, which branch."""
+        costs, batch = self._costs_for(rows)
+        _, drafting_ratio = self._ratios(rows)
+        enough = self.online and len(self.tree_ratios) >= MIN_SAMPLES
+        ratio = drafting_ratio * (statistics.median(self.tree_ratios) if enough else 1.0)
+        drafting = costs.draft(batch) * steps
+        return [ratio * (costs.target(batch, 1 + number) + drafting) for number in range(most + 1)]
 
     def prefill_seconds(self, rows: int, tokens: int) -> float:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
@@ -315,6 +331,19 @@ class RoundTimer:
                 self._use(rows, drafted, on_grid(statistics.median(samples)))
         self.last_end = now
         self.last_drafted = drafted
+
+    def observe_tree(self, rows: int, steps: int, nodes: int) -> None:
+        """Note that a round with a tree has ended."""
+        if self.costs is None:
+            return
+        now = self.costs.clock()
+        if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
+            costs, batch = self._costs_for(rows)
+            _, drafting_ratio = self._ratios(rows)
+            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.draft(batch) * steps)
+            self.tree_ratios.append((now - self.last_end) / expected)
+        self.last_end = now
+        self.last_drafted = steps
 
     def end(self) -> None:
         """End the call: later ones go by what its rounds took."""

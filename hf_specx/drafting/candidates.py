@@ -129,6 +129,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         Returns:
             A draft with q, where the verifier draws candidates from it.
         """
+        if self.trees is not None:
+            lengths = self.trees.plan(len(lengths), lengths)
         limits = list(lengths)
         num_drafted = [0] * len(lengths)  # without forced tokens
         num_steps = 0

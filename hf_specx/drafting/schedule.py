@@ -121,7 +121,9 @@ class Schedule:
         if self.round_timer is None or not any(done.emitted_before):
             return  # the first step, with the prompts, took another time
         draft = done.draft
-        if draft.model_free is None and draft.steps == max(draft.lengths):
+        if done.nodes != draft.lengths:
+            self.round_timer.observe_tree(len(done.rows), draft.steps, max(done.nodes))
+        elif draft.model_free is None and draft.steps == max(draft.lengths):
             self.round_timer.observe(len(done.rows), draft.steps)
         else:
             self.round_timer.skip()

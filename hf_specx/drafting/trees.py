@@ -12,15 +12,17 @@ chances on the way to it: that many tokens more come of a round that has it.
 import heapq
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_specx.common.round import Round
 from hf_specx.common.tree import Parents
 
 
+COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
 MOST_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
 WEIGHT = 20.0  # nodes that this is worth
+MARGIN = 1.02  # times as many tokens a second as of the chain, from which a tree is taken
 FORGET = 0.98  # factor on the weight of earlier rounds at each round
 
 
@@ -71,27 +73,79 @@ class Ranks:
 
 
 class Trees:
-    """The shapes of the trees of one call, each of up to `nodes` nodes a row."""
+    """The shapes of the trees of one call: of a fixed number of nodes, or in each round of the one that pays best.
 
-    def __init__(self, nodes: int):
-        self.nodes, self.ranks = nodes, Ranks()
+    A round with n nodes after γ steps of the draft is expected to give 1 + V_1 + ... + V_n tokens of a row, by what
+    nodes are worth, best first, in the seconds of its forwards. All rows get the same number, since the largest tree
+    decides what a forward costs. A tree is taken where it promises `MARGIN` more than the chain.
+
+    Args:
+        nodes: of a row at most; "auto" chooses.
+        round_timer: a `RoundTimer`, for "auto".
+        ranks: what earlier calls have seen; this call adds to it.
+        numbers: that "auto" chooses from, beside those of chains.
+
+    Attributes:
+        num_nodes: of this round.
+    """
+
+    def __init__(
+        self,
+        nodes: int | str,
+        round_timer: Any = None,
+        ranks: Ranks | None = None,
+        numbers: Sequence[int] = range(1, 65),
+    ):
+        self.nodes, self.round_timer, self.numbers = nodes, round_timer, numbers
+        self.ranks = Ranks() if ranks is None else ranks
+        self.num_nodes = 0
         self.shapes: dict[tuple[str, int], Shape] = {}  # of this round
+
+    def plan(self, rows: int, lengths: Sequence[int], kind: str = "comb") -> list[int]:
+        """Decide how many nodes rows have in this round; returns how deep each row goes, `lengths` [R] at most.
+
+        `kind` is "comb" or "full".
+        """
+        self.shapes.clear()
+        depth = max(lengths)
+        if not isinstance(self.nodes, str):
+            self.num_nodes = self.nodes
+        elif depth:
+            self.num_nodes = self._best_number(rows, depth, kind)
+        return [min(length, self.num_nodes) for length in lengths]
+
+    def _best_number(self, rows: int, depth: int, kind: str) -> int:
+        """The number of nodes with the most tokens a second; `depth` where that is the chain."""
+        chances, most = self.ranks.chances, max(self.numbers, default=0)
+        chain = [chances[0] ** (place + 1) for place in range(depth)]
+        if kind == "comb":
+            values = chain + sorted(leaves_of_ranks(chances, depth), reverse=True)
+        else:
+            values = sorted(values_of_ranks(chances, depth, most), reverse=True)
+        tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
+        seconds = self.round_timer.tree_times(rows, depth, most)
+        rates = {}
+        for number in self.numbers:
+            if depth < number < len(tokens):
+                rates[number] = tokens[number] / seconds[number]
+        chain_rate = (1.0 + sum(chain)) / self.round_timer.times(rows, depth)[depth]
+        best = max(rates, key=rates.__getitem__, default=depth)
+        return best if rates and rates[best] > MARGIN * chain_rate else depth
 
     def observe(self, done: Round) -> None:
         """Learn which ranks the target has chosen."""
         self.ranks.observe(done)
-        self.shapes.clear()
 
     def comb(self, length: int) -> Shape:
         """The chain of `length` first choices, with next best ones beside it."""
         if ("comb", length) not in self.shapes:
-            self.shapes["comb", length] = comb_of(self.ranks.chances, length, self.nodes)
+            self.shapes["comb", length] = comb_of_ranks(self.ranks.chances, length, self.num_nodes)
         return self.shapes["comb", length]
 
     def full(self, depth: int) -> Shape:
         """The nodes up to a depth that are worth most."""
         if ("full", depth) not in self.shapes:
-            self.shapes["full", depth] = tree_of_ranks(self.ranks.chances, depth, self.nodes)
+            self.shapes["full", depth] = tree_of_ranks(self.ranks.chances, depth, self.num_nodes)
         return self.shapes["full", depth]
 
     def choices_at(self, depth: int, lengths: Sequence[int]) -> int:
@@ -103,22 +157,34 @@ class Trees:
         return 1 + max(ranks)
 
 
-def comb_of(chances: Sequence[float], length: int, nodes: int) -> Shape:
-    """A comb of a chain of `length`, with leaves as far as there are `nodes`, by the chances of ranks."""
-    values = []
-    for depth in range(length):
-        for rank in range(1, len(chances)):
-            values.append((-(chances[0] ** depth) * chances[rank], depth, rank))
-    leaves = sorted((depth, rank) for _, depth, rank in sorted(values)[: max(0, nodes - length)])
-    places = [*((depth, 0) for depth in range(length)), *leaves]
-    depths, ranks = zip(*places, strict=True) if places else ((), ())
+def leaves_of_ranks(chances: Sequence[float], length: int) -> list[float]:
+    """What the leaves beside a chain of `length` are worth by the chances of ranks, in any order."""
+    return [chances[0] ** depth * chance for depth in range(length) for chance in chances[1:]]
+
+
+def values_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> list[float]:
+    """What the nodes of `tree_of_ranks` are worth, in any order."""
+    values: dict[int, float] = {-1: 1.0}
+    shape = tree_of_ranks(chances, depth, nodes)
+    for number, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
+        values[number] = values[parent] * chances[rank]
+    return list(values.values())[1:]
+
+
+def comb_of_ranks(chances: Sequence[float], length: int, nodes: int) -> Shape:
+    """A chain of `length` with leaves as far as there are `nodes`, those that are worth most."""
+    places = [(depth, rank) for depth in range(length) for rank in range(1, len(chances))]
+    values = leaves_of_ranks(chances, length)
+    order = sorted(range(len(places)), key=values.__getitem__, reverse=True)  # stable
+    leaves = sorted(places[number] for number in order[: max(0, nodes - length)])
+    depths, ranks = zip(*((depth, 0) for depth in range(length)), *leaves, strict=True) if length else ((), ())
     return Shape(tuple(depth - 1 for depth in depths), depths, ranks)
 
 
 def tree_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> Shape:
     """The `nodes` nodes up to a depth that are worth most by the chances of ranks, those of first choice first."""
     taken: list[tuple[int, ...]] = []  # the ranks on the way to each node
-    waiting = [(-chances[0], (0,))] if depth else []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
     while waiting and len(taken) < nodes:
         value, path = heapq.heappop(waiting)
         taken.append(path)

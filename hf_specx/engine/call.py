@@ -81,7 +81,8 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
         prompt_streamed: whether the streamer was given the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
-        nodes: the most candidates of a row in a round where they may branch; 0 where each follows the one before.
+        nodes: the most candidates of a row in a round where they may branch, or "auto"; 0 where each follows the one
+            before.
         tree_reason: why they do not branch though that was asked for; empty if they do, or it was not.
     """
 
@@ -100,7 +101,7 @@ class Call:
     queue: RequestQueue | None = None
     prompt_streamed: bool = False
     measured_candidates: int | None = None
-    nodes: int = 0
+    nodes: int | str = 0
     tree_reason: str = ""
 
 
@@ -149,7 +150,7 @@ def make_call(
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
     # in lockstep a row with a seed has the text that it has alone under coupled verification only; nor do others judge
     # trees
-    needs_coupled = (seeds is not None and layout.lockstep) or nodes > 0
+    needs_coupled = (seeds is not None and layout.lockstep) or bool(nodes)
     returns_cache = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
     has_later_prompts = queue is not None and layout.refills  # which have limits of their own
     prompt = replace(

@@ -114,7 +114,8 @@ class SpeculationReport:
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
             branch = tuple(branches[index])
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch))
+            ends = done.is_bonus[index]
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch, ends))
             if self.max_history is not None and len(history) > 2 * self.max_history:
                 del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]

@@ -15,7 +15,7 @@ from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.drafting.trees import Trees
+from hf_specx.drafting.trees import COMPILED_NODES, Ranks, Trees
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
@@ -26,6 +26,7 @@ from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
+from .check_options import MOST_NODES
 from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
@@ -63,7 +64,6 @@ class Run:
         self.batch = make_batch(call)
         self.finished = False
         self.has_prefilled = target is not None
-        self.trees = Trees(call.nodes) if call.nodes else None
         self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
         self.processors = self._make_processors()
         self.max_draft_tokens = max_draft_tokens(call)
@@ -72,6 +72,7 @@ class Run:
         # times differ from rank to rank, and drafts that go by them would differ as well
         timer_costs = None if call.tensor_parallel else costs
         self.round_timer = RoundTimer(timer_costs, online=call.verification in ("greedy", "coupled"))
+        self.trees = self._make_trees()
         own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
         self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
         # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
@@ -106,6 +107,19 @@ class Run:
         if self.allow_forced_tokens and may_have_masks and not adds_forced_tokens_itself:
             return SeveralDrafts([drafter])
         return drafter
+
+    def _make_trees(self) -> Trees | None:
+        """The shapes of trees, where candidates of the call may branch."""
+        call = self.call
+        if not call.nodes:
+            return None
+        round_size = tokens_of_a_round(call.prompt.model)
+        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
+        numbers = (
+            [number for number in COMPILED_NODES if number <= most] if call.options.compile else range(1, 1 + most)
+        )
+        nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
+        return Trees(nodes, self.round_timer, self.costs.ranks.setdefault(call.verification, Ranks()), numbers)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
@@ -337,7 +351,7 @@ def make_batch(call: Call) -> Batch:
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
     pad_token_id = 0 if pad is None else int(pad)
-    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=call.nodes > 0)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.nodes))
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:

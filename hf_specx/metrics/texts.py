@@ -99,7 +99,7 @@ class DraftOffers:
             likely = draft.probs.topk(min(LIKELY_TOKENS, draft.probs.shape[-1]))
             tokens = likely.indices.tolist()
             chances = likely.values.double().round(decimals=3).tolist()
-            num_offers = [min(pair) for pair in zip(done.emitted, draft.lengths, strict=True)]
+            num_offers = [min(pair) for pair in zip(done.emitted, done.judged, strict=True)]
         for index, row in enumerate(done.rows):
             for position in range(num_offers[index]):
                 self.rows[row].append((tokens[index][position], chances[index][position]))
@@ -115,7 +115,7 @@ class JudgedCandidates:
     def observe(self, done: Round) -> None:
         """Record a round."""
         for index, row in enumerate(done.rows):
-            judged = min(done.emitted[index], done.draft.lengths[index])
+            judged = min(done.emitted[index], done.judged[index])
             self.rows[row] += done.draft.tokens[index, :judged].tolist()
             self.rows[row] += [-1] * (done.emitted[index] - judged)
 

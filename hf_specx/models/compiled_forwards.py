@@ -11,32 +11,28 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import lookup_backend
-from torch._dynamo.convert_frame import compile_lock
 from torch.fx.passes.split_module import split_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specx.common.kernels import compile_part, in_one_file, signature
-from hf_specx.common.recording import conditions, kind_of, record, without_default_device
+from hf_specx.common.kernels import compile_part, in_one_file, signature, without_default_device
 
 from .attention import TILED, Masks, VisibleNodes
-from .foreign_code import identity_of
+from .foreign_code import global_readers, identity_of
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_packed_weights
 from .runner import HiddenStates
 from .slots import CACHE, LayersKeysValues, Pool
 
 
-TRIED = "2.13" <= torch.__version__ < "2.15"  # with which forwards are recorded; with another torch Dynamo traces them
 IDLE_FORWARDS = 200  # twice as long as one of fewer rows, before that is compiled, which takes about as much time
 EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
@@ -46,6 +42,10 @@ OTHERS = re.compile(r"\b(model|hidden)\b")  # in the source of a guard
 SLOW = (
     "compile=True compiles the forwards of {} once for each size that occurs, which takes seconds for each; later "
     "calls of these sizes find them compiled."
+)
+UNCOMPILED = (
+    "compile=True leaves the forwards of {} as they are: a hook or a replaced forward reads a global variable, whose "
+    "changes a compiled forward would not see; keep the value in an attribute or an argument of it."
 )
 
 
@@ -69,11 +69,12 @@ def length_bucket(count: int) -> int:
 class CompiledForwards:
     """The compiled forwards of a model: they stay as long as it does, for all strategies and threads.
 
-    Those of the thread that made this are captured in CUDA graphs, if `captures`.
+    Those of the thread that made this are captured in CUDA graphs, if `captures`. They run as they are unless this
+    `compiles`.
     """
 
     def __init__(self, model: PreTrainedModel, captures: bool, traits: int):
-        self.captures, self.traits = captures, traits
+        self.captures, self.traits, self.compiles = captures, traits, True
         self.masks, self.pool, self.packed_weights = Masks(model), Pool(), PackedWeights()
         self.modules = list(model.modules())[1:]  # so that no other module gets the id of one of these
         self.compilations, self.thread = 0, threading.current_thread()
@@ -98,42 +99,23 @@ class CompiledForwards:
 
     def run(self, function: Any, size: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
         """What a function gives once it is compiled for this size; guards on its model or `hidden` are not checked."""
-        with without_default_device():
-            return self._run(function, size, args, kwargs)
-
-    def _run(
-        self, function: Any, size: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor | None, ...]:
+        if not self.compiles:
+            return function(*args, **kwargs)
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
-        guards: tuple[Any, ...] = ()
-        if not self.captures:
-            modes = torch.overrides._len_torch_function_stack()
-            guards = modes, *ALL_ATTENTION_FUNCTIONS.values(), *conditions([*args, *kwargs.values()])
-        key = (function, *size, captures, *guards)
-        if key not in self.functions:
-            with self.lock:
-                self.functions[key] = self.functions.get(key) or self._made(function, captures, args, kwargs)
+        # torch guards the settings too, but compiles a code object for few of them
+        key = (function, *size, captures, *settings(), *ALL_ATTENTION_FUNCTIONS.values())
+        with self.lock:
+            if key not in self.functions:
+                name = f"{function.__name__}_{len(self.functions)}"
+                self.functions[key] = self._compiled(function, name, captures)
+            compiled = self.functions[key]
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with self.packed_weights.in_use():
-            outputs = self.functions[key](*args, **kwargs)
+        with self.packed_weights.in_use(), without_default_device():
+            outputs = compiled(*args, **kwargs)
         # which graphs write to the same place again
         return tuple(None if x is None else x.clone() for x in outputs) if captures else outputs
-
-    def _made(
-        self, function: Any, captures: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[..., Any]:
-        """A function compiled from what it does in this call, on a CPU, or else by Dynamo."""
-        name, kind = f"{function.__name__}_{len(self.functions)}", GradientCheckpointingLayer
-        with compile_lock:
-            if self.captures or not TRIED:
-                return self._compiled(function, name, captures)
-            try:
-                graph, inputs, with_sources = record(function, args, kwargs, args[0], kind)
-            except Exception:  # of any kind, where a forward asks for values
-                return self._compiled(function, name, captures)
-            return with_sources(self._compile(graph, inputs, captures))
 
     def _compiled(self, function: Any, name: str, captures: bool) -> Callable[..., Any]:
         """A function with a code object of its own, since torch compiles each code object for a few sizes only."""
@@ -158,8 +140,24 @@ class CompiledForwards:
         patches = {"triton.cudagraphs": captures, "size_asserts": not on_cpu}
         inductor: Any = lookup_backend("inductor")
         inductor = partial(inductor, config_patches=patches)
-        with in_one_file() if on_cpu and TRIED else nullcontext():
-            return inductor(graph, inputs) if not on_cpu or switches_modes(graph) else by_layers(graph, inductor)
+        if not on_cpu:
+            return inductor(graph, inputs)
+        with in_one_file():
+            return inductor(graph, inputs) if switches_modes(graph) else by_layers(graph, inductor)
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings of torch that change what its functions do."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def by_layers(graph: torch.fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,9 +208,11 @@ COMPILED_FORWARDS: weakref.WeakKeyDictionary[PreTrainedModel, CompiledForwards] 
 def compiled_forwards_of(model: PreTrainedModel, device: torch.device) -> CompiledForwards:
     """The compiled forwards of a model; if it has changed since they were compiled, an empty `CompiledForwards`."""
     forwards, traits_now = COMPILED_FORWARDS.get(model), traits(model)
-    if forwards is None or forwards.traits != traits_now:
-        warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
+    compiles = not global_readers(model)
+    if forwards is None or (forwards.traits, forwards.compiles) != (traits_now, compiles):
+        warnings.warn((SLOW if compiles else UNCOMPILED).format(type(model).__name__), UserWarning, stacklevel=2)
         forwards = COMPILED_FORWARDS[model] = CompiledForwards(model, device.type == "cuda", traits_now)
+        forwards.compiles = compiles
     forwards.packed_weights.refresh(model)
     return forwards
 
@@ -234,7 +234,15 @@ def traits(model: PreTrainedModel) -> int:
                     facts += [identity_of(hook) for hook in list(value.values()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 facts.append((name, repr(value)))
+            elif name == "forward":  # in the place of that of its class
+                facts.append(identity_of(value))
     return hash(tuple(facts))
+
+
+def kind_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that a compiled forward relies on in a tensor but its values."""
+    strides = x.stride() if x.layout == torch.strided else [0] * x.ndim
+    return type(x), x.dtype, x.device, x.shape, *(n for n, size in zip(strides, x.shape, strict=True) if size != 1)
 
 
 def reads_states(hook: Any) -> bool:

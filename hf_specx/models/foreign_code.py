@@ -9,7 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Hashable
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -185,6 +185,49 @@ def identity_of(called: Any, depth: int = DEPTH) -> Hashable:
         defaults = [*(called.__defaults__ or ()), *(called.__kwdefaults__ or {}).values()]
         return called.__code__, _values_of(cells, depth), _values_of(defaults, depth)
     return state_of(called, depth)
+
+
+def global_readers(model: nn.Module) -> list[Any]:
+    """The hooks and replaced `forward`s of a model that may read global variables, which no trait of it has."""
+    called = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    for module in model.modules():
+        attributes = vars(module)
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            called += list(attributes.get(name, {}).copy().values())  # those of other threads come and go
+        called += [attributes["forward"]] if "forward" in attributes else []
+    return [each for each in called if _reads_globals(each)]
+
+
+def _reads_globals(called: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether foreign code may read a global other than functions, and trusted classes and modules.
+
+    Functions among its globals and in its closure are looked into, and no deeper ones.
+    """
+    code = _code_of(called)
+    if type(code) is not FunctionType:
+        code = getattr(type(code).__call__, "__wrapped__", type(code).__call__)
+    if type(code) is not FunctionType or code in seen or not _is_foreign_function(code):
+        return False
+    cells = [_content(cell) for cell in code.__closure__ or ()]
+    values = [code.__globals__[name] for name in _names(code.__code__) if name in code.__globals__]
+    kinds = FunctionType | MethodType | functools.partial
+    functions = [value for value in [*values, *cells] if isinstance(value, kinds)]
+    trusted = [value for value in values if _is_trusted_global(value)]
+    return len(trusted) < len(values) or any(_reads_globals(value, seen | {code}) for value in functions)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a function and in those that are written in it."""
+    inside = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*(_names(each) for each in inside))
+
+
+def _is_trusted_global(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return _is_trusted(value.__name__)
+    if isinstance(value, type):
+        return _is_trusted(value.__module__)
+    return isinstance(value, FunctionType | BuiltinFunctionType) or type(value).__module__ == "torch._ops"
 
 
 def state_of(value: Any, depth: int = DEPTH) -> Hashable:

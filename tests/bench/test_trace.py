@@ -94,3 +94,26 @@ def test_spaces_that_tokenizers_strip_are_in_the_text():
     assert tokenizer.decode([1]) == "cat"
     assert [text_added(tokenizer, [0], 1), text_added(tokenizer, [1], 2)] == [" cat", "s"]
     assert TokenDecoder(tokenizer, [0]).push(1) == " cat"
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_the_branch_that_was_taken_is_shown(models, mode):
+    target, draft = models
+    options = {"do_sample": False, "max_new_tokens": 24} if mode == "greedy" else OPTIONS
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, tree=12)
+    torch.manual_seed(3)
+    values = trace(target, strategy, INPUTS, options, tiny_tokenizer())
+    torch.manual_seed(3)
+    text = target.generate(**INPUTS, **options)[0, 4:].tolist()
+    assert [token["token"] for each in values["rounds"] for token in each["tokens"]] == text
+    ranks, origins = set(), set()
+    for each, record in zip(values["rounds"][:-1], strategy.report.history[0], strict=False):
+        accepted = [candidate for candidate in each["candidates"] if candidate["accepted"]]
+        if record.nodes > record.drafted:
+            assert tuple(candidate["rank"] for candidate in accepted) == record.branch
+        assert [candidate["token"] for candidate in accepted] == [token["token"] for token in each["tokens"][:-1]]
+        assert each["tokens"][-1]["origin"] == ("bonus" if record.is_bonus else "recovered")
+        ranks |= set(record.branch)
+        origins |= {token["origin"] for token in each["tokens"]}
+    assert max(ranks) > 0
+    assert {"accepted", "bonus"} <= origins

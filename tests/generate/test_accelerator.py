@@ -73,6 +73,16 @@ def called(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value() if callable(value) else value for name, value in settings.items()}
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "dspark": {},
+    "domino": {},
+    "dflash2": {"draft_vocab": None},
+    "dflash causal": {"causal": True, "extra": {"is_causal": True}},
+    "eagle3 with windows": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4},
+}
+
+
 @cache
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name in ("t5", "bart", "m2m_100"):
@@ -81,9 +91,9 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     if name == "gemma4":
         target = gemma4_target("E2B", vocab_size=VOCAB_SIZE, vocab_size_per_layer_input=VOCAB_SIZE)
         return target, assistant_of(target)
-    if name in ("eagle3", "dspark", "dflash2", "domino"):
+    if name in HEADS:
         target = tiny(num_hidden_layers=4)
-        head = random_head(name, layer_ids=(1, 2, 3), draft_vocab=None if name == "dflash2" else 24)
+        head = random_head(name.split()[0], layer_ids=(1, 2, 3), **{"draft_vocab": 24} | HEADS[name])
         with TemporaryDirectory() as folder:
             return target, DraftHead.from_pretrained(write(head, Path(folder)), target=target)
     changes = {"three layers": {"num_hidden_layers": 3}, "few tokens": {"vocab_size": 12}}
@@ -177,6 +187,9 @@ KINDS |= {
     "dspark": Kind("dspark"),
     "dspark, seeds": Kind("dspark", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "domino": Kind("domino"),
+    "domino, queue": Kind("domino", many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "dflash causal": Kind("dflash causal"),
+    "eagle3 with windows": Kind("eagle3 with windows", options=COUPLED),
     "dflash2": Kind("dflash2"),
     "dflash2, seeds": Kind("dflash2", settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
     "dflash2, queue": Kind("dflash2", many=True, settings=SAMPLED | {"eos_token_id": 7}),
@@ -221,7 +234,16 @@ SLOW_DEFAULTS = [
     "masks, suffix",
     "criterion",
 ]
-SLOW_DEFAULTS += ["masks of functions, queue", "queue, greedy", "eagle3", "dflash2, seeds", "gemma4 assistant, packed"]
+SLOW_DEFAULTS += [
+    "domino",
+    "dflash causal",
+    "eagle3 with windows",
+    "masks of functions, queue",
+    "queue, greedy",
+    "eagle3",
+    "dflash2, seeds",
+    "gemma4 assistant, packed",
+]
 
 
 def partly_slow(slow: list[str]) -> list[Any]:

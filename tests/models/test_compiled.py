@@ -14,11 +14,13 @@ import torch
 import zoo
 from defaults import defaults
 from tiny import near, prompts, tiny
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import PreTrainedModel
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, generate
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.common.batch import Batch
+from hf_specx.common.kernels import KNOWN
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.models import compiled, compiled_forwards
 from hf_specx.models.attention import SWITCH
@@ -101,7 +103,7 @@ def test_two_buckets_of_rows(
 ):
     """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`.
 
-    The kernels of each are compiled in one file.
+    The kernels of each are compiled in one file, by a torch in which that is known to work.
     """
     monkeypatch.setattr(compiled_forwards, "IDLE_FORWARDS", 0)
     files = request.getfixturevalue("traced" if compiler == "traced" else "files")
@@ -115,7 +117,7 @@ def test_two_buckets_of_rows(
         compilations.append(report.compilations)
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
-    assert compiler == "traced" or [source.count("PyInit_kernel(") > 1 for source in files] == 6 * [True]
+    assert compiler == "traced" or not KNOWN or [x.count("PyInit_kernel(") > 1 for x in files] == 6 * [True]
     assert before == torch._dynamo.config.get_config_copy()
     assert SWITCH.active.get() is None
     assert taken[:4] == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft: places stay until half are idle
@@ -206,17 +208,6 @@ def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: st
         batch.emit(torch.full((2, 1), token), [1, 1])
 
 
-@pytest.fixture
-def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "compile")
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_forwards_are_recorded_where_that_will_do(traced: None, no_dynamo: None, model_type: str):
-    """Without Dynamo, which takes ten times as long."""
-    same(*pair(model_type, num_hidden_layers=2), rows=3, max_new_tokens=8, do_sample=False)
-
-
 RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged" in LAYOUTS_OF.get(each[1], ())]
 
 
@@ -258,7 +249,7 @@ def test_a_default_device_is_none_of_a_forward():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "model_type"), RAGGED)
-def test_each_type_is_recorded(traced: None, no_dynamo: None, kind: str, model_type: str):
+def test_each_type_is_compiled(traced: None, kind: str, model_type: str):
     """And the model is as it was, for a plain call."""
     target = zoo.build(kind, model_type)
     try:
@@ -336,6 +327,34 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     assert seen == [True, False, *8 * [True]]
 
 
+SCALES = [1.0]  # read by a hook
+
+
+def test_a_hook_that_reads_a_global_is_not_compiled(traced: None):
+    """Torch would not see that the list has changed, nor that it has become shorter. The draft's forwards are."""
+    target = tiny(num_hidden_layers=1, seed=7)
+    draft = near(target, 0.05)
+
+    def scale(output):
+        return output * SCALES[-1]
+
+    target.lm_head.register_forward_hook(lambda module, args, output: scale(output))
+    for scales in ([1.0, 2.0, 3.0], [0.5], [torch.tensor(2.0)]):
+        SCALES[:] = scales
+        same(target, draft, **SAMPLED, max_new_tokens=8)
+    compilations = [compiled_forwards.COMPILED_FORWARDS[model].compilations for model in (target, draft)]
+    assert compilations[0] == 0 < compilations[1]
+
+
+def test_a_replaced_forward_is_compiled_anew(traced: None):
+    target = tiny(num_hidden_layers=1, seed=8)
+    draft, plain = near(target, 0.05), target.lm_head.forward
+    for factor in (1.0, -1.0):
+        target.lm_head.forward = lambda x, factor=factor: plain(x) * factor
+        same(target, draft, **SAMPLED, max_new_tokens=8)
+    assert compiled_forwards.COMPILED_FORWARDS[target].compilations > 0
+
+
 def test_other_threads_may_add_sizes_and_hooks_meanwhile():
     """What is looked through adds some itself."""
     target = tiny(num_hidden_layers=1)
@@ -386,7 +405,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
     target, draft = pair()
     with monkeypatch.context() as patch:
         patch.setattr(compiled_forwards, "lookup_backend", lambda name: lambda graph, inputs, config_patches: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(BackendCompilerFailed, match="ZeroDivisionError"):
             same(target, draft, **SHORT)
     assert SWITCH.active.get() is None
     same(target, draft, **SHORT)

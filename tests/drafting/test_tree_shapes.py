@@ -1,0 +1,95 @@
+"""How many nodes "auto" takes: by what nodes are worth and what forwards cost."""
+
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_plain
+from rounds import Heard
+from tiny import near, tiny
+
+from hf_specx import Costs, SpeculativeDecoding
+from hf_specx.common.round import Draft
+from hf_specx.common.tree import Tree
+from hf_specx.drafting.auto import RoundTimer
+from hf_specx.drafting.trees import PRIOR, Ranks, Trees
+
+
+def costs(step: float, slope: float) -> Costs:
+    """A draft step, and each further token of a forward, in plain steps."""
+    return Costs({1: {"target": {1: 1.0, 9: 1.0 + 8 * slope}, "draft": step}}, clock=lambda: 0.0)
+
+
+def nodes(step: float, slope: float, depth: int = 4, kind: str = "comb", ranks: Ranks | None = None) -> int:
+    trees = Trees("auto", RoundTimer(costs(step, slope), online=True), ranks)
+    assert trees.plan(1, [depth], kind) == [depth]
+    return trees.num_nodes
+
+
+def test_a_tree_is_as_large_as_forwards_are_cheap():
+    numbers = [nodes(0.1, slope) for slope in (0.5, 0.05, 0.02, 0.005, 0.0)]
+    assert numbers == sorted(numbers)
+    assert numbers[0] == 4  # the chain
+    assert 4 < numbers[2] < 20
+    assert numbers[-1] > 60
+    assert nodes(0.1, 0.0, kind="full") == 64
+
+
+def best_by_hand(slope: float) -> float:
+    """Tokens a second of the best comb of depth 4, by trying all numbers of leaves."""
+    chances = Ranks().chances
+    leaves = sorted((chances[0] ** depth * chance for depth in range(4) for chance in chances[1:]), reverse=True)
+    chain = 1 + sum(chances[0] ** (place + 1) for place in range(4))
+    return max((chain + sum(leaves[:n])) / (1 + slope * (4 + n) + 0.4) for n in range(1, 60))
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.02, 0.03])
+def test_the_number_is_the_one_with_the_most_tokens_a_second(slope: float):
+    chances, number = Ranks().chances, nodes(0.1, slope)
+    leaves = sorted((chances[0] ** depth * chance for depth in range(4) for chance in chances[1:]), reverse=True)
+    chain = 1 + sum(chances[0] ** (place + 1) for place in range(4))
+    rate = (chain + sum(leaves[: number - 4])) / (1 + slope * number + 0.4)
+    assert rate == pytest.approx(best_by_hand(slope))
+
+
+def round_of(branches: list[list[int]], width: int) -> Any:
+    """A round of combs of a chain of two, with `width` choices at each place, in which rows took these branches."""
+    parents = (-1, 0, *[-1] * (width - 1), *[0] * (width - 1))
+    tree = Tree([parents] * len(branches), len(parents), torch.device("cpu"))
+    of_ranks = [[0, *range(2, 1 + width)], [1, *range(1 + width, 2 * width)]]
+    paths = [[of_ranks[place][rank] for place, rank in enumerate(branch)] for branch in branches]
+
+    class Done:
+        draft = Draft(torch.zeros(len(branches), 2), [2] * len(branches))
+
+    done: Any = Done()
+    done.tree, done.paths, done.branches = tree, paths, branches
+    return done
+
+
+def test_ranks_are_learned():
+    ranks = Ranks()
+    assert ranks.chances[:4] == pytest.approx(PRIOR)
+    for _ in range(300):
+        ranks.observe(round_of([[0, 1], [1], []], width=3))
+    # of four nodes that were come to, the first choice was right at one, and the second at two
+    assert ranks.chances[0] == pytest.approx(1 / 4, abs=0.03)
+    assert ranks.chances[1] == pytest.approx(1 / 4, abs=0.03)  # no more than the rank before
+    assert ranks.chances[2] < 0.01
+    assert nodes(0.0, 0.02, ranks=ranks) > 4
+
+
+def test_a_row_has_no_more_nodes_than_were_asked_for():
+    assert Trees(3).plan(2, [5, 2]) == [3, 2]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_auto_gives_the_text_of_plain(do_sample: bool, draft_pays: None):
+    """Trees where forwards of more tokens cost nothing, and chains where they cost much."""
+    target, settings = tiny(), {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
+    for slope, branches in ((0.001, True), (3.0, False)):
+        strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, tree="auto", costs=costs(0.05, slope))
+        numbers = Heard(lambda done: max(done.nodes))
+        strategy.listeners = (numbers,)
+        assert_plain(target, strategy, **settings)
+        assert (max(numbers) > 4) == branches
