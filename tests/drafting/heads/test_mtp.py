@@ -94,6 +94,15 @@ def test_each_row_of_a_batch_is_that_of_its_own_run(target):
             assert drafted_by_row[row][before][:count] == single[before][:count]
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_trees(target, do_sample: bool):
+    """Next best choices beside each: of one layer, as most targets have, that is the whole tree."""
+    strategy = SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers_of(target), tree=8)
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": NEW, "pad_token_id": 0}
+    assert_plain(target, strategy, left_padded(), **settings)
+    assert bool(strategy.report.tree_reason) == (strategy.report.nodes == strategy.report.drafted)
+
+
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_targets_with_recurrent_states(tmp_path: Path, name: str):
