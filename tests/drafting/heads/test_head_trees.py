@@ -107,8 +107,8 @@ def test_wrong_variants_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
     strategy = SpeculativeDecoding(draft, num_draft_tokens=4, tree=24)
     watch = NodesAligned(head, target, monkeypatch)
     strategy.listeners = (watch,)
-    assert_plain(target, strategy, prompts(3), **GREEDY)
-    assert watch.compared / 20 < len(watch.wrong)
+    assert_plain(target, strategy, prompts(3), **GREEDY | {"max_new_tokens": 14})
+    assert len(watch.wrong) > 10  # of the right one none is
 
 
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 8, "eos_token_id": 7}
@@ -128,6 +128,7 @@ def test_processors_see_the_prefix_of_each_node(settings: dict, name: str, tmp_p
         assert all(map(is_comb, made)) == (name == "eagle3" and bool(more))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_compiled(traced: None, name: str, tmp_path: Path):
