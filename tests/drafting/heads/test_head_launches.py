@@ -51,7 +51,7 @@ def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
     assert costs["a draft model of 24 layers"] > 3
 
 
-TREES = {"eagle3": 0.35, "dflash": 0.2}  # the most launches that a tree takes more than a chain, in plain steps
+TREES = {"eagle3": 0.2, "dflash": 0.1}  # the most launches that a tree takes more than a chain, in plain steps
 
 
 @pytest.mark.parametrize("nodes", [16, 64])
