@@ -51,6 +51,7 @@ UNKNOWN = ("ragged", "padded", "lockstep")  # for a type that is not in the tabl
 WITHOUT_CACHE = ("fsmt", "openai-gpt")  # they have none, or are exact only without: there is nothing to roll back
 WINDOW_IN_CACHE = ("moshi",)  # has its window only by what its cache drops, so prompts are computed without a window
 UNMASKED_STEPS = ("led",)  # applies the mask of its text where it is fed several tokens, but not in single steps
+NO_TREES = ("mpt",)  # its attention goes by distances of slots, and candidates at one position have several
 # their config has a number of positions, but these are computed, or they have none: texts may be longer
 ANY_POSITION = """
     fsmt inkling2_text inkling_text jamba kimi_linear m2m_100 nemo_speechlm nemotron_h nllb-moe pegasus_x rwkv

@@ -23,6 +23,7 @@ MOST_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
 WEIGHT = 20.0  # nodes that this is worth
 MARGIN = 1.02  # times as many tokens a second as of the chain, from which a tree is taken
+ROUNDS_OF_A_SHAPE = 8  # after which ranks and times are looked at again
 FORGET = 0.98  # factor on the weight of earlier rounds at each round
 
 
@@ -93,6 +94,7 @@ class Trees:
         round_timer: a `RoundTimer`, for "auto".
         ranks: what earlier calls have seen; this call adds to it.
         numbers: that "auto" chooses from, beside those of chains.
+        chooses_depth: whether "auto" may also have rows go less deep than they may.
 
     Attributes:
         num_nodes: of this round.
@@ -104,58 +106,72 @@ class Trees:
         round_timer: Any = None,
         ranks: Ranks | None = None,
         numbers: Sequence[int] = range(1, 65),
+        chooses_depth: bool = False,
     ):
         self.nodes, self.round_timer, self.numbers = nodes, round_timer, numbers
         self.ranks = Ranks() if ranks is None else ranks
-        self.num_nodes = 0
-        self.shapes: dict[tuple[str, int], Shape] = {}  # of this round
+        self.chooses_depth = chooses_depth
+        self.num_nodes = self.num_rounds = 0
+        # until ranks are looked at again: these, so that most rounds have the tree of the one before
+        self.chances = self.ranks.chances
+        self.plans: dict[tuple[int, int, str], tuple[int, int]] = {}
+        self.shapes: dict[tuple[str, int, int], Shape] = {}
 
     def plan(self, rows: int, lengths: Sequence[int], kind: str = "comb") -> list[int]:
         """Decide how many nodes rows have in this round; returns how deep each row goes, `lengths` [R] at most.
 
         `kind` is "comb" or "full".
         """
-        self.shapes.clear()
         depth = max(lengths)
         if not isinstance(self.nodes, str):
             self.num_nodes = self.nodes
         elif depth:
-            self.num_nodes = self._best_number(rows, depth, kind)
-        return [min(length, self.num_nodes) for length in lengths]
+            key = rows, depth, kind
+            if key not in self.plans:
+                self.plans[key] = self._best(rows, depth, kind)
+            depth, self.num_nodes = self.plans[key]
+        return [min(length, depth, self.num_nodes) for length in lengths]
 
-    def _best_number(self, rows: int, depth: int, kind: str) -> int:
-        """The number of nodes with the most tokens a second; `depth` where that is the chain."""
-        chances, most = self.ranks.chances, max(self.numbers, default=0)
-        chain = [chances[0] ** (place + 1) for place in range(depth)]
-        if kind == "comb":
-            values = chain + sorted(leaves_of_ranks(chances, depth), reverse=True)
-        else:
-            values = sorted(values_of_ranks(chances, depth, most), reverse=True)
-        tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
-        seconds = self.round_timer.tree_times(rows, depth, most)
-        rates = {}
-        for number in self.numbers:
-            if depth < number < len(tokens):
-                rates[number] = tokens[number] / seconds[number]
-        chain_rate = (1.0 + sum(chain)) / self.round_timer.times(rows, depth)[depth]
-        best = max(rates, key=rates.__getitem__, default=depth)
-        return best if rates and rates[best] > MARGIN * chain_rate else depth
+    def _best(self, rows: int, most_depth: int, kind: str) -> tuple[int, int]:
+        """The depth and the number of nodes with the most tokens a second; those of the chain if no tree has more."""
+        chances, most_nodes = self.chances, max(self.numbers, default=0)
+        chain = [chances[0] ** (place + 1) for place in range(most_depth)]
+        best = most_depth, most_depth
+        best_rate = MARGIN * (1.0 + sum(chain)) / self.round_timer.times(rows, most_depth)[most_depth]
+        for depth in range(1 if self.chooses_depth else most_depth, most_depth + 1):
+            if kind == "comb":
+                values = chain[:depth] + sorted(leaves_of_ranks(chances, depth), reverse=True)
+            else:
+                values = sorted(values_of_ranks(chances, depth, most_nodes), reverse=True)
+            tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
+            seconds = self.round_timer.tree_times(rows, depth, most_nodes)
+            for number in self.numbers:
+                if depth < number < len(tokens) and tokens[number] / seconds[number] > best_rate:
+                    best, best_rate = (depth, number), tokens[number] / seconds[number]
+        return best
 
     def observe(self, done: Round) -> None:
         """Learn which ranks the target has chosen."""
         self.ranks.observe(done)
+        self.num_rounds += 1
+        if self.num_rounds % ROUNDS_OF_A_SHAPE == 0:
+            self.chances = self.ranks.chances
+            self.plans.clear()
+            self.shapes.clear()
 
     def comb(self, length: int) -> Shape:
         """The chain of `length` first choices, with next best ones beside it."""
-        if ("comb", length) not in self.shapes:
-            self.shapes["comb", length] = comb_of_ranks(self.ranks.chances, length, self.num_nodes)
-        return self.shapes["comb", length]
+        key = "comb", length, self.num_nodes
+        if key not in self.shapes:
+            self.shapes[key] = comb_of_ranks(self.chances, length, self.num_nodes)
+        return self.shapes[key]
 
     def full(self, depth: int) -> Shape:
         """The nodes up to a depth that are worth most."""
-        if ("full", depth) not in self.shapes:
-            self.shapes["full", depth] = tree_of_ranks(self.ranks.chances, depth, self.num_nodes)
-        return self.shapes["full", depth]
+        key = "full", depth, self.num_nodes
+        if key not in self.shapes:
+            self.shapes[key] = tree_of_ranks(self.chances, depth, self.num_nodes)
+        return self.shapes[key]
 
     def shape(self, kind: str, length: int) -> Shape:
         """That of a row whose chain of first choices may have so many; `kind` as in `plan`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import LAYOUTS_OF, WINDOW_IN_CACHE
+from hf_specx.common.architectures import LAYOUTS_OF, NO_TREES, WINDOW_IN_CACHE
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
@@ -287,6 +287,8 @@ def why_no_tree(options: Any, prompt: PreparedInputs, drafter: Drafter, layout: 
         return "no tree: the draft does not know what else it could have proposed"
     if layout.target != "ragged":
         return f"no tree: the layout of {name} is {layout.target!r}, and only 'ragged' has a mask for nodes"
+    if prompt.model.config.model_type in NO_TREES:
+        return f"no tree: the attention of {name} goes by distances of slots"
     if positions is not None and positions.ndim == 3:
         return f"no tree: {name} has positions of images"
     if options.verification in ("token", "block") and prompt.generation_config.do_sample:

@@ -52,6 +52,16 @@ def test_the_number_is_the_one_with_the_most_tokens_a_second(slope: float):
     assert rate == pytest.approx(best_by_hand(slope))
 
 
+def test_a_tree_may_be_less_deep_where_nobody_has_said_how_deep():
+    """Where steps of the draft cost much, leaves are worth more than the last of these."""
+    for chooses, depth in ((False, 8), (True, 5)):
+        trees = Trees("auto", RoundTimer(costs(0.3, 0.01), online=True), chooses_depth=chooses)
+        lengths = trees.plan(2, [8, 3])
+        assert lengths[0] <= depth
+        assert lengths == [lengths[0], min(3, lengths[0])]
+        assert trees.num_nodes > lengths[0]
+
+
 def round_of(branches: list[list[int]], width: int) -> Any:
     """A round of combs of a chain of two, with `width` choices at each place, in which rows took these branches."""
     parents = (-1, 0, *[-1] * (width - 1), *[0] * (width - 1))

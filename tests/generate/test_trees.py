@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from all_pairs import all_pairs, once
 from automaton import Automaton
 from criteria import RowSumIs
@@ -16,6 +17,7 @@ from tiny import VOCAB_SIZE, WINDOW, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.architectures import LAYOUTS_OF, NO_TREES
 from hf_specx.common.batch import Batch
 from hf_specx.models.ragged import RaggedRunner
 from hf_specx.sampling.vectorized import Prefixes
@@ -276,3 +278,24 @@ def test_two_thousand_trees(seed: int):
         if judged >= 100:
             break
     assert judged >= 100
+
+
+EVERY = 6  # one type in so many is in the default run
+RAGGED = [name for name, layouts in LAYOUTS_OF.items() if layouts[0] == "ragged" and name in zoo.KINDS["causal"]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if n % EVERY else ()) for n, name in enumerate(RAGGED)]
+)
+def test_every_architecture_of_the_ragged_layout(model_type: str):
+    """A tree is taken, or the report says why not."""
+    target = zoo.build("causal", model_type)
+    inputs = zoo.inputs(target)
+    for settings in (GREEDY, SAMPLED):
+        settings = settings | {"max_new_tokens": 20}
+        strategy = SpeculativeDecoding(trees_of(target, inputs, **settings), tree=9)
+        assert_plain(target, strategy, inputs, **settings)
+        branched = strategy.report.nodes > strategy.report.drafted
+        assert branched == (not strategy.report.tree_reason)
+        assert branched or target.config.model_type in NO_TREES or target.config.model_type not in LAYOUTS_OF

@@ -16,7 +16,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Verdict
 from hf_specx.common.tree import Tree, at_nodes, branches_of
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.trees import comb_of, tree_of_ranks
+from hf_specx.drafting.trees import comb_of_ranks, tree_of_ranks
 from hf_specx.sampling import verifiers
 from hf_specx.sampling.verify import verify_tree
 
@@ -73,7 +73,7 @@ def test_parents_stand_before_their_children():
 
 def test_shapes_hold_what_is_worth_most():
     chances = (0.7, 0.2, 0.05)
-    comb = comb_of(chances, 3, 6)
+    comb = comb_of_ranks(chances, 3, 6)
     assert comb.parents == (-1, 0, 1, -1, 0, 1)
     assert comb.ranks == (0, 0, 0, 1, 1, 1)
     full = tree_of_ranks(chances, 3, 7)
@@ -84,7 +84,7 @@ def test_shapes_hold_what_is_worth_most():
     assert sorted(values.values(), reverse=True)[:4] == pytest.approx([0.7, 0.49, 0.343, 0.2])
     assert min(values.values()) >= 0.2 * 0.49 - 1e-9
     assert branches_of(full.parents).ranks == full.ranks
-    assert comb_of(chances, 0, 5).parents == ()
+    assert comb_of_ranks(chances, 0, 5).parents == ()
 
 
 class FromLastToken(Drafter):

@@ -113,6 +113,7 @@ class AssistantDrafter(LevelDrafter):
 
     def start(self, context: DraftContext) -> None:
         self.target = context.target
+        self.newest_states: torch.Tensor
         super().start(context)
         self.admit(context.batch, context.batch.rows)
 
@@ -121,6 +122,9 @@ class AssistantDrafter(LevelDrafter):
 
     def _ready(self, batch: Batch) -> Any:
         return self
+
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        self.newest_states = self.newest_states.index_select(0, previous_indices.to(self.newest_states.device))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Ask for the last states of new prompts alone, which their first round gives."""

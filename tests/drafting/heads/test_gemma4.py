@@ -294,7 +294,8 @@ def of_five(**changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, assistant_of(target, **changes)
 
 
-LAW = [(v, name) for v in ("token", "block") for name in ("whole", "clusters")]
+LAW = [("token", "clusters"), ("block", "whole")]
+LAW += [pytest.param(*case, marks=pytest.mark.slow) for case in (("token", "whole"), ("block", "clusters"))]
 FALSE_ALARM = 1e-4 / (2 * len(LAW))  # of one p-value; over all choices of seeds some test fails with 1e-4
 COOL = {"temperature": 0.7}
 
