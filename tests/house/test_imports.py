@@ -65,7 +65,7 @@ def test_modules_for_evaluate_stand_alone(path: Path):
 
 
 def test_what_is_published_is_the_core():
-    """All rooms of a call but queues of requests and processors that users make, and what a call reads of a pair's files.
+    """All rooms of a call, and what it reads of a pair's files, without queues and processors that users make.
 
     They need nothing but torch and transformers, which brings huggingface_hub.
     """

@@ -60,6 +60,7 @@ class HeadDrafter(LevelDrafter):
 
     source = "head"
     needs_hidden = True
+    carried: torch.Tensor
 
     def __init__(
         self,

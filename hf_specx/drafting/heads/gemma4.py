@@ -105,6 +105,7 @@ class AssistantDrafter(LevelDrafter):
     drafts_levels = True
     needs_hidden = True
     all_prompt_hidden = False
+    state: torch.Tensor
 
     def __init__(self, assistant: Any, embedding: Any, layers: dict[str, int]):
         super().__init__(None)  # type: ignore[arg-type]
