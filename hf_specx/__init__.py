@@ -20,12 +20,16 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.engine.outputs import BatchStreamer as BatchStreamer
     from hf_specx.engine.report import SpeculationReport as SpeculationReport
     from hf_specx.engine.requests import Completion as Completion
+    from hf_specx.engine.requests import Piece as Piece
     from hf_specx.engine.requests import Request as Request
     from hf_specx.engine.strategy import SpeculativeDecoding as SpeculativeDecoding
     from hf_specx.metrics.check import check as check
     from hf_specx.metrics.result import CheckResult as CheckResult
     from hf_specx.pairs.generate import generate as generate
     from hf_specx.pairs.pair import DraftTargetPair as DraftTargetPair
+    from hf_specx.sampling.thinking import GrammarAfter as GrammarAfter
+    from hf_specx.sampling.thinking import ThinkingBudget as ThinkingBudget
+    from hf_specx.training.callback import SpeculationCallback as SpeculationCallback
     from hf_specx.training.distill import distill as distill
 
 
@@ -40,13 +44,17 @@ _MODULE_OF = {
     "DraftTargetPair": "pairs.pair",
     "Drafter": "drafting.drafter",
     "EarlyExitDraft": "drafting.early_exit",
+    "GrammarAfter": "sampling.thinking",
     "MtpDraft": "drafting.heads.mtp",
+    "Piece": "engine.requests",
     "Request": "engine.requests",
     "SampledCandidateGenerator": "drafting.candidates",
+    "SpeculationCallback": "training.callback",
     "SpeculationReport": "engine.report",
     "SpeculativeDecoding": "engine.strategy",
     "SuffixDraft": "drafting.suffix",
     "SuffixPool": "drafting.suffix_pool",
+    "ThinkingBudget": "sampling.thinking",
     "check": "metrics.check",
     "distill": "training.distill",
     "generate": "pairs.generate",

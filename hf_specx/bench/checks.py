@@ -26,3 +26,11 @@ def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     problem = "is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
     require_option(0 < top_p <= 1, "top_p", top_p, problem)
     require_option(top_k >= 0, "top_k", top_k, "is negative; give 0, which keeps all tokens, or more.")
+
+
+def check_processing(min_p: float | None, repetition_penalty: float | None) -> None:
+    """Raise a ValueError unless transformers has such processors; None is for none."""
+    problem = "is not in [0, 1]; give a share, or 0, which keeps all tokens."
+    require_option(min_p is None or 0 <= min_p <= 1, "min_p", min_p, problem)
+    penalty, problem = repetition_penalty, "is not above 0; give a positive number, or 1, which changes nothing."
+    require_option(penalty is None or 0 < penalty < math.inf, "repetition_penalty", penalty, problem)

@@ -126,8 +126,13 @@ def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, optio
     if eos_token_id is None:
         eos_token_id = []
     end_ids = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    pad: set[int | None] = set()
+    if options.get("stop_strings"):  # behind which a row has pads, and no end token
+        pad = {options.get("pad_token_id", target.generation_config.pad_token_id)}
     texts = []
     for row in output[:, prompt_width(target, inputs) :].tolist():
+        while row and row[-1] in pad:
+            row.pop()
         length = next((count for count, token in enumerate(row, 1) if token in end_ids), len(row))
         texts.append(row[:length])
     return texts

@@ -1,6 +1,9 @@
 """Run `specx bench`: time methods in turns, and compute figures from their times."""
 
 import datetime
+import hashlib
+import json
+import statistics
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +16,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .bench_settings import BenchSettings
 from .decoding_methods import PLAIN_NAME
-from .inputs import prompts_of_length, whole_prompts
+from .inputs import Inputs, prompts_of_length, whole_prompts
 from .store import provenance
 from .timed_methods import TimedMethod
 from .timer import Advance, Timer, Timing, spread
@@ -52,8 +55,9 @@ def run_bench(
     """Time methods in turns; one that fails is recorded with its error, and the others go on.
 
     Returns:
-        Plain values: "settings", "pair" (numbers of parameters), "provenance" with the `command` that was typed, and
-        "methods" by name: the runs of each and their medians, or under "unavailable" why there are none.
+        Plain values: "settings", "pair" (numbers of parameters), "prompts" (`facts_of`), "provenance" with the
+        `command` that was typed, and "methods" by name: the runs of each and their medians, or under "unavailable" why
+        there are none.
     """
     names = settings.methods or usual_methods(pair, settings.do_sample)
     draft, early_exit = draft_parts(pair)
@@ -82,7 +86,8 @@ def run_bench(
 
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     seeds = range(settings.seed, settings.seed + settings.repeats)
-    timings = Timer(make_method, batches, settings.options, seeds, advance, may_fail=names).time(names)
+    timer = Timer(make_method, batches, settings.options, seeds, advance, may_fail=names, notes_arrivals=True)
+    timings = timer.time(names)
     torch.compiler.reset()
     parameters = {"target_parameters": pair.target.num_parameters()}
     if draft is not None:
@@ -90,9 +95,21 @@ def run_bench(
     return {
         "settings": asdict(settings) | {"methods": list(names)},
         "pair": parameters,
+        "prompts": facts_of(batches),
         "provenance": provenance(pair.target) | {"seed": settings.seed, "command": command, "date": date},
         "methods": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
     }
+
+
+def facts_of(batches: list[Inputs]) -> dict[str, Any]:
+    """What others need to know of prompts to compare with: how many, their tokens, and a digest of all their ids."""
+    rows = []
+    for inputs in batches:
+        for ids, mask in zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), strict=True):
+            rows.append([token for token, is_seen in zip(ids, mask, strict=True) if is_seen])
+    different = sorted(set(map(tuple, rows)))
+    digest = hashlib.sha256(json.dumps(different).encode()).hexdigest()
+    return {"count": len(different), "tokens": spread(list(map(len, rows))), "digest": digest}
 
 
 def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
@@ -101,8 +118,12 @@ def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
         return {"runs": [], "unavailable": timing.error}
     values: dict[str, Any] = {"runs": [{"seconds": run.seconds, "tokens": run.tokens} for run in timing.runs]}
     values |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
+    values |= {"latency": timing.latency}
     if plain is not None and plain.runs:
-        values["speedup"] = spread(timing.speedups(plain))
+        speedups = timing.speedups(plain)
+        values["speedup"] = spread(speedups)
+        if len(speedups) > 1:
+            values["speedup"]["stdev"] = statistics.stdev(speedups)
     for name in REPORTED_FIGURES:
         median = timing.median_of(name)
         if median is not None:

@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.common.devices import execution_device, synchronize
 from hf_specx.engine.report import PLAINLY, SpeculationReport
@@ -38,6 +40,48 @@ class TimedCall:
     tokens: int  # emitted, over all rows
     report: SpeculationReport | None = None  # None of a method of transformers
     longest_row: int = 1  # its number of tokens, which is the number of steps of plain `generate`
+    arrivals: list[float] = field(default_factory=list)  # seconds at which tokens came, where that was asked for
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds until the first token came."""
+        return self.arrivals[0] if self.arrivals else None
+
+    @property
+    def between_tokens(self) -> float | None:
+        """Seconds for each token of the longest row after its first."""
+        if not self.arrivals or self.longest_row < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.longest_row - 1)
+
+    @property
+    def longest_wait(self) -> float | None:
+        """The most seconds in which no token came, after the first."""
+        return max((after - before for before, after in pairwise(self.arrivals)), default=None)
+
+
+class Arrivals(BaseStreamer):
+    """A streamer that notes when tokens come, for any number of rows; `times` are those of `perf_counter`."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompts, and then tokens."""
+        if self.has_prompt:
+            self.times.append(time.perf_counter())
+        self.has_prompt = True
+
+    def put_row(self, row: int, tokens: torch.Tensor) -> None:
+        """Take tokens of a row."""
+        self.put(tokens)
+
+    def end_row(self, row: int) -> None:
+        """No tokens of a row follow."""
+
+    def end(self) -> None:
+        """No tokens follow."""
 
 
 @dataclass
@@ -87,6 +131,16 @@ class Timing:
         values = [value for value in values if value is not None]
         return statistics.median(values) if values else None
 
+    @property
+    def latency(self) -> dict[str, dict[str, float]]:
+        """Seconds until the first token, for each later one, and the longest wait; as far as arrivals were noted."""
+        figures = {}
+        for name in ("first_token", "between_tokens", "longest_wait"):
+            values = [getattr(run, name) for run in self.runs]
+            if values and None not in values:
+                figures[name] = spread(values)
+        return figures
+
     def to_dict(self) -> dict[str, Any]:
         """Seconds and tokens of each run, and the median rate, as plain values."""
         runs = {name: [getattr(run, name) for run in self.runs] for name in ("seconds", "tokens")}
@@ -109,6 +163,7 @@ class Timer:
     may_fail: Container[str] = ()  # methods whose failure is noted, and the others go on; else it is raised
     rng: random.Random | None = None  # draws the order of each turn; None rotates it
     should_stop: Callable[[dict[str, Timing]], bool] = lambda timings: False  # called after each turn; True ends it
+    notes_arrivals: bool = False  # whether each run notes when its tokens come
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
         """Time these methods; returns their timings by name."""
@@ -156,17 +211,22 @@ class Timer:
             self.warm_shapes.add(shape)
         if turn < 0:
             return
-        run = time_call(method, inputs, options, seed)
+        run = time_call(method, inputs, options, seed, self.notes_arrivals)
         for _ in range(RETRIES):
             if run.report is None or not run.report.compilations:
                 break
-            run = time_call(method, inputs, options, seed)  # a forward of a new size was compiled in it
+            run = time_call(method, inputs, options, seed, self.notes_arrivals)  # a forward of a new size was compiled
         timing.runs.append(run)
 
 
-def time_call(method: TimedMethod, inputs: Inputs, options: dict[str, Any], seed: int) -> TimedCall:
+def time_call(
+    method: TimedMethod, inputs: Inputs, options: dict[str, Any], seed: int, notes_arrivals: bool = False
+) -> TimedCall:
     """The seconds and tokens of one call, seeded by `torch.manual_seed(seed)`; the device is waited for."""
     device = execution_device(method.target)
+    arrivals = Arrivals()
+    if notes_arrivals:
+        options = options | {"streamer": arrivals}
     torch.manual_seed(seed)
     synchronize(device)
     started = time.perf_counter()
@@ -174,7 +234,8 @@ def time_call(method: TimedMethod, inputs: Inputs, options: dict[str, Any], seed
     synchronize(device)
     seconds = time.perf_counter() - started
     lengths = list(map(len, emitted(method.target, inputs, output, options)))
-    return TimedCall(seconds, sum(lengths), method.report, max(lengths))
+    times = [at - started for at in arrivals.times]
+    return TimedCall(seconds, sum(lengths), method.report, max(lengths), times)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -15,17 +15,36 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
-from hf_specx.common.drafts import EXIT, FIXED_DRAFT_TOKENS, SEVERAL_EXITS, SUFFIX, check_head, read_draft
+from hf_specx.common.drafts import (
+    EXIT,
+    FIXED_DRAFT_TOKENS,
+    SEVERAL_EXITS,
+    SUFFIX,
+    check_head,
+    read_draft,
+    split_revision,
+)
 from hf_specx.common.errors import require
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.heads.draft_names import weightless_draft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.hub.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, is_adapter, merged
 from hf_specx.hub.facts import model_facts, tokenizer_facts
-from hf_specx.hub.fetch import find_draft_files, find_files, fingerprint, get_model, get_settings, get_tokenizer
+from hf_specx.hub.fetch import (
+    SMALL_FILES,
+    find_draft_files,
+    find_files,
+    fingerprint,
+    get_files,
+    get_model,
+    get_settings,
+    get_tokenizer,
+)
 from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
 from hf_specx.hub.load_model import load_config, load_model
 from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
+from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
@@ -38,6 +57,7 @@ from .tune_settings import DraftTrial, TuneSettings
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a measurement names
 MAX_TURNS = 2**20  # never reached: time is up before
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
@@ -58,7 +78,10 @@ def drafts_to_try(target: str, drafts: Sequence[str], settings: TuneSettings) ->
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
     trust = settings.trust_remote_code
-    config = load_config(get_settings(find_files(folder_of(target)), ModelSource(), trust), trust)
+    files = find_files(folder_of(target))
+    if is_adapter(files):
+        files = find_files(folder_of(base_of(files)))
+    config = load_config(get_settings(files, ModelSource(), trust), trust)
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
     names = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
     return list(dict.fromkeys(itertools.chain.from_iterable(names)))
@@ -111,15 +134,42 @@ def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | No
     name = folder_of(name)
     trust = settings.trust_remote_code
     files = find_files(name) if target is None else find_draft_files(name)
+    if target is None and is_adapter(files):
+        return load_adapter(name, settings, device_map)
     files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True)
     target_model = None if target is None else target.model
-    model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map)
+    quantized: dict[str, Any] = {}
+    if target is None and settings.quantize is not None:
+        quantized["quantization_config"] = quantization_config(settings.quantize)
+    model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
     if settings.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     if target is not None and not model.can_generate():  # a head, whose tokens are the target's
         return Loaded(model, target.tokenizer, facts)
     return Loaded(model, get_tokenizer(files, None, trust), facts)
+
+
+def load_adapter(name: str, settings: TuneSettings, device_map: Any) -> Loaded:
+    """The model that an adapter of PEFT was trained on, with the adapter merged into it, and its tokenizer."""
+    require(
+        settings.quantize is None,
+        f"{name} is an adapter, which is merged into its model, and weights of few bits cannot take it up; leave "
+        "--quantize out, or merge it by peft and save the model.",
+    )
+    files = get_files(*split_revision(name), (*SMALL_FILES, ADAPTER_WEIGHTS))
+    base_name = base_of(files)
+    try:
+        base = load(base_name, settings, device_map)
+    except (OSError, ValueError) as error:
+        path = files.root / ADAPTER_CONFIG
+        message = (
+            f"{path} has base_model_name_or_path={base_name!r}, which cannot be loaded ({error}); write there the "
+        )
+        raise ValueError(f"{message}id or folder of the model that the adapter was trained on.") from error
+    model = merged(base.model, files)
+    tokenizer = get_tokenizer(files, None, settings.trust_remote_code) or base.tokenizer
+    return Loaded(model, tokenizer, replace(model_facts(model), name=None, revision=None))
 
 
 def read_prompts(name: str, target: Loaded, settings: TuneSettings) -> list[list[int]]:
@@ -246,7 +296,7 @@ def _measurement(
     report = reduce(operator.add, ours.reports)
     where = provenance(target)
     draft, turns = strategy.draft_model, len(ours.runs)
-    sampling: dict[str, Any] = {name: settings.options.get(name) for name in ("temperature", "top_p", "top_k")}
+    sampling: dict[str, Any] = {name: settings.options.get(name) for name in SAMPLING}
     return Measurement(
         batch=rows,
         dtype=where["dtype"],

@@ -33,6 +33,7 @@ class TuneSettings:
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
     trust_remote_code: bool = False
+    quantize: str | None = None  # "4bit": so many bits of each weight of the target; None is as saved
     command: str = "hf_specx.bench.tune.tune(...)"  # recorded with the measurements
     drafts: int = 1  # how many are tried; all of their speed-ups share the false alarms of a run
 

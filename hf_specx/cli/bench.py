@@ -13,13 +13,15 @@ from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import check_free
 
 from .console import SPEEDUP_COLUMNS, Output, figure, imports, steps
-from .options import Batches, Loading, Named, Prompted, Sampling, command, typed
+from .options import Batches, Loading, Named, Processing, Prompted, Sampling, Seed, command, typed
 from .prompts import prompts_of_file
 
 
 COLUMNS = {  # with what is in them
     "method": "",
     "tokens/s": "all rows together, the median over turns",
+    "first token": "milliseconds until it comes, the median over turns",
+    "between tokens": "milliseconds for each token of the longest row after its first, the median over turns",
     "accepted": "α, the chance that a candidate is accepted",
     "tokens a round": "of each row",
     **SPEEDUP_COLUMNS,
@@ -29,6 +31,8 @@ HELP_METHOD = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
     "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the methods of this pair, and assisted ones."
 )
+HELP_OUT = "File of results, as JSON; those of other settings stay in it."
+HELP_IGNORE_EOS = "Go on behind end tokens, so that every text has --max-new-tokens: equal lengths to compare."
 HELP_PROMPT_TOKENS = "Join prompts and cut them to so many tokens; else 64, and with --prompts they are as they are."
 GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
 PROMPT_TOKENS = 64  # of the pair's own prompts
@@ -41,29 +45,35 @@ def bench(
     named: Named,
     source: Prompted,
     sampling: Sampling,
+    processing: Processing,
     loading: Loading,
     batch_size: Batches = None,
     prompt_tokens: Annotated[int | None, typer.Option(help=HELP_PROMPT_TOKENS, min=1)] = None,
     method: Annotated[
         list[str] | None, typer.Option("--method", "--contender", help=HELP_METHOD, show_default=False)
     ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP_IGNORE_EOS)] = False,
     repeats: Annotated[int, typer.Option(help="Timed runs of each method.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="File of results; those of other settings stay in it.")] = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_OUT)] = None,
 ) -> None:
     """Time plain, assisted and speculative generation in turns, each turn on other prompts.
 
     Without options it takes one or two minutes, on the pair in the package. Without --prompts text is sampled.
     """
-    sizes, methods = batch_size or [1, 8], tuple(method or ())
+    sizes, methods, generate_options = batch_size or [1, 8], tuple(method or ()), processing.beside(sampling)
     check_runs(sizes, repeats)
     for name in methods:
         parse_method(name)
     options: dict[str, Any] = {
         "max_new_tokens": MAX_NEW_TOKENS,
-        **sampling.options,
-        "prompt_tokens": prompt_tokens or (0 if source.file else PROMPT_TOKENS),
+        **generate_options,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+        "prompt_tokens": prompt_tokens or (0 if source.is_named else PROMPT_TOKENS),
         "repeats": repeats,
         "dtype": loading.dtype,
+        "quantize": loading.quantize,
     }
     all_settings = [BenchSettings(named.name, methods, size, **options) for size in sizes]
     check_out(out)
@@ -74,20 +84,22 @@ def bench(
         from hf_specx.bench.store import Store, read_records
 
         from .loading import load_named, say_what_runs, texts_for
+        from .origins import naming_files
     read_records(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
-    pair.config.prompts = texts_for(pair, prompts, named.name)
-    generation = settings_of(pair.target, sampling.options, MAX_NEW_TOKENS)
-    if source.file is None and "do_sample" not in sampling.options and not generation["do_sample"]:
-        generation = settings_of(pair.target, SAMPLED | sampling.options, MAX_NEW_TOKENS)
-    all_settings = [replace(settings, **generation) for settings in all_settings]
-    say_what_runs(pair, generation)
-    names = methods or usual_methods(pair, generation["do_sample"])
-    num_runs = (1 + repeats) * len(all_settings) * len(names)
-    with Store(out, "schema", {}) as store, steps("methods in turns", num_runs) as bar:
-        for settings in all_settings:
-            store.add(run_bench(settings, pair, typed(), bar.update))
+    pair.config.prompts = texts_for(pair, prompts, named.name, source.template_options)
+    with naming_files(pair, generate_options):
+        generation = settings_of(pair.target, generate_options, MAX_NEW_TOKENS)
+        if not source.is_named and "do_sample" not in generate_options and not generation["do_sample"]:
+            generation = settings_of(pair.target, SAMPLED | generate_options, MAX_NEW_TOKENS)
+        all_settings = [replace(settings, **generation) for settings in all_settings]
+        say_what_runs(pair, generation)
+        names = methods or usual_methods(pair, generation["do_sample"])
+        num_runs = (1 + repeats) * len(all_settings) * len(names)
+        with Store(out, "schema", {}) as store, steps("methods in turns", num_runs) as bar:
+            for settings in all_settings:
+                store.add(run_bench(settings, pair, typed(), bar.update))
     new_records = store.records[-len(all_settings) :]
     show(dict(zip(all_settings, new_records, strict=True)), names, generation["do_sample"])
 
@@ -98,6 +110,7 @@ def show(records: dict[BenchSettings, dict[str, Any]], names: tuple[str, ...], d
     for settings, results in records.items():
         console.text(f"\n{settings}", "bold")
         console.figures(list(COLUMNS), rows_of(results["methods"]))
+        console.text(basis_of(results), "dim")
         for name, values in results["methods"].items():
             if "unavailable" in values:
                 console.text(f"{name} did not run: {values['unavailable']}", "yellow")
@@ -118,6 +131,8 @@ def rows_of(methods: dict[str, Any]) -> list[tuple[str, ...]]:
             (
                 name,
                 "-" if rate is None else f"{rate['median']:.0f}",
+                milliseconds(values.get("latency", {}).get("first_token")),
+                milliseconds(values.get("latency", {}).get("between_tokens")),
                 figure(values.get("alpha") or None),  # that of no candidates is 0
                 figure(values.get("tokens_per_round") or None),
                 figure_with_range(values.get("speedup")),
@@ -126,6 +141,24 @@ def rows_of(methods: dict[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def basis_of(results: dict[str, Any]) -> str:
+    """In a line, what figures were made on, as others need it to compare with them; the file has all of it."""
+    prompts, where, settings = results["prompts"], results["provenance"], results["settings"]
+    tokens = prompts["tokens"]
+    lengths = f"{tokens['min']:g}" if tokens["min"] == tokens["max"] else f"{tokens['min']:g} to {tokens['max']:g}"
+    versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specx"))
+    return (
+        f"{prompts['count']} prompts of {lengths} tokens (digest {prompts['digest'][:12]}), {settings['repeats']} "
+        f"turns from seed {settings['seed']}, {where['dtype']} on {where['device']}, {where['threads']} threads, "
+        f"{versions}"
+    )
+
+
+def milliseconds(values: dict[str, float] | None) -> str:
+    """The median of a `spread` of seconds, in milliseconds; "-" where it is not known."""
+    return "-" if values is None else f"{1e3 * values['median']:.1f}"
 
 
 def figure_with_range(values: dict[str, float] | None) -> str:

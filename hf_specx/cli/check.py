@@ -12,7 +12,7 @@ from hf_specx.metrics.result import FAILED, PASSED, RESULT_MARKER, CheckResult, 
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
-from .options import SAMPLING_OPTIONS, Batches, Drawing, Loading, Named, Prompted, Seed, command, typed
+from .options import SAMPLING_OPTIONS, Batches, Drawing, Loading, Named, Processing, Prompted, Seed, command, typed
 from .prompts import prompts_of_file
 
 
@@ -20,8 +20,8 @@ UNFINISHED = "unfinished"  # ending of the file from which an interrupted check 
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size. By default 8 batches of each size; at the largest "
 HELP_SAMPLES += "size no fewer than 16 texts, and no fewer than there are prompts."
-HELP_OUT = "A page (.html) for people, or a file of all figures as JSON; once for each. With it the same command goes "
-HELP_OUT += "on where it was interrupted."
+HELP_OUT = "File of the result: a page for people (.html), or all figures as JSON; once for each. With it the same "
+HELP_OUT += "command goes on where it was interrupted."
 
 
 @command
@@ -29,13 +29,15 @@ def check(
     named: Named,
     source: Prompted,
     drawing: Drawing,
+    processing: Processing,
     loading: Loading,
     batch_size: Batches = None,
     verification: Annotated[list[str] | None, typer.Option(help=HELP_VERIFICATION)] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
     num_draft_tokens: Annotated[int, typer.Option(help="Candidates per round.")] = FIXED_DRAFT_TOKENS,
+    compile: Annotated[bool, typer.Option("--compile", help="Check what compiled forwards generate.")] = False,
     seed: Seed = 0,
-    out: Annotated[list[Path] | None, typer.Option(help=HELP_OUT, dir_okay=False)] = None,
+    out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HELP_OUT, dir_okay=False)] = None,
 ) -> None:
     """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
@@ -47,7 +49,8 @@ def check(
         check_out(path, PAGE_MARKER if path.suffix.lower() in PAGES else RESULT_MARKER)
     verifications = tuple(verification or CHECKED)
     options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.options
-    settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, **options)
+    more = processing.options
+    settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, options=more, **options)
     prompts = prompts_of_file(source)
     unfinished = None if not out else out[0].with_name(f"{out[0].name}.{UNFINISHED}")
     with going_on_with(unfinished):
@@ -56,14 +59,18 @@ def check(
             from hf_specx.metrics.check import run_check, subject_of
 
             from .loading import load_named, say_what_runs, texts_for
+            from .origins import naming_files
         read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
-        subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.options)
-        shown = {"verification": ", ".join(verifications)}
-        shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
-        say_what_runs(pair, shown | {"seed": seed})
-        with steps("plain and speculative, and both compared", settings.steps) as bar:
-            result = run_check(subject, bar.update, unfinished)
+        pair.strategy.compile = compile
+        texts = texts_for(pair, prompts, named.name, source.template_options)
+        with naming_files(pair, options | more):
+            subject = subject_of(pair, texts, settings, drawing.options)
+            shown = {"verification": ", ".join(verifications)}
+            shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
+            say_what_runs(pair, shown | more | {"seed": seed})
+            with steps("plain and speculative, and both compared", settings.steps) as bar:
+                result = run_check(subject, bar.update, unfinished)
     result.pair, result.command = named.name, typed()
     console = Output()
     for line in result.lines:

@@ -17,14 +17,17 @@ from .bench import bench
 from .check import check
 from .distill import distill
 from .generate import generate
+from .lm_eval import AS_TYPED, lm_eval
 from .pairs import card, publish, vllm
+from .serve import serve
 from .tune import tune
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
-for body in (generate, bench, tune, distill, check, card, publish):
+for body in (generate, serve, bench, tune, distill, check, card, publish):
     app.command()(body)
+app.command("lm-eval", context_settings=AS_TYPED)(lm_eval)
 export.command()(vllm)
 app.add_typer(export, name="export")
 

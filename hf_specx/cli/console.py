@@ -22,7 +22,7 @@ from hf_specx.common.errors import OptionError, brief, is_out_of_memory
 
 SAME_NAME = """
     temperature top_p top_k max_new_tokens num_draft_tokens verification samples prompt_tokens repeats phases
-    texts_per_phase
+    texts_per_phase min_p repetition_penalty
 """.split()  # noqa: SIM905
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in SAME_NAME}  # of options in Python
 WRONG, BROKEN, PIPE_CLOSED = 2, 3, 141  # exit codes; the last is 128 and the number of the signal

@@ -41,10 +41,11 @@ def distill(
     loading: Loading,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     draft: Annotated[str, typer.Argument(help=HELP_START)],
-    out: Annotated[Path, typer.Option(help="Save the pair in this folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Save the pair in this folder.")],
     phases: Annotated[int, typer.Option(help="How often the target writes new texts, at most.")] = DEFAULTS.phases,
     texts_per_phase: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers; else 0.", min=0)] = None,
     others: Annotated[list[str] | None, typer.Option("--set", help=HELP_SET)] = None,
     seconds: Annotated[float, typer.Option(help=HELP_SECONDS, min=0)] = SECONDS,
     overwrite: Overwrite = False,
@@ -61,14 +62,18 @@ def distill(
         "suffix has no weights to train; give layers:2, dspark, eagle3, or a model.",
     )
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
-    options |= settings_typed(others or []) | sampling.options
+    options |= settings_typed(others or []) | sampling.options | ({} if seed is None else {"seed": seed})
+    message = (
+        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave "
+    )
+    require(loading.quantize is None, f"{message}it out.")
     of_recipe = {name: value for name, value in options.items() if name != "held_out"}
     TrainingRecipe.of(of_recipe)
     check_folder(out, overwrite, "--overwrite")
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
     with going_on_with(folder):
-        result = train(target, draft, loading, prompts, source.chat, options | {"folder": folder})
+        result = train(target, draft, loading, prompts, source, options | {"folder": folder})
         if result is None:
             return
         say(str(result))
@@ -97,7 +102,7 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, named: str, loading: Loading, prompts: list[Prompt], chat: bool, options: dict[str, Any]
+    target: str, named: str, loading: Loading, prompts: list[Prompt], source: Prompted, options: dict[str, Any]
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():
@@ -112,7 +117,7 @@ def train(
     loaded_draft = None
     with waiting_for(f"loading {target}"):
         loaded = load(target, settings, settings.device_map)
-        check_template(loaded.tokenizer, chat)
+        check_template(loaded.tokenizer, source.chat)
         if draft.model is not None:
             loaded_draft = load(draft.model, settings, {"": last_device(loaded.model)}, loaded)
             check_head(named, loaded_draft.model)
@@ -122,7 +127,7 @@ def train(
     result = train_draft(
         loaded.model,
         start if loaded_draft is None else loaded_draft.model,
-        texts_of(prompts, loaded.tokenizer),
+        texts_of(prompts, loaded.tokenizer, source.template_options),
         tokenizer=loaded.tokenizer,
         draft_tokenizer=None if loaded_draft is None else loaded_draft.tokenizer,
         command=typed(),

@@ -19,6 +19,7 @@ from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
+from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.complete import chat_text
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -46,6 +47,7 @@ def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
         dtype=loading.dtype,
         device_map=device_map(loading.device_map),
         trust_remote_code=loading.trust_remote_code,
+        quantize=loading.quantize,
         **options,
     )
 
@@ -81,6 +83,9 @@ def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTa
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
     options: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
+    quantize = options.pop("quantize")
+    if quantize is not None:
+        options["quantization_config"] = quantization_config(quantize)
     return DraftTargetPair.from_pretrained(name, revision=revision, draft=draft, **options)
 
 
@@ -102,14 +107,20 @@ def check_template(tokenizer: PreTrainedTokenizerBase | None, chat: bool) -> Non
     )
 
 
-def texts_of(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Prompts as texts; messages in the tokenizer's chat template."""
-    return [prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt) for prompt in prompts]
+def texts_of(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None, template_options: dict[str, Any]
+) -> list[str]:
+    """Prompts as texts; messages in the tokenizer's chat template, which reads these options."""
+    return [
+        prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options) for prompt in prompts
+    ]
 
 
-def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> list[str]:
-    """The texts of prompts; where there are none, the pair's own."""
-    texts = texts_of(prompts, pair.tokenizer) or pair.prompts
+def texts_for(
+    pair: DraftTargetPair, prompts: Iterable[Prompt], name: str, template_options: dict[str, Any] | None = None
+) -> list[str]:
+    """The texts of prompts, as `texts_of` gives them; where there are none, the pair's own."""
+    texts = texts_of(prompts, pair.tokenizer, template_options or {}) or pair.prompts
     require(bool(texts), f"{name} brings no prompts of its own; give some with --prompts FILE, one a line.")
     return texts
 

@@ -4,25 +4,30 @@ Names are those of Python: of `generate`, `from_pretrained`, and of this package
 """
 
 import inspect
+import json
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hf_specx.bench.checks import check_sampling
+from hf_specx.bench.checks import check_processing, check_sampling
 from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.known_pairs import EMBEDDED, check_without_owner
+from hf_specx.pairs.template_options import check_template_options
 
 from .console import errors_in_one_line
 
 
+QUANTIZED = ("4bit",)
+HELP_QUANTIZE = "4bit: load the target in so many bits, by bitsandbytes or else torchao; the draft stays as it is."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # what greedy decoding has none of
 LARGEST_SEED = 2**32 - 1
@@ -33,6 +38,13 @@ HELP_TARGET = f"Id ({AT}) or folder of the target; {EMBEDDED} is that in the pac
 HELP_PROMPTS = (
     "One prompt a line, blank ones left out; of a .jsonl file texts, or objects with prompt, text or messages."
 )
+HELP_MIN_P = "Leave out tokens with less than this share of the likeliest one's probability; 0 is off."
+HELP_DATASET = (
+    "Dataset whose rows are the prompts: id on the Hub, perhaps with : and a configuration, or folder; by the package "
+    "datasets."
+)
+HELP_COLUMN = "Of the dataset, with texts or messages; else prompt, text or messages, whichever it has."
+HELP_TEMPLATE = "What the template reads besides messages, in JSON: '{\"enable_thinking\": false}'."
 Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, once for each size; else 1 and 8.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
@@ -42,10 +54,49 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of mo
 
 @dataclass(frozen=True)
 class Prompted:
-    """The options --prompts and --chat."""
+    """The options --prompts, --chat and --chat-template-kwargs."""
 
     file: Annotated[Path | None, typer.Option("--prompts", help=HELP_PROMPTS, exists=True, dir_okay=False)] = None
+    dataset: Annotated[str | None, typer.Option(help=HELP_DATASET)] = None
+    split: Annotated[str | None, typer.Option(help="Of the dataset, as train or test[:100]; else train.")] = None
+    column: Annotated[str | None, typer.Option(help=HELP_COLUMN)] = None
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the chat template.")] = False
+    chat_template_kwargs: Annotated[str | None, typer.Option(metavar="JSON", help=HELP_TEMPLATE)] = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.file is None or self.dataset is None,
+            f"--prompts {self.file} and --dataset {self.dataset} both give prompts; leave one of them out.",
+        )
+        for name in ("split", "column"):
+            value = getattr(self, name)
+            message = f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out."
+            require(self.dataset is not None or value is None, message)
+        typed = self.chat_template_kwargs
+        require(
+            typed is None or self.chat,
+            f"--chat-template-kwargs {typed} is for messages; add --chat, or leave it out.",
+        )
+        check_template_options(self.template_options, f"--chat-template-kwargs {typed}")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template reads besides the messages, by name."""
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            options: dict[str, Any] = json.loads(self.chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(
+                f"--chat-template-kwargs {self.chat_template_kwargs} is no JSON ({error}); write it like "
+                """--chat-template-kwargs '{"enable_thinking": false}'."""
+            ) from error
+        return options
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a file or a dataset is named."""
+        return self.file is not None or self.dataset is not None
 
 
 @dataclass(frozen=True)
@@ -54,9 +105,20 @@ class Loading:
 
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
     device_map: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else as there is.")] = None
+    quantize: Annotated[str | None, typer.Option(help=HELP_QUANTIZE)] = None
     trust_remote_code: Trust = False
 
     def __post_init__(self) -> None:
+        require(
+            self.quantize in (None, *QUANTIZED),
+            f"--quantize {self.quantize} is unknown; choose one of {', '.join(QUANTIZED)}.",
+        )
+        packages = [name for name in ("bitsandbytes", "torchao") if find_spec(name) is not None]
+        require(
+            self.quantize is None or bool(packages),
+            f"--quantize {self.quantize} needs bitsandbytes or torchao, and neither is installed; pip install "
+            "bitsandbytes.",
+        )
         require(self.dtype in DTYPES, f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}.")
 
 
@@ -97,6 +159,30 @@ class NamedByOptions(Named):
     """`Named` for a command whose arguments are something else: the pair is an option."""
 
     pair: Annotated[str | None, typer.Option("--target", "--pair", metavar="NAME", help=HELP_PAIR)] = None
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What changes the target's distribution besides how it is drawn from; None comes from its generation config."""
+
+    min_p: Annotated[float | None, typer.Option(help=HELP_MIN_P)] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Of tokens in the text; 1 is off.")] = None
+
+    def __post_init__(self) -> None:
+        check_processing(self.min_p, self.repetition_penalty)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that were typed, as arguments of `generate`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def beside(self, sampling: "Sampling") -> dict[str, Any]:
+        """All arguments of `generate` that were typed; a min-p says that tokens are drawn, as a temperature does."""
+        options = sampling.options | self.options
+        if self.min_p is None:
+            return options
+        require(sampling.do_sample is not False, "--no-do-sample draws nothing; leave --min-p out.")
+        return {"do_sample": True} | options
 
 
 @dataclass(frozen=True)

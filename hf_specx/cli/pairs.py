@@ -16,29 +16,29 @@ from .options import AT, Overwrite, Trust, check_name, command
 
 HELP_NAME = f"Id ({AT}) or folder of a pair; {EMBEDDED} is that in the package."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
-HELP_CARD_OUT = "Write it to this file; without a name, that of the pair in the package to this folder."
+HELP_CARD_OUT = "Write the card to this file; else it is printed."
+HELP_PUBLISH_OUT = "Write the repository to this folder; upload nothing."
 HELP_PRIVATE = "Make the repository private; one that is there has to be so already."
 HELP_INSIDE = "Upload the weights also of models that the pair names by id."
+HELP_CODE = "Publish the code alone, for any two models: publish --code REPO, or --code --out FOLDER."
+HELP_CODE_ONLY = "Renew the code that a published pair carries, and nothing else: publish --code-only PAIR."
 
 
 @command
 def card(
     name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
     repo_id: Annotated[str | None, typer.Argument(help="The id that a folder is to have on the Hub.")] = None,
-    out: Annotated[Path | None, typer.Option(help=HELP_CARD_OUT)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_CARD_OUT)] = None,
 ) -> None:
     """Render a pair's model card from its config: facts that were checked, figures that were measured.
 
     Without a name, print the name of the pair in the package.
     """
-    if name is None and out is None:
+    if name is None:
+        require(
+            out is None, f"--out {out} is the file of one card; name the pair, as in specx card embedded --out FILE."
+        )
         typer.echo(EMBEDDED)
-    elif name is None:
-        assert out is not None
-        check_writable(out.absolute(), out)
-        with imports():
-            from hf_specx.hub.cards import write_embedded_card
-        say(str(write_embedded_card(out)))
     else:
         check_out(out, OF_CARD)
         check_pair_name(name, repo_id)
@@ -66,9 +66,11 @@ def check_pair_name(name: str, repo_id: str | None = None) -> None:
 
 @command
 def publish(
-    pair: Annotated[str, typer.Argument(help=HELP_NAME)],
+    pair: Annotated[str | None, typer.Argument(help=HELP_NAME, show_default=False)] = None,
     repo_id: Annotated[str | None, typer.Argument(help=HELP_REPOSITORY)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the repository to this folder; upload nothing.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help=HELP_PUBLISH_OUT)] = None,
+    code: Annotated[bool, typer.Option("--code", help=HELP_CODE)] = False,
+    code_only: Annotated[bool, typer.Option("--code-only", help=HELP_CODE_ONLY)] = False,
     private: Annotated[bool, typer.Option("--private", help=HELP_PRIVATE)] = False,
     inside: Annotated[bool, typer.Option("--inside", help=HELP_INSIDE)] = False,
     trust_remote_code: Trust = False,
@@ -80,6 +82,18 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     A README.md that is not a pair's stays.
     """
+    if code or code_only:
+        require(not (code and code_only), "--code and --code-only are two things; give one of them.")
+        options = {"--inside": inside, "--trust-remote-code": trust_remote_code, "--overwrite": overwrite}
+        unused = [name for name, value in options.items() if value]
+        require(not unused, f"{''.join(unused[:1])} is for the models of a pair, and code has none; leave it out.")
+        if code:
+            code_alone(pair, repo_id, out, private)
+        else:
+            renewed_code(pair, repo_id or out or ("--private" if private else None))
+        return
+    if pair is None:
+        raise ValueError("name a pair, as in specx publish my-pair org/name; or see --code, which needs none.")
     repository, branch = (None, None) if repo_id is None else split_revision(repo_id)
     require(
         (repository is None) != (out is None),
@@ -95,6 +109,7 @@ def publish(
         check_folder(out, overwrite, "--overwrite")
     check_name(pair)
     with imports():
+        from hf_specx.hub.flatten import code_version
         from hf_specx.hub.publish import upload, write_folder
 
         from .loading import pair_to_publish
@@ -106,7 +121,47 @@ def publish(
         else:
             commit = upload(write, str(repository), private or None, revision=branch)
             outcome = f"published {repository} at {commit}"
-    say(f"{outcome}: {models}")
+    say(f"{outcome} with the code of hf_specx {code_version()}: {models}")
+
+
+def code_alone(repo_id: str | None, more: str | None, out: Path | None, private: bool) -> None:
+    """Publish the code alone to a repository, or write it into a folder."""
+    require(more is None, f"--code takes a repository alone, and no pair; leave {more} out.")
+    require(
+        (repo_id is None) != (out is None),
+        "give either the repository's name, as in specx publish --code org/name, or --code --out FOLDER.",
+    )
+    require(out is None or not private, "--private goes with a repository, which was not given; leave it out.")
+    repository, branch = (None, None) if repo_id is None else split_revision(repo_id)
+    if repository is not None:
+        check_repository(repository)
+    if out is not None:
+        check_writable(out.absolute().parent, out)
+    with imports():
+        from hf_specx.hub.flatten import code_version
+        from hf_specx.hub.publish_code import publish_code, write_code_alone
+    if out is not None:
+        write_code_alone(out)
+        say(f"written to {out}: code of hf_specx {code_version()}")
+    else:
+        with waiting_for(f"publishing {repository}"):
+            commit = publish_code(str(repository), private=private or None, revision=branch)
+        say(f"published {repository} at {commit}: code of hf_specx {code_version()}")
+
+
+def renewed_code(pair: str | None, more: object) -> None:
+    """Renew the code of a pair, and say which was there."""
+    require(more is None, f"--code-only takes the published pair alone; leave {more} out.")
+    if pair is None:
+        raise ValueError("name the published pair, as in specx publish --code-only org/name, or its folder.")
+    check_name(pair)
+    with imports():
+        from hf_specx.hub.flatten import code_version
+        from hf_specx.hub.publish_code import renew_code
+    with waiting_for(f"renewing the code of {pair}"):
+        earlier, commit = renew_code(pair)
+    where = f"{pair} at {commit}" if commit else pair
+    say(f"{where}: code of hf_specx {code_version()}, in place of {earlier or 'an earlier version'}")
 
 
 @command

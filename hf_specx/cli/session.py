@@ -20,15 +20,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, Timing, compare
+from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import label_of, vocabulary
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.sampling.thinking import GrammarAfter, ThinkingBudget
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
 from .console import SPEEDUP_COLUMNS, Output, figure, steps, waiting_for
 from .loading import say_what_runs, texts_for, texts_of
-from .prompts import Prompt, Prompts
+from .prompts import Prompt, Prompts, WithFields
 
 
 DEMO_BATCHES = (1, 8)
@@ -37,22 +40,60 @@ EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose t
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
 
-class NewProcessor(list[Any]):
-    """A list with one logits processor, which is made anew whenever the list is read: one of xgrammar serves one call.
+THINK, END_THINK = "<think>", "</think>"
 
-    `fingerprint` is the schema, so that a file of texts goes on with the same schema only.
+
+class NewProcessors(list[Any]):
+    """Logits processors that are made anew whenever the list is read: one of xgrammar serves one call.
+
+    `fingerprint` says what they do, so that a file of texts goes on with the same ones only.
     """
 
-    def __init__(self, make: Callable[[], Any], schema: str):
-        super().__init__([None])
-        self.make, self.fingerprint = make, schema
+    def __init__(self, make: Callable[[], list[Any]], fingerprint: str):
+        super().__init__(make())
+        self.make, self.fingerprint = make, fingerprint
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.make()])
+        return iter(self.make())
 
 
-def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
-    """The `logits_processor` argument of `generate` for a JSON schema."""
+def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> NewProcessors | None:
+    """The `logits_processor` argument of `generate` for a thinking budget and a JSON schema; None for neither.
+
+    Raises:
+        ValueError: if the tokenizer has no tags of thinking, or the schema cannot be read.
+    """
+    if thinking_budget is None and schema is None:
+        return None
+    budget = None if thinking_budget is None else budget_of(thinking_budget, pair)
+    make_grammar = None if schema is None else json_grammar(schema, pair)
+
+    def make() -> list[Any]:
+        processors: list[Any] = [] if budget is None else [budget]
+        if make_grammar is not None:
+            grammar = make_grammar()
+            processors.append(grammar if budget is None else GrammarAfter(grammar, budget.end))
+        return processors
+
+    text = "" if schema is None else schema.read_text(encoding="utf-8-sig")
+    return NewProcessors(make, text if thinking_budget is None else f"{thinking_budget} tokens of thinking, {text}")
+
+
+def budget_of(tokens: int, pair: DraftTargetPair) -> ThinkingBudget:
+    """The budget of --thinking-budget; raise ValueError if the tokenizer has no tags of thinking."""
+    tokenizer = pair.tokenizer
+    assert tokenizer is not None
+    missing = [tag for tag in (THINK, END_THINK) if tag not in tokenizer.get_vocab()]
+    require(
+        not missing,
+        f"--thinking-budget {tokens}: the target's tokenizer has no {' and no '.join(missing)}; leave the option out, "
+        "or pass a ThinkingBudget with this model's own tags in Python.",
+    )
+    return ThinkingBudget(tokens, start=THINK, end=END_THINK, tokenizer=tokenizer)
+
+
+def json_grammar(file: Path, pair: DraftTargetPair) -> Callable[[], Any]:
+    """What makes a logits processor for a JSON schema; raise ValueError if xgrammar cannot read it."""
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
@@ -62,7 +103,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
-    return NewProcessor(partial(processor, grammar), schema)
+    return partial(processor, grammar)
 
 
 class Session:
@@ -79,24 +120,26 @@ class Session:
         name: str,
         strategy: dict[str, Any],
         options: dict[str, Any],
-        schema: Path | None,
+        processors: NewProcessors | None,
+        template_options: dict[str, Any],
         seed: int,
         quiet: bool,
     ):
         self.pair, self.name, self.seed = pair, name, seed
+        self.template_options = template_options
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
         settings = settings_of(pair.target, options)
-        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, pair)}
-        self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | grammar
-        self.options = settings | grammar
+        masks = {} if processors is None else {"logits_processor": processors}
+        self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | masks
+        self.options = settings | masks
         say_what_runs(pair, settings | {"seed": seed} | strategy)
         self.facts = {"pair": name, "seed": seed, "options": settings, **provenance(pair.target)}
 
     def answer(self, prompts: Iterable[Prompt], repeats: int) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` in so many turns."""
-        values, inputs = self.generate_and_show(texts_of(prompts, self.pair.tokenizer))
+        values, inputs = self.generate_and_show(texts_of(prompts, self.pair.tokenizer, self.template_options))
         if not repeats:
             return values
         comparison = self.compare(inputs, repeats)
@@ -119,18 +162,25 @@ class Session:
             )
         return draft
 
+    @property
+    def for_stops(self) -> dict[str, Any]:
+        """The tokenizer for a call of `generate` with stop strings."""
+        return {"tokenizer": self.pair.tokenizer} if "stop_strings" in self.options else {}
+
     def compare(self, inputs: Inputs, repeats: int, draft: PreTrainedModel | None = None) -> Comparison:
         """Time plain `generate` and ours in turns; with a draft also assisted generation and ours with that draft."""
         num_methods = 2 if draft is None else 3 + (draft is not self.pair.draft)
         with steps("all in turns", num_methods * (repeats + 1)) as bar:
             strategy = self.pair.strategy
-            return compare(self.pair.target, strategy, [inputs], self.options, repeats, self.seed, bar.update, draft)
+            options = self.options | self.for_stops
+            return compare(self.pair.target, strategy, [inputs], options, repeats, self.seed, bar.update, draft)
 
     def generate(self, prompts: list[str], **more: Any) -> tuple[Inputs, torch.Tensor]:
         """The inputs of `generate` for a batch, and its output from the seed; `more` are other arguments."""
         target, tokenizer = self.pair.target, self.pair.tokenizer
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        more |= self.for_stops
         torch.manual_seed(self.seed)
         return inputs, target.generate(**inputs, **self.options, **more)  # type: ignore[operator]
 
@@ -168,12 +218,31 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
 
     "refused" prompts have a line in it without a text.
     """
-    session.pair.complete(prompts, out=out, batch_size=batch_size, seed=session.seed, **session.typed_options)
+    session.pair.report = None
+    objects = WithFields(prompts)
+    options = session.typed_options | {"chat_template_kwargs": session.template_options}
+    session.pair.complete(objects, out=out, batch_size=batch_size, seed=session.seed, **options)
     with out.open(encoding="utf-8") as lines:
         refused = sum("error" in json.loads(line) for line in lines)
     rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""
+    report: SpeculationReport | None = session.pair.report  # of this run alone, which may have found all done
+    if report is not None:
+        session.console.text(speed_of(report))
     session.console.text(f"{len(prompts) - refused} texts are in {out}{rest}")
-    return {"out": str(out), "prompts": len(prompts), "refused": refused}
+    facts = {"out": str(out), "prompts": len(prompts), "refused": refused}
+    return facts | {"report": None if report is None else report.to_dict()}
+
+
+def speed_of(report: SpeculationReport) -> str:
+    """How fast a run was, and what was accepted, in one line."""
+    seconds = report.seconds.get("total", 0.0)
+    line = f"{report.emitted} tokens in {seconds:.1f} s"
+    if seconds:
+        line += f", {report.emitted / seconds:.0f} tokens/s"
+    if report.judged:
+        line += f", α {report.alpha:.2f}, {report.acceptance_rate:.0%} of candidates accepted, "
+        line += f"{report.tokens_per_round:.2f} tokens a row and round"
+    return line
 
 
 def show_demo(session: Session, repeats: int) -> list[dict[str, Any]]:

@@ -15,7 +15,19 @@ from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 
 from .console import SPEEDUP_COLUMNS, VERDICTS, Output, error_line, figure, imports, say, steps
-from .options import HELP_TARGET, AsJson, Batches, Loading, Overwrite, Prompted, Sampling, command, typed
+from .options import (
+    HELP_TARGET,
+    AsJson,
+    Batches,
+    Loading,
+    Overwrite,
+    Processing,
+    Prompted,
+    Sampling,
+    Seed,
+    command,
+    typed,
+)
 from .prompts import Prompts, read_prompts
 
 
@@ -34,6 +46,7 @@ TUNE_COLUMNS = {  # with what is in them
     "interval": "of the measured speed-up; all intervals together hold in 19 of 20 runs of specx tune",
 }
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
+HELP_OUT = "Save the pair with the best draft in this folder."
 HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 only checks, and needs no prompts."
 HELP_SECONDS = "Of turns, for each draft and batch size, at most; they end as soon as it is clear which is faster."
 
@@ -42,13 +55,15 @@ HELP_SECONDS = "Of turns, for each draft and batch size, at most; they end as so
 def tune(
     source: Prompted,
     sampling: Sampling,
+    processing: Processing,
     loading: Loading,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     batch_size: Batches = None,
     repeats: Annotated[int, typer.Option(help=HELP_REPEATS, min=0)] = MIN_TURNS,
     seconds: Annotated[float, typer.Option(help=HELP_SECONDS, min=0)] = SECONDS,
-    out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help=HELP_OUT)] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,9 +74,14 @@ def tune(
     """
     for name in drafts or ():
         read_draft(name, SEVERAL_EXITS)
-    sizes = batch_size or [1, 8]
+    sizes, options = batch_size or [1, 8], processing.beside(sampling)
     check_runs(sizes)
     require(out is not None or not overwrite, "--overwrite is for saving; name a folder with --out.")
+    require(
+        out is None or loading.quantize is None,
+        f"--out saves the target as its files have it, and --quantize {loading.quantize} measures another; leave one "
+        "of them out.",
+    )
     if out is not None:
         check_folder(out, overwrite, "--overwrite")
     names_one_draft = len(drafts or ()) == 1 and drafts != [SEVERAL_EXITS]
@@ -82,22 +102,23 @@ def tune(
     if source.chat:
         tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code)
     check_template(tokenizer, source.chat)
-    texts = texts_of(prompts, tokenizer)
+    texts = texts_of(prompts, tokenizer, source.template_options)
     settings = tune_settings(
         loading,
         prompts=texts,
         batches=sizes,
-        options=sampling.options,
+        options=options,
         repeats=repeats or 1,
         seconds=seconds,
         command=typed(),
+        seed=seed,
     )
     names = tuning.drafts_to_try(target, drafts or [], settings)
     with steps("drafts in turns with plain generate, runs") as bar:
         trials = tuning.tune(target, names, settings, bar.update)
     best = trials[0]
     if best.pair is not None and texts:
-        generation = tuning.settings_of(best.pair.target, sampling.options)
+        generation = tuning.settings_of(best.pair.target, options)
         say(f"target {target}, drafts {', '.join(names)}: {in_words(generation)}", "dim")
     show_drafts(target, trials, Output(quiet=as_json))
     if as_json:

@@ -24,6 +24,7 @@ class RowState:
 
     Attributes:
         limit: how many tokens it may emit.
+        greedy: whether its processors leave one token alone, so that no random number counts.
         seed: of its own random numbers; None if they are drawn with those of the other rows.
         noise: its own random generators, which a `Verifier` makes from the seed when they are first needed.
         independent_lengths: whether the numbers of candidates drafted for it must not depend on other rows.
@@ -41,6 +42,7 @@ class RowState:
     """
 
     limit: int = sys.maxsize
+    greedy: bool = False
     seed: int | None = None
     noise: Any = None
     independent_lengths: bool = False
@@ -358,6 +360,20 @@ class Batch:
         keep_indices = [index for index, row in enumerate(self.rows) if row not in leaving]
         self._set_rows([self.rows[index] for index in keep_indices])
         return to_device_async(keep_indices, self.ids.device, torch.int64)
+
+    def seat_rows(self, rows: list[int]) -> torch.Tensor:
+        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+
+        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        """
+        previous_indices = {row: index for index, row in enumerate(self.rows)}
+        more = max(0, rows[-1] + 1 - len(self.row_states))
+        self.row_states += [RowState() for _ in range(more)]
+        self.counts += [0] * more
+        self.ids = torch.nn.functional.pad(self.ids, (0, 0, 0, more), value=self.pad_token_id)
+        self.starts = torch.nn.functional.pad(self.starts, (0, more), value=self.width)
+        self._set_rows(rows)
+        return to_device_async([previous_indices.get(row, 0) for row in rows], self.ids.device, torch.int64)
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""

@@ -49,6 +49,11 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
     Only trusted ones that are `pinned`, and so are always the same, may bring code.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
+    message = (
+        f"{folder} is an adapter of PEFT, and no whole model; merge it into its model by merge_and_unload() of peft, "
+    )
+    is_adapter = (folder / "adapter_config.json").exists() and not path.exists()
+    require(not is_adapter, f"{message}save that, and name it. (As the target of a command it is merged.)")
     require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
     config, settings = _object_in(path), _object_in(generation)
     require(config is not None, f"{path} is not a JSON object; {AGAIN}.")

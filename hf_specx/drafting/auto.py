@@ -494,6 +494,7 @@ class Auto(Schedule):
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         super().admit(batch, rows)
+        self.num_rows = len(batch.rows)
         self.num_unread = max(self.num_unread, self.prompt_length)
 
     def end(self) -> None:

@@ -65,6 +65,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     allow_forced_tokens = False
     counts_forced = False  # whether forced tokens count towards the number of candidates of a row
     has_prefilled = False  # whether the prompts were read
+    num_prompts = 1  # with which the call began
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.trees = context.trees
         self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
         self.round_timer = None if context.independent_rows else context.round_timer
+        self.num_prompts = len(context.batch.counts)
         self.runner = self._make_runner(context)
 
     def _make_runner(self, context: DraftContext) -> Any:
@@ -103,7 +105,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         runner = self.runner
         if not self.has_prefilled:
             runner.prefill()
-            if len(batch.rows) < len(batch.counts):
+            if len(batch.counts) > self.num_prompts:
+                runner.seat_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
+            elif len(batch.rows) < len(batch.counts):
                 runner.drop_rows(batch.index)
             self.has_prefilled = True
         if self.unread_rows:
@@ -212,6 +216,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         probabilities = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
         pairs = zip(probabilities, limits, strict=True)
         return [0 if probability < self.threshold else limit for probability, limit in pairs]
+
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        if self.has_prefilled:
+            self.runner.seat_rows(batch, previous_indices)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
@@ -77,8 +78,8 @@ class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
     A call drives it in this order: `bind`, `check`, `start`, under "auto" `cost` and perhaps `size`, then in each
-    round `propose` and `observe`; in a queue `admit` follows where new prompts came. What `bind` returns serves one
-    call at a time, and holds all that belongs to it.
+    round `propose` and `observe`; in a queue `admit` follows where new prompts came, after `seat_rows` where they have
+    places that were free. What `bind` returns serves one call at a time, and holds all that belongs to it.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
@@ -133,6 +134,13 @@ class Drafter(Protocol):
             lengths: [R], how many each row may have at most; all 0 if none are wanted.
         """
         raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
+
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """In a queue rows come back that had left, or new ones: these are the decoding rows now; `admit` follows.
+
+        `previous_indices` [R'] are their row indices up to now, 0 for those that had none.
+        """
+        return
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """New prompts have the places of these rows: `batch.row(row)`."""

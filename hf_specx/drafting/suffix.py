@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
@@ -126,6 +127,7 @@ class SuffixDraft(Drafter):
         self.independent_rows = context.independent_rows
         rows = context.batch.rows
         self.text_numbers = list(rows)  # of each row, in the index in which it is looked for
+        self.num_texts = len(rows)  # numbers that texts have had
         if self.independent_rows:
             self.round_timer = RoundTimer(None)
             self.indices = [NGrams(self.min_match) for _ in rows]
@@ -193,12 +195,21 @@ class SuffixDraft(Drafter):
     def _text(self, row: int) -> array:
         return self.indices[row].texts[self.text_numbers[row]]
 
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        for row in range(len(self.text_numbers), len(batch.counts)):
+            self.indices.append(NGrams(self.min_match) if self.independent_rows else self.indices[0])
+            self.row_acceptance.append(MatchAcceptance() if self.independent_rows else self.acceptance)
+            self.text_numbers.append(self.num_texts)
+            self.num_texts += 1
+            self.indices[row].extend(self.text_numbers[row], [])
+
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Index new prompts, in place of texts that have ended, which go to the pool."""
         self._add_to_pool(rows)
         for row in rows:
             self.indices[row].remove(self.text_numbers[row])
-            self.text_numbers[row] += len(self.text_numbers)  # which no text has had
+            self.text_numbers[row] = self.num_texts
+            self.num_texts += 1
             self.matches.pop(row, None)
             if self.independent_rows:
                 self.row_acceptance[row] = MatchAcceptance()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -15,7 +16,7 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import Completion, PreparedRequest, Request, RequestPreparer, as_ids
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_ids
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -23,7 +24,7 @@ MAX_UNUSED_COLUMNS = 4096  # before all prompts of a batch, left over from a lon
 
 
 class RequestQueue:
-    """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
+    """Requests, taken from an iterable as they are needed: when a batch begins, and after each round for free places.
 
     Args:
         models: the target, and the draft if it is a model.
@@ -31,9 +32,11 @@ class RequestQueue:
         options: arguments of `generate` for all requests.
         max_batch_tokens: how many slots a cache may have, rows times their length; None is any number.
         logprobs: whether completions have log-probabilities.
+        streams: whether `pop` gives new tokens as well, round by round.
 
     Attributes:
-        batch_requests: the requests with which the batch began; `stopping` is of its rows.
+        batch_requests: the requests with which the batch began, `max_rows` at most; `stopping` is of its rows.
+        is_over: whether the iterable has ended, or failed; a None that it yields says that there is nothing yet.
         iterable_error: an error of the iterable; it is raised once what was taken before is complete.
     """
 
@@ -46,20 +49,26 @@ class RequestQueue:
         options: dict[str, Any],
         max_batch_tokens: int | None = None,
         logprobs: bool = False,
+        streams: bool = False,
     ):
         message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
         require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
-        self.iterator, self.preparer = enumerate(requests), RequestPreparer(models[0], options)
-        self.max_batch_tokens, self.logprobs = max_batch_tokens, logprobs
+        self.iterator, self.preparer = iter(requests), RequestPreparer(models[0], options)
+        self.max_batch_tokens, self.logprobs, self.streams = max_batch_tokens, logprobs, streams
+        self.num_requests = 0
+        self.max_rows = 1
+        self.is_over = False
         self.batch_requests: list[PreparedRequest] = []
         self.next: PreparedRequest | None = None
         self.put_back: list[PreparedRequest] = []  # taken for a batch that was not decoded
         self.one_by_one = False
         self.completed: list[Completion] = []
+        self.new_tokens: dict[int, list[int]] = {}  # by request, since the last `pop`
         self.iterable_error: Exception | None = None
 
     def begin_batch(self, rows: int) -> bool:
-        """Take as many requests as may share a batch of at most so many rows; False if none are left."""
+        """Take as many requests as may share a batch of at most so many rows; False if there is none now."""
+        self.max_rows = rows
         requests: list[PreparedRequest] = []
         while len(requests) < rows:
             request = self._peek()
@@ -82,32 +91,41 @@ class RequestQueue:
 
     def batch_inputs(self) -> PreparedInputs:
         """What `generate` prepares for the batch: rows with pads, or a request in its own batch as any call."""
-        texts = [request.text for request in self.batch_requests]
-        prompt = self.preparer.prepare_batch(texts, self.stopping.max_new_tokens)
+        first = self.batch_requests[0]
+        if first.needs_own_batch:
+            prompt = self.preparer.prepare_own_batch(first)
+        else:
+            texts = [request.text for request in self.batch_requests]
+            prompt = self.preparer.prepare_batch(texts, self.stopping.max_new_tokens)
         config = prompt.generation_config
         prompt = replace(prompt, seeds=[request.seed for request in self.batch_requests] if config.do_sample else None)
-        if self.batch_requests[0].needs_own_batch:
+        if first.needs_own_batch:
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
             copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
-            processors = LogitsProcessorList([*copying, *self.batch_requests[0].processors])
-            prompt = replace(prompt, criteria=self.batch_requests[0].stopping.all, processors=processors)
+            processors = LogitsProcessorList([*copying, *first.processors])
+            criteria = StoppingCriteriaList(first.stopping.all)
+            if first.request.cancelled is not None:
+                criteria.append(CancelCriteria(first.request.cancelled))
+            prompt = replace(prompt, criteria=criteria, processors=processors)
         return prompt
 
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, PreparedRequest]:
-        """The next requests, taken for the places of rows that have ended, by row."""
+        """The next requests, taken for the places of rows that have ended and for those that are free, by row."""
         requests: dict[int, PreparedRequest] = {}
-        for row in ended:
+        present = {row: batch.row_states[row].request for row in batch.rows}
+        free = [row for row in range(self.max_rows) if row not in batch.rows]
+        for row in [*ended, *free]:
             request = self._peek()
             if request is None or request.needs_own_batch:
                 break
-            others = [requests.get(number, batch.row_states[number].request) for number in batch.rows if number != row]
+            others = [other for number, other in (present | requests).items() if number != row]
             widest = max(len(each.input_ids) for each in [request, *others])
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(MAX_UNUSED_COLUMNS, widest)
-            if not too_wide and self._fits([request, *others], len(batch.row_states), batch.width):
+            if not too_wide and self._fits([request, *others], max(len(batch.row_states), row + 1), batch.width):
                 requests[row] = self._take()
         return requests
 
@@ -116,6 +134,8 @@ class RequestQueue:
         row_states = done.batch.row_states
         for index, row in enumerate(done.rows if self.logprobs else ()):
             row_states[row].logprobs += _logprobs(done, index, row)
+        for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
+            self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
         for row in done.ended:
             state = row_states[row]
             if state.dead_end is None:
@@ -136,6 +156,8 @@ class RequestQueue:
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
         reason = "length" if request.stopping.ended_by_limit(text, tokens) else "stop"
+        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(text, tokens):
+            reason = "cancelled"
         self.completed.append(Completion(request.index, tokens, reason, processed, raw))
 
     def is_request_error(self, error: Exception) -> bool:
@@ -156,26 +178,40 @@ class RequestQueue:
         if self.logprobs:
             tokens = new.mT  # [n, 1]
             logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
-        self.complete(request, new[0].tolist(), output.sequences, logprobs)
+        tokens_of_row = new[0].tolist()
+        if self.streams:
+            self.new_tokens[request.index] = tokens_of_row
+        self.complete(request, tokens_of_row, output.sequences, logprobs)
 
-    def pop_completed(self) -> list[Completion]:
-        """The completions since the last time."""
+    def pop(self) -> list[Any]:
+        """The completions since the last time; pieces, if it `streams`."""
         done, self.completed = self.completed, []
-        return done
+        if not self.streams:
+            return done
+        new_tokens, self.new_tokens = self.new_tokens, {}
+        last = [Piece(each.index, new_tokens.pop(each.index, []), each) for each in done]
+        return [*(Piece(index, tokens) for index, tokens in new_tokens.items() if tokens), *last]
 
     def _peek(self) -> PreparedRequest | None:
-        """The next request that can be served; those before it that never can be are refused. None at the end."""
+        """The next request that can be served; None if there is none now. Those that never can be are refused."""
         if self.next is None and self.put_back:
             self.next = replace(self.put_back.pop(0), needs_own_batch=True)
-        while self.next is None and self.iterable_error is None:
+        while self.next is None and not self.is_over:
             try:
-                numbered = next(self.iterator, None)
-            except Exception as error:
-                numbered, self.iterable_error = None, error
-            if numbered is None:
+                next_input = next(self.iterator)
+            except StopIteration:
+                self.is_over = True
                 return None
-            index, asked = numbered
-            request = asked if isinstance(asked, Request) else Request(asked)
+            except Exception as error:
+                self.iterable_error, self.is_over = error, True
+                return None
+            if next_input is None:
+                return None
+            index, self.num_requests = self.num_requests, self.num_requests + 1
+            request = next_input if isinstance(next_input, Request) else Request(next_input)
+            if request.is_cancelled():
+                self.completed.append(Completion(index, [], "cancelled"))
+                continue
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:

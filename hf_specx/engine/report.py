@@ -22,6 +22,7 @@ REPORTED = """
     mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
     seconds
 """.split()  # noqa: SIM905
+PER_ROW = ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row")
 LARGEST = ("rows", "num_draft_tokens")  # of several calls the larger one, where other numbers are added
 
 
@@ -88,12 +89,13 @@ class SpeculationReport:
     max_history: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
+        for name in PER_ROW:
             setattr(self, name, [0] * self.rows)
         self.history = [[] for _ in range(self.rows)]
 
     def observe(self, done: Round) -> None:
         """Count a round."""
+        self._add_rows(len(done.batch.row_states) - self.rows)
         draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
         steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
         self.rounds += longest > 0
@@ -138,6 +140,15 @@ class SpeculationReport:
             of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
             for name, number in zip(of_source, (1, drafted, accepted), strict=True):
                 of_source[name] += number
+
+    def _add_rows(self, more: int) -> None:
+        """Count rows that a queue has added."""
+        if more <= 0:
+            return
+        self.rows += more
+        for name in PER_ROW:
+            getattr(self, name).extend([0] * more)
+        self.history += [[] for _ in range(more)]
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""

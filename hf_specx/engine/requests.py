@@ -1,14 +1,14 @@
 """Requests, each prepared by `generate` as in a batch of one, and what becomes of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.devices import execution_device
@@ -16,7 +16,7 @@ from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.models.prompts import PreparedInputs
-from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.sampling.processors import LikeliestToken, Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
@@ -27,6 +27,12 @@ from .reasons import adapts_rows, reasons_in_inputs, rope_limits, why_learned_pr
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
 MANY_TOKENS = 1 << 30  # a limit beyond any `min_new_tokens`, of which transformers would warn
+CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
+OWN_FIELDS = ("max_new_tokens", "stop_strings", "logits_processor", "temperature", "top_p")  # of a request
+NOT_OF_ROWS = """
+    seeds streamer custom_generate synced_gpus assistant_model num_return_sequences num_beams return_dict_in_generate
+    attention_mask past_key_values inputs_embeds
+""".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,12 @@ class Request:
         logits_processor: its own, after those of the call; grammars of known libraries among them. One of yours that
             keeps state serves one request, which is decoded in a batch of its own; others set `stateless = True`.
         temperature, top_p: its own, where the call samples; None are those of the call.
+        generate_kwargs: anything else that `generate` takes for one row: `do_sample`, `top_k`, `repetition_penalty`, a
+            `generation_config`, which counts in place of all that the call says of generation; what the target reads
+            beside tokens, as its processor gives it for one prompt (`pixel_values`, `input_features`). With tensors,
+            or where it samples and the call does not, a request is decoded in a batch of its own.
+        cancelled: asked before it begins and after each round; once it says yes the request ends as it is. The
+            `is_set` of a `threading.Event` is one.
     """
 
     input_ids: Sequence[int] | torch.Tensor
@@ -51,6 +63,12 @@ class Request:
     logits_processor: Sequence[LogitsProcessor] | None = None
     temperature: float | None = None
     top_p: float | None = None
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    cancelled: Callable[[], bool] | None = None
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self.cancelled is not None and self.cancelled()
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,8 @@ class Completion:
     Attributes:
         index: the number of the request, counted from 0.
         tokens: the new tokens, an end token among them; None of a request that was refused.
-        finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
+        finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, "cancelled", or
+            "refused".
         logprobs: of each token, under the distribution after all processors; None unless asked for.
         raw_logprobs: of each token, under the model's own distribution; None unless asked for.
         error: why the request was refused; None if it was not.
@@ -75,16 +94,48 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What a request has got since its last piece: `generate_many(..., stream=True)`.
+
+    Attributes:
+        index: the number of the request, counted from 0.
+        tokens: the new ones, an end token among them.
+        finished: the `Completion` with all of its tokens, if that was the last piece; else None.
+    """
+
+    index: int
+    tokens: list[int]
+    finished: Completion | None = None
+
+
+class CancelCriteria(StoppingCriteria):
+    """Stops a row that is decoded alone once its request is cancelled."""
+
+    stateless = True
+
+    def __init__(self, cancelled: Callable[[], bool]):
+        self.cancelled = cancelled
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.cancelled(), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(frozen=True)
 class PreparedRequest:
     """A request as `generate` prepared it for a batch of one.
 
     Attributes:
+        request: as it was given; `options` are the arguments of `generate` for it.
         text: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if `has_own_seed`, else one that was drawn.
         processors: of the call and its own; `has_own_processors`, whether there are some of its own.
-        needs_own_batch: whether no others may be beside it: something of it keeps state, or transformers decodes it.
+        greedy: whether its processors leave the likeliest token alone, beside rows that sample.
+        needs_own_batch: whether no others may be beside it: something of it keeps state, transformers decodes it, it
+            reads more than tokens, or it samples where the call does not.
     """
 
+    request: Request
+    options: dict[str, Any]
     index: int
     text: torch.Tensor
     input_ids: torch.Tensor
@@ -93,12 +144,17 @@ class PreparedRequest:
     processors: Sequence[Processor]
     has_own_processors: bool
     stopping: Stopping
+    greedy: bool
     needs_own_batch: bool
 
     @property
     def limit(self) -> int:
         """The most tokens that it may emit."""
         return self.stopping.max_new_tokens
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self.request.is_cancelled()
 
     @property
     def width(self) -> int:
@@ -123,7 +179,7 @@ class RequestPreparer:
         if not options.keys() & {"max_new_tokens", "max_length", "generation_config"}:
             # each request may have its own limit
             options |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
-        self._prepare_single(token, options)
+        self.do_sample = bool(self._prepare_single(token, options).generation_config.do_sample)
 
     def prepare_batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
         """The inputs of several requests, [l] tokens each, with pads."""
@@ -131,6 +187,23 @@ class RequestPreparer:
         padded = padded_rows(texts, side)
         options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
         return _inputs_from_generate(self.model, padded["input_ids"], padded["attention_mask"], options)
+
+    def prepare_own_batch(self, request: PreparedRequest) -> PreparedInputs:
+        """The inputs of a request that needs its own batch, with all that it gives."""
+        ids = request.text[None]
+        options = request.options | {"max_new_tokens": request.limit}
+        return _inputs_from_generate(self.model, ids, torch.ones_like(ids), options)
+
+    def _request_options(self, request: Request) -> dict[str, Any]:
+        """The arguments of `generate` for a request: those of the call, and its own."""
+        options, own = self.options, dict(request.generate_kwargs)
+        if "generation_config" in own:
+            options = {name: value for name, value in options.items() if name not in CONFIG_FIELDS}
+        overrides = {name: getattr(request, name) for name in OWN_FIELDS if name != "logits_processor"}
+        options = options | own | {name: value for name, value in overrides.items() if value is not None}
+        if request.logits_processor is not None:
+            options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
+        return options
 
     def prepare_request(self, index: int, request: Request) -> PreparedRequest:
         """A request as `generate` prepares it for a batch of one.
@@ -142,31 +215,34 @@ class RequestPreparer:
         _check(request, ids)
         check_token_ids(self.model, ids, self.model.config.is_encoder_decoder)
         ids = ids.to(self.device, torch.int64)
-        overrides = {
-            "max_new_tokens": request.max_new_tokens,
-            "stop_strings": request.stop_strings,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-        }
-        options = self.options | {name: value for name, value in overrides.items() if value is not None}
-        if request.logits_processor is not None:
-            options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
+        options = self._request_options(request)
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
         prompt = self._prepare_single(ids[None], options)
+        do_sample = bool(prompt.generation_config.do_sample)
+        reads_tensors = any(isinstance(value, torch.Tensor) for value in request.generate_kwargs.values())
+        is_call_of_its_own = reads_tensors or (do_sample and not self.do_sample)
+        greedy = self.do_sample and not do_sample and not is_call_of_its_own
+        if greedy:
+            prompt.processors.append(LikeliestToken())
         processors, needs_own_batch = self._with_masks(prompt)
+        if is_call_of_its_own:
+            processors = prompt.processors  # of which the call makes masks itself
         seed = request.seed
         if seed is None:
-            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if prompt.generation_config.do_sample else 0
+            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if do_sample else 0
         prepared = PreparedRequest(
+            request=request,
+            options=options,
             index=index,
             text=ids,
             input_ids=prompt.input_ids[0],
             seed=seed,
             has_own_seed=request.seed is not None,
             processors=processors,
-            has_own_processors=request.logits_processor is not None,
+            has_own_processors=request.logits_processor is not None or "logits_processor" in request.generate_kwargs,
             stopping=prompt.stopping,
-            needs_own_batch=needs_own_batch,
+            greedy=greedy,
+            needs_own_batch=needs_own_batch or is_call_of_its_own,
         )
         check_length(prompt, prepared.limit)
         if self.model.config.is_encoder_decoder:
@@ -185,7 +261,7 @@ class RequestPreparer:
         ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
-        stateful += [mask.name for mask in masks if not mask.of_call]
+        stateful += [mask.name for mask in masks if mask.shared is not None]
         self._check_shared(stateful)
         longest = text_width(prompt) + prompt.stopping.max_new_tokens
         changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch
@@ -228,6 +304,11 @@ def _check(request: Request, ids: torch.Tensor) -> None:
     require(processors is None or is_list, message)
     message = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
     require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), message)
+    for name in request.generate_kwargs:
+        message = f"generate_kwargs has {name}, which is of a call of generate and of no single row; leave it out."
+        require(name not in NOT_OF_ROWS, message)
+        message = f"generate_kwargs has {name}, and so has the request itself; leave one of them out."
+        require(name not in OWN_FIELDS or getattr(request, name) is None, message)
 
 
 def _inputs_from_generate(

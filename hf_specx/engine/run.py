@@ -242,6 +242,8 @@ class Run:
     def publish(self, done: Round) -> None:
         """Tell the listeners of a round, once rows whose own processors leave no next token have ended.
 
+        A request that was cancelled ends here as well.
+
         Raises:
             Exception: the error of such a row, as `generate` raises it, unless it is a request with own processors.
         """
@@ -252,11 +254,16 @@ class Run:
             if state.stopped_at is None:
                 state.stopped_at = done.batch.counts[row]
             done.ended = sorted({*done.ended, row})
+        for row in done.rows if self.call.queue is not None else ():
+            state = done.batch.row_states[row]
+            if row not in done.ended and state.request.is_cancelled():
+                state.stopped_at = done.batch.counts[row]
+                done.ended = sorted({*done.ended, row})
         for listener in self.listeners:
             listener.observe(done)
 
     def admit(self, done: Round) -> None:
-        """Drop the rows that ended, or put the next requests of the queue in their places."""
+        """Drop the rows that ended, or put the next requests in their places, and in those that are free."""
         call, batch = self.call, self.batch
         requests: dict[int, PreparedRequest] = {}  # by the row whose place each takes
         if call.queue is not None and call.layout.refills:
@@ -273,6 +280,10 @@ class Run:
         self.end_phase("verify")
         if not requests:
             return
+        if not requests.keys() <= set(batch.rows):
+            previous_indices = batch.seat_rows(sorted({*batch.rows, *requests}))
+            self.target.seat_rows(batch, previous_indices)
+            self.drafter.seat_rows(batch, previous_indices)
         for row, request in requests.items():  # only now, since all were told of the text before
             batch.admit(row, request_row(call, request, is_refill=True), request.input_ids)
         rows = list(requests)
@@ -361,10 +372,11 @@ def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -
     """The row of a request, as it begins."""
     return RowState(
         limit=request.limit,
+        greedy=request.greedy,
         seed=request.seed,
         independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(request.processors, call.stopping.eos_token_ids),
+        processors=RowProcessors(request.processors, request.stopping.eos_token_ids),
         stopping=request.stopping,
         request=request,
     )

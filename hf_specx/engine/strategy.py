@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import free_tokens
+from hf_specx.common.errors import require
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
@@ -44,7 +45,7 @@ from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .reasons import DOES_NOT_PAY
 from .report import SpeculationReport
-from .requests import Completion, Request
+from .requests import Request
 from .run import Run, would_not_draft
 
 
@@ -174,52 +175,62 @@ class SpeculativeDecoding(NoModel):
     def generate_many(
         self,
         model: PreTrainedModel,
-        requests: Iterable[Request | Sequence[int] | torch.Tensor],
+        requests: Iterable[Request | Sequence[int] | torch.Tensor | None],
         *,
         batch_size: int = 8,
         ordered: bool = False,
         logprobs: bool = False,
+        stream: bool = False,
         max_batch_tokens: int | None = None,
         **generate_kwargs: Any,
-    ) -> Iterator[Completion]:
+    ) -> Iterator[Any]:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
         Up to rounding each has the tokens of a batch of one under its seed; under "coupled" those of plain `generate`.
 
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.
-            requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
+            requests: lists of token ids without pads, or `Request`; taken one by one as places become free. A None
+                says that there is nothing yet: rows go on, and it is asked again after the next round. Where no row
+                goes on it is asked at once, and may wait.
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
+            stream: whether tokens come as soon as they are there, as `Piece`; those of a request that is decoded in a
+                batch of its own come at its end.
             max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
                 forwards round up. By default what half of the device's free memory holds.
 
         Returns:
-            An iterator of `Completion`; a request that cannot be served, or whose own processors exclude every token,
-            is refused in its own. A call that cannot be done exactly raises a ValueError before any forward, an error
-            of `requests` after what came before it.
+            An iterator of `Completion`, or of `Piece`. A request that cannot be served, or whose own processors
+            exclude every token, is refused in its own. A call that cannot be done exactly raises a ValueError before
+            any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
+        require(not (ordered and stream), "ordered=True is of whole completions, stream=True of parts; leave one out.")
         check_generate_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._make_drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
+        most = max_batch_tokens or free_tokens(models)
+        queue = RequestQueue(models, requests, options, most, logprobs, stream)
         completions = self._completions(queue, batch_size)
         return in_order(completions) if ordered else completions
 
     @torch.no_grad()
-    def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Completion]:
-        """The completion of each request, as soon as it is done.
+    def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Any]:
+        """The completion of each request, as soon as it is done; pieces, if the queue streams.
 
         Requests take the places of rows that ended as long as they fit beside the others. Where the next one does not,
         or the layout refills no rows, the batch is completed first, and another one begins.
         """
         earlier: SpeculationReport | None = None
-        while queue.begin_batch(batch_size):
+        while queue.begin_batch(batch_size) or not queue.is_over:
+            if not queue.batch_requests:
+                yield from queue.pop()
+                continue
             if queue.batch_requests[0].needs_own_batch:
                 self._complete_single(queue, earlier)
             else:
@@ -229,11 +240,11 @@ class SpeculativeDecoding(NoModel):
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._run_rounds(run, earlier):
-                    yield from queue.pop_completed()
+                    yield from queue.pop()
                     run.end_phase("handing on")
             earlier = self.report
-            yield from queue.pop_completed()
-        yield from queue.pop_completed()
+            yield from queue.pop()
+        yield from queue.pop()
         if queue.iterable_error is not None:
             raise queue.iterable_error
 

@@ -47,7 +47,7 @@ def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPai
     with LOADING:
         drafts = LOADED.setdefault(target, {})
         if (name, revision) not in drafts:
-            drafts[name, revision] = _load(target, name, revision, hub)
+            drafts[name, revision] = draft_of_pair(target, name, revision, hub)
         return drafts[name, revision]
 
 
@@ -70,7 +70,7 @@ def _called_by() -> str | None:
     return folder if isinstance(folder, str) and (Path(folder) / CONFIG_NAME).is_file() else None
 
 
-def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:
+def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:
     """The draft of a pair, loaded for a target; a ValueError if there is no such pair."""
     commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
     try:

@@ -10,6 +10,7 @@ raises an ImportError that says `pip install hf_specx`.
 
 import ast
 import functools
+import hashlib
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -84,6 +85,17 @@ def published_code(draft: str = ANY) -> dict[str, str]:
         if module.name != SOURCE:
             rooms.setdefault(module.published, []).append(module)
     return {room: _merged(modules, draft) for room, modules in rooms.items()}
+
+
+@functools.cache
+def code_version() -> str:
+    """The version of the published code: of this package, and a digest that changes with every line.
+
+    It is one for all kinds of drafts; what is left out for some follows from the lines of this file.
+    """
+    text = "".join(f"{name}\n{module}" for name, module in sorted(published_code().items()))
+    text += Path(__file__).read_text(encoding="utf-8")
+    return f"{import_module(PACKAGE.name).__version__}+{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def core_modules(draft: str = ANY) -> list[Module]:

@@ -29,6 +29,7 @@ COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
 EARLIER_FIELDS = ("predicted_speedup", "why_not_predicted")  # of a measurement by an earlier version, not kept
+RARE_SAMPLING = ("min_p", "repetition_penalty")  # of a measurement, in a file where they are not None
 NO_ID = (
     "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, or save "
     "the pair with it inside"
@@ -156,6 +157,8 @@ class Measurement:
     temperature: MaybeFigure = None  # of sampling, and the next two; None where text was greedy
     top_p: MaybeFigure = None
     top_k: MaybeCount = None
+    min_p: MaybeAmount = None
+    repetition_penalty: MaybeFigure = None
     max_new_tokens: MaybeCount = None  # which every text has: ends were ignored
     prompts: MaybeCount = None  # how many had a turn
     prompt_tokens: MaybeFigure = None  # the mean
@@ -256,6 +259,10 @@ class PairConfig:
         """The config as JSON; equal configs give the same text."""
         rare = ("tree", "suffix", "early_exit", "draft_tokenizer", "processor")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
+        for measurement in values["measurements"]:
+            for name in RARE_SAMPLING:
+                if measurement[name] is None:
+                    del measurement[name]
         if self.early_exit is not None and not self.early_exit.head:
             del values["early_exit"]["head"]
         return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

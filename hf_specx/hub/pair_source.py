@@ -2,3 +2,4 @@
 
 PAIR: str | None = None  # id on the Hub; None in a folder, which may be moved and copied
 REVISION: str | None = None  # the commit of its models
+VERSION: str | None = None  # of hf_specx, with a digest of this code

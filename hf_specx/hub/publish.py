@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import (
@@ -31,20 +30,25 @@ from hf_specx.common.wrappers import has_adapters, label_of
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
-from . import pair_source
 from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
-from .flatten import SOURCE, kind_of_draft, published_code
 from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
+from .publish_code import (
+    CARD,
+    CODE,
+    keep_card_of_others,
+    make_repository,
+    names_in,
+    put_in_place,
+    reaching_hub,
+    write_code,
+)
 from .references import why_not_there
 
 
-CODE = "custom_generate"
-NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
-CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
 MESSAGE = "Draft-target pair"
 MODEL_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
@@ -123,14 +127,7 @@ def write_folder(write: WritePair, folder: str | Path, overwrite: bool = False, 
             warn_of_slower(config)
             (new / CARD).write_text(render(config, name, published=True), encoding="utf-8")
             write_code(new)
-        try:
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-        except BaseException:
-            if old.exists():
-                old.rename(folder)
-            raise
+        put_in_place(new, folder, old)
 
 
 def _check_draft(draft: Any, where: str) -> None:
@@ -256,17 +253,6 @@ def _write_config(config: PairConfig, folder: Path) -> PairConfig:
     return config
 
 
-def write_code(folder: Path, repo_id: str | None = None, revision: str | None = None) -> None:
-    """Write the `custom_generate` folder of a pair with an id on the Hub and a commit, or of one in a folder."""
-    code = folder / CODE
-    code.mkdir()
-    source = f'"""{pair_source.__doc__}"""\n\nPAIR = {repo_id!r}\nREVISION = {revision!r}\n'
-    for module, text in (published_code(kind_of_draft(folder)) | {SOURCE: source}).items():
-        (code / f"{module}.py").write_text(text, encoding="utf-8")
-    (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
-    shutil.copyfile(LICENSE, code / LICENSE.name)
-
-
 def publish(
     pair: Any,
     repo_id: str,
@@ -313,26 +299,14 @@ def upload(
 ) -> str:
     """Publish the pair that `write` writes, as `publish` does; returns the second commit."""
     api = HfApi(token=token)
-    try:
-        with tempfile.TemporaryDirectory() as work:
-            folder = Path(work) / "pair"
-            folder.mkdir()
-            config = write(folder)
-            warn_of_slower(config)
-            (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            is_private = bool(api.repo_info(repo_id).private)
-            message = (
-                f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} "
-                "does not change; leave it out, change that in its settings on the Hub, or name another repository."
-            )
-            require(private in (None, is_private), message)
-            return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
-    except Exception as error:
-        if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
-            raise
-        message = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
-        raise ConnectionError(message) from error
+    with reaching_hub(repo_id), tempfile.TemporaryDirectory() as work:
+        folder = Path(work) / "pair"
+        folder.mkdir()
+        config = write(folder)
+        warn_of_slower(config)
+        (folder / CARD).write_text(render(config, repo_id, published=True), encoding="utf-8")
+        make_repository(api, repo_id, private)
+        return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
 
 
 def warn_of_slower(config: PairConfig) -> None:
@@ -344,24 +318,14 @@ def warn_of_slower(config: PairConfig) -> None:
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second commit."""
-    source = to
-    try:
-        names = api.list_repo_files(**source)
-    except RevisionNotFoundError:  # a branch that is still to be made begins with the files of the main one
-        source = {"repo_id": to["repo_id"]}
-        names = api.list_repo_files(**source)
+    names, source = names_in(api, to)
     stale = sorted(filter(_is_saved, names))
     replaced = stale + [name for name in names if name.startswith(f"{CODE}/")]
     message = (
         f"{to['repo_id']} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
     )
     require(CONFIG_NAME in names or not replaced, message)
-    if CARD in names:
-        card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
-        if OF_CARD not in card:
-            message = f"the {CARD} of {to['repo_id']} is not one of a pair, so it stays as it is; delete it there and "
-            warnings.warn(f"{message}publish again to have the pair's model card.", UserWarning, stacklevel=4)
-            (folder / CARD).unlink()
+    keep_card_of_others(api, folder, names, source, OF_CARD)
     if to["revision"] is not None:
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)

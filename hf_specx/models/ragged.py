@@ -272,6 +272,20 @@ class RaggedRunner(ModelRunner):
         if self.first_position is not None and refills.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, refills.first_position)
 
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        more = len(batch.counts) - len(self.pad_counts)
+        if more:
+            self.num_computed_tokens += [0] * more
+            self.pad_counts += [0] * more
+            self.pads = nn.functional.pad(self.pads, (0, more))
+            if self.gaps is not None:
+                self.gaps = nn.functional.pad(self.gaps, (0, 0, 0, more))
+            if self.cached_prompts is not None:
+                self.cached_prompts = nn.functional.pad(self.cached_prompts, (0, 0, 0, more), value=-1)
+            if self.first_position is not None:
+                self.first_position = nn.functional.pad(self.first_position, (0, 0, 0, more))
+        self.drop_rows(previous_indices)  # rows that come have copies of another one, until their prompts are written
+
     def _note_prompts(self, refills: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
         """Note that the slots of `rows` now hold the prompts of another runner; `index` is the same as a tensor."""
         self.reused_tokens += refills.reused_tokens

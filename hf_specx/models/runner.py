@@ -224,6 +224,13 @@ class ModelRunner:
         """Compute the prompts of refills: of rows that have just replaced others, and have emitted nothing yet."""
         raise NotImplementedError
 
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """Have the decoding rows of a batch, of which some are free until `admit`.
+
+        `previous_indices` [R'] is what `Batch.seat_rows` returned.
+        """
+        raise NotImplementedError
+
     def __call__(self, batch: Batch, draft: Draft) -> Forward:
         """The target's forward of a round: logits after the last emitted token and after each candidate.
 

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,14 +29,18 @@ from hf_specx.hub.locks import LOCK, check_free, locked
 LOOK_EVERY = 0.2  # seconds, while the first process is waited for
 LOOKS_PER_TRY = 10  # how often the file is looked for between two tries of the first process's lock
 FREE_TRIES = 3  # how often in a row the lock has to be free until the first process is taken to have ended
+PROMPT_KEYS = ("prompt", "text", "messages")  # of an object that is a prompt with other fields
+RESULT_KEYS = ("index", "prompt_hash", "text", "finish_reason", "error")  # of a line of results
+JSON_VALUES = (str, int, float, bool, list, dict, type(None))
 
 
 @dataclass(frozen=True)
 class NumberedText:
-    """A prompt and its index among all prompts."""
+    """A prompt and its index among all prompts; the other fields of its line, which its result gives back."""
 
     index: int
     text: str
+    fields: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class CompletedText(NamedTuple):
@@ -51,7 +55,28 @@ class CompletedText(NamedTuple):
         """The line of JSON in the file."""
         values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
         values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
+        values |= self.prompt.fields
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"
+
+
+def fields_of_line(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a prompt's line as its result gives them back: those that it has of its own as "input_...".
+
+    A ValueError for what a line of JSON does not hold.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        while name in RESULT_KEYS or name in fields:
+            name = f"input_{name}"
+        fields[name] = value
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        message = (
+            f"{where}: its fields come back in a line of JSON, which does not hold them ({error}); leave them out."
+        )
+        raise ValueError(message) from error
+    return fields
 
 
 def hash_of(text: str) -> int:

@@ -381,6 +381,10 @@ class RequestStopping(Stopping):
         """`eos_token_ids` are those of all requests; `max_new_tokens` is the largest of their limits."""
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
+    def eos_token_ids_of(self, row: RowState) -> set[int]:
+        ids: set[int] = row.stopping.eos_token_ids
+        return ids
+
     def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
         row.stopping.warn_beyond_positions(row, emitted)
 

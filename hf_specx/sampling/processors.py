@@ -26,6 +26,13 @@ from .synthid import is_usual_synthid, synthid
 from .vectorized import VECTORIZED, Prefixes
 
 
+class LikeliestToken(LogitsProcessor):
+    """Leaves the likeliest token alone, the first of equal ones: greedy decoding beside rows that sample."""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+
+
 TOP_TOKENS = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})  # begin a `TopTokensWarper`
 AFTER_TOP_TOKENS = TOP_TOKENS | {  # may follow in it: for them a token with a score of -inf does not exist
     logits_process.TemperatureLogitsWarper,
@@ -39,6 +46,7 @@ WARPERS = AFTER_TOP_TOKENS | {
     logits_process.TopHLogitsWarper,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
+    LikeliestToken,
 }
 # raise an error at positions without a distribution
 RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})

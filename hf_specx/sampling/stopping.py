@@ -117,7 +117,7 @@ class Stopping:
         for row, ids, num_new, flags in zip(batch.rows, tokens, num_new_tokens, stop_flags, strict=True):
             state, count = batch.row_states[row], batch.counts[row]
             num_new = min(num_new, batch.remaining_tokens(row))
-            stop = self._first_stop(ids[:num_new], flags)
+            stop = self._first_stop(ids[:num_new], flags, self.eos_token_ids_of(state))
             if stop is None and 0 < num_new == batch.remaining_tokens(row):
                 stop = num_new
             if stop is not None and state.stopped_at is None:
@@ -128,12 +128,16 @@ class Stopping:
             self.warn_beyond_positions(state, count + num_new)
         return num_to_emit
 
-    def _first_stop(self, ids: list[int], flags: list[bool]) -> int | None:
+    def _first_stop(self, ids: list[int], flags: list[bool], eos_token_ids: set[int]) -> int | None:
         """How many of a row's new tokens there are up to the first at which it stops; None if it goes on."""
         for position, token in enumerate(ids):
-            if token in self.eos_token_ids or (flags and flags[position]):
+            if token in eos_token_ids or (flags and flags[position]):
                 return position + 1
         return None
+
+    def eos_token_ids_of(self, row: RowState) -> set[int]:
+        """The end tokens of a row."""
+        return self.eos_token_ids
 
     def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
@@ -161,6 +165,11 @@ class Stopping:
         if len(tokens) < self.max_new_tokens or tokens[-1] in self.eos_token_ids:
             return False
         return not (self.criteria and self.criteria(text, None).item())
+
+    def stops(self, text: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether the one row of text [1, L] that has emitted these tokens is at an end token or another criterion."""
+        ends = tokens[-1] in self.eos_token_ids
+        return ends or bool(self.criteria and self.criteria(text, None).item())
 
     def num_final_tokens(self, batch: Batch) -> list[int]:
         """How many of its emitted tokens are certain to be in the output, for each row [B].

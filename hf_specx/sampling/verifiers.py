@@ -171,6 +171,9 @@ class CoupledVerifier(Verifier):
             return self.shared_noise.vectors_at(batch.rows, batch.counts, probs, ahead, self.target_dtype)
         noise = []
         for row, row_probs in zip(batch.rows, probs.split(1), strict=True):
+            if batch.row_states[row].greedy:
+                noise.append(torch.ones_like(row_probs))
+                continue
             replayed = self.noise_of(batch.row_states[row])
             noise.append(replayed.vectors_at([0], [batch.counts[row]], row_probs, ahead, self.target_dtype))
         return torch.cat(noise)

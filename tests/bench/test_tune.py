@@ -56,8 +56,8 @@ def clock(monkeypatch, speedup, noise=0.0):
     """A simulated one, on which ours is so many times as fast as plain, by rows, and runs differ by this noise."""
     draws, call = random.Random(0), timer.time_call
 
-    def time_call(method, inputs, options, seed):
-        run = call(method, inputs, options, seed)
+    def time_call(method, inputs, options, seed, *more):
+        run = call(method, inputs, options, seed, *more)
         rows = len(inputs["input_ids"])
         run.seconds = rows * math.exp(draws.gauss(0, noise)) / (1 if method.name == "plain" else speedup(rows))
         return run
@@ -154,10 +154,10 @@ def test_every_turn_has_its_seed_and_the_next_prompts(folders, costs, monkeypatc
     texts = [f"{text} {'more ' * number}" for number, text in enumerate(TEXTS * 2)][:5]
     ids = [tiny_tokenizer()(text)["input_ids"] for text in texts]
 
-    def time_call(method, inputs, options, seed):
+    def time_call(method, inputs, options, seed, *more):
         rows = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
         calls.append((method.name, seed, rows, inputs["input_ids"].shape[1]))
-        return call(method, inputs, options, seed)
+        return call(method, inputs, options, seed, *more)
 
     monkeypatch.setattr(timer, "time_call", time_call)
     tune.tune(folders["target"], [folders["draft"]], replace(QUICK, prompts=texts, seed=5, seconds=1e9))

@@ -13,6 +13,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
 from hf_specx.common.checkpoints import Files
 from hf_specx.hub.cards import embedded_card, render
+from hf_specx.hub.flatten import code_version
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
@@ -38,10 +39,9 @@ def test_card_of_a_folder(folder, config, tmp_path):
 
 
 def test_the_card_of_the_pair_in_the_package(tmp_path):
-    output("card", "--out", tmp_path)
     assert output("card") == "embedded\n"
     assert output("card", "embedded") == embedded_card()
-    assert [path.name for path in tmp_path.iterdir()] == ["embedded.md"]
+    output("card", "embedded", "--out", tmp_path / "embedded.md")
     assert (tmp_path / "embedded.md").read_text() == embedded_card()
 
 
@@ -130,7 +130,8 @@ def test_publish_to_the_hub(named):
         assert command("publish", "org/pair", "org/public").exit_code == 0
         refused = command("publish", "org/pair", "org/public", "--private")
     commit = hub.branch("org/name", None).read_text()
-    assert result.stderr == f"published org/name at {commit}: target reference, draft reference\n"
+    code = f"with the code of hf_specx {code_version()}"
+    assert result.stderr == f"published org/name at {commit} {code}: target reference, draft reference\n"
     assert refused.exit_code == 2
     assert "org/public is there already and is public" in refused.stderr
     assert f"{hub.commits:040x}" == hub.branch("org/public", None).read_text()
@@ -173,6 +174,24 @@ def test_publish_into_a_folder(folder, tmp_path):
     output("publish", folder, "--out", tmp_path / "repository", "--overwrite")
     assert not old.exists()
     assert output("card", tmp_path / "repository") == (tmp_path / "repository" / "README.md").read_text()
+
+
+def test_publish_code_alone_and_renew_it(folder, named, tmp_path):
+    """Each says the version of the code; one that is renewed also which was there."""
+    _, hub = named
+    code = f"code of hf_specx {code_version()}"
+    with hub.published_to():
+        result = command("publish", "--code", "org/code@next")
+        renewed = command("publish", "--code-only", "org/code@next")
+        assert command("publish", "--code", "org/pair").exit_code == 2
+    commit = hub.branch("org/code", "next").read_text()
+    assert (result.exit_code, renewed.exit_code) == (0, 0), result.stderr + renewed.stderr
+    assert f": {code}" in result.stderr
+    assert renewed.stderr == f"org/code@next at {commit}: {code}, in place of {code_version()}\n"
+    output("publish", "--code", "--out", tmp_path / "code")
+    output("publish", folder, "--out", tmp_path / "repository")
+    for path in (tmp_path / "code", tmp_path / "repository"):
+        assert command("publish", "--code-only", path).stderr.startswith(f"{path}: {code}, in place of ")
 
 
 def test_export(folder, config):

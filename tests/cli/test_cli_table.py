@@ -72,7 +72,7 @@ def test_what_cannot_be_loaded(monkeypatch, tmp_path: Path, name, is_broken):
     assert not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("line", [*WRITE, "card --out OUT/cards"])
+@pytest.mark.parametrize("line", WRITE)
 def test_read_only_folder(monkeypatch, tmp_path: Path, line):
     """Before anything is loaded."""
     monkeypatch.setattr("hf_specx.cli.loading.load_pair", None)

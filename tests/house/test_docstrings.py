@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from importlib.util import find_spec
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,11 @@ from hf_specx import metrics
 from hf_specx.hub.known_pairs import embedded_folder
 
 
+NEEDS = {"hf_specx.pairs.lm_eval_model": "lm_eval"}  # what a module needs that may not be installed
 MODULES = [
     importlib.import_module(found.name)
     for found in pkgutil.walk_packages(hf_specx.__path__, "hf_specx.")
-    if not found.name.endswith("__main__")
+    if not found.name.endswith("__main__") and (found.name not in NEEDS or find_spec(NEEDS[found.name]))
 ]
 EXAMPLES = {
     test.name: test

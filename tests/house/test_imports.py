@@ -18,7 +18,7 @@ from hf_specx.hub.flatten import (
     is_published,
     published_code,
 )
-from hf_specx.hub.publish import NEEDS
+from hf_specx.hub.publish_code import NEEDS
 
 
 ROOMS = "common sampling models drafting drafting/heads engine hub pairs bench training metrics __init__ cli __main__"

@@ -49,6 +49,18 @@ def by_string(name: str, target: str | None = None, **options: Any) -> list[list
     return said(model.generate, model, **{"trust_remote_code": True, "custom_generate": name} | options)
 
 
+def by_code(name: str, target: str, draft: str, subfolder: str = "", **options: Any) -> list[list[int]]:
+    """Both models are the user's; with the tokenizers of both where they are folders of their own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    options["assistant_model"] = AutoModelForCausalLM.from_pretrained(draft, subfolder=subfolder)
+    if not subfolder:
+        options |= {"tokenizer": AutoTokenizer.from_pretrained(target)}
+        options |= {"assistant_tokenizer": AutoTokenizer.from_pretrained(draft)}
+    return said(model.generate, model, custom_generate=name, trust_remote_code=True, **options)
+
+
 def by_override(name: str, **options: Any) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hf_specx.hub import publish
+from hf_specx.hub import publish, publish_code
 
 
 class HubOnDisk:
@@ -75,7 +75,7 @@ class HubOnDisk:
     @contextmanager
     def published_to(self) -> Iterator[mock.Mock]:
         """Let `publish` upload here, by the methods of `HfApi`, with arguments that these have; yields that class."""
-        with mock.patch.object(publish, "HfApi", autospec=True) as api:
+        with mock.patch.object(publish, "HfApi", autospec=True) as api, mock.patch.object(publish_code, "HfApi", api):
             api.return_value.list_repo_files.side_effect = self.files
             for name in ("create_repo", "repo_info", "hf_hub_download", "create_branch", "upload_folder"):
                 getattr(api.return_value, name).side_effect = getattr(self, name)

@@ -130,6 +130,15 @@ class HeadDrafter(SampledCandidateGenerator):
         ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
         return draft._replace(lengths=[min(length, end) for length, end in zip(draft.lengths, ends, strict=True)])
 
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        more = len(batch.counts) - len(self.num_computed_tokens)
+        self.num_computed_tokens += [0] * more
+        self.num_prompt_states += [0] * more
+        self.row_numbers = torch.arange(len(batch.counts), device=self.device)
+        if self.pending_states is not None:
+            self.pending_states = self.pending_states.index_select(0, previous_indices.to(self.pending_states.device))
+        self.runner.gather_rows(previous_indices)
+
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Note the states of new prompts but the last, which the next round gives."""
         self.misread_watch.forget_rows(rows)

@@ -112,6 +112,7 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     def start(self, context: DraftContext) -> None:
         self.target = context.target
+        self.newest_states: torch.Tensor
         super().start(context)
         self.admit(context.batch, context.batch.rows)
 
@@ -120,6 +121,9 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     def _ready(self, batch: Batch) -> Any:
         return self
+
+    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        self.newest_states = self.newest_states.index_select(0, previous_indices.to(self.newest_states.device))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Ask for the last states of new prompts alone, which their first round gives."""

@@ -63,11 +63,11 @@ class HeadRunner:
         """Context entries of a forward where rows have up to `width`; compiled, as after a round, padded."""
         return width if self.forwards is None else length_bucket(max(width, self.most_candidates + 1))
 
-    def gather_rows(self, keep_indices: torch.Tensor) -> None:
-        """Keep only the rows at indices `keep_indices` [R']."""
-        self.rows = len(keep_indices) if self.forwards is None else self.rows
+    def gather_rows(self, indices: torch.Tensor) -> None:
+        """Have the rows at `indices` [R'], which may be the same for rows that are written later."""
+        self.rows = len(indices) if self.forwards is None else max(self.rows, row_bucket(len(indices)))
         if self.capacity:
-            self._reallocate(self.capacity, keep_indices)
+            self._reallocate(self.capacity, indices)
 
     def _reallocate(self, capacity: int, index: torch.Tensor | None = None) -> None:
         """Have the rows at `index`, or all, in buffers of this size."""

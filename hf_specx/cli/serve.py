@@ -1,0 +1,119 @@
+"""`specx serve`: transformers' own server, OpenAI's API, with speculative sampling behind it."""
+
+import importlib.util
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_specx.common.errors import require
+
+from .console import imports, say
+from .generate import strategy_options
+from .options import LARGEST_SEED, Loading, Named, command
+
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from hf_specx.pairs.pair import DraftTargetPair
+
+
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+HELP_BATCH_SIZE = "Rows that are decoded together; further requests wait."
+HELP_VERIFICATION = "coupled (texts of a seed are those of plain generate), block or token."
+HELP_SEED = "Of the seeds of requests that bring none; else new ones in each run."
+
+
+@command
+def serve(
+    named: Named,
+    loading: Loading,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    batch_size: Annotated[int, typer.Option(help=HELP_BATCH_SIZE, min=1)] = 8,
+    verification: Annotated[str, typer.Option(help=HELP_VERIFICATION)] = "coupled",
+    num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
+    seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
+    enable_cors: Annotated[bool, typer.Option("--enable-cors", help="Let pages of any origin ask.")] = False,
+    log_level: Annotated[str, typer.Option(help="Of the server: info, warning or error.")] = "warning",
+) -> None:
+    """Serve a pair by OpenAI's API: chat completions, completions, responses and models, streamed or not.
+
+    Requests that come together are decoded together, each with its own sampling, stop strings, limit, seed and
+    response_format. It is the server of transformers serve, which has one model: that of this pair, by its name here.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    require(not missing, f"the server needs {', '.join(missing)}; in a clone, pip install '.[cli,serve]'.")
+    strategy = strategy_options(num_draft_tokens, verification)
+    with imports():
+        import uvicorn
+
+        from .loading import load_named, say_what_runs
+    pair = load_named(named, loading, chat=False)
+    for option, value in strategy.items():
+        setattr(pair.strategy, option, value)
+    app = build_app(pair, named.first, batch_size=batch_size, seed=seed, enable_cors=enable_cors)
+    say_what_runs(pair, strategy | {"batch_size": batch_size})
+    say(f"http://{host}:{port}/v1 serves the model {named.first!r}; Ctrl-C ends it")
+    uvicorn.run(app, host=host, port=port, log_level=log_level)
+    app.state.generation_state.shutdown()
+    report = app.state.generation_state.manager.strategy.report
+    if report is not None:
+        say(str(report), "dim")
+
+
+def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, **options: Any) -> "FastAPI":
+    """transformers' app for one pair, which clients call by this name; options are of `QueueManager`."""
+    from fastapi.responses import JSONResponse
+    from transformers.cli.serving import chat_completion, completion, response, server, transcription
+    from transformers.cli.serving.model_manager import ModelManager
+
+    from hf_specx.pairs.serving import FieldsOfBody, PairState, QueueManager
+
+    class PairModels(ModelManager):
+        """Has the models of the pair."""
+
+        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+            return pair.target
+
+        def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
+            target = pair.target
+            reads_more = target.main_input_name != "input_ids" or target.config.get_text_config() is not target.config
+            if pair.processor is None and reads_more:
+                processor: Any = super()._load_processor(target.name_or_path or "")
+                pair.processor = processor
+            return pair.processor or pair.tokenizer
+
+    class Chats(FieldsOfBody, chat_completion.ChatCompletionHandler):
+        _unused_fields = chat_completion.ChatCompletionHandler._unused_fields - {"response_format"}
+
+    class Texts(FieldsOfBody, completion.CompletionHandler):
+        pass
+
+    class Responses(FieldsOfBody, response.ResponseHandler):
+        pass
+
+    state = PairState(QueueManager(pair, **options))
+    models = PairModels(force_model=name)
+    others: dict[str, Any] = {"transcription_handler": transcription.TranscriptionHandler(models, state)}
+    if importlib.util.find_spec("transformers.cli.serving.systemone") is not None:  # of later versions
+        from transformers.cli.serving.systemone import SystemOneHandler
+
+        others["systemone_handler"] = SystemOneHandler(models, state)
+    app = server.build_server(
+        models,
+        Chats(models, state),
+        completion_handler=Texts(models, state),
+        response_handler=Responses(models, state),
+        generation_state=state,
+        enable_cors=enable_cors,
+        **others,
+    )
+
+    app.state.generation_state = state
+
+    @app.exception_handler(ValueError)
+    async def refuse(_: Any, error: ValueError) -> JSONResponse:
+        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+
+    return app
