@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.metrics.result import CheckResult as CheckResult
     from hf_specx.pairs.generate import generate as generate
     from hf_specx.pairs.pair import DraftTargetPair as DraftTargetPair
+    from hf_specx.sampling.thinking import GrammarAfter as GrammarAfter
+    from hf_specx.sampling.thinking import ThinkingBudget as ThinkingBudget
     from hf_specx.training.callback import SpeculationCallback as SpeculationCallback
     from hf_specx.training.distill import distill as distill
 
@@ -42,6 +44,7 @@ _MODULE_OF = {
     "DraftTargetPair": "pairs.pair",
     "Drafter": "drafting.drafter",
     "EarlyExitDraft": "drafting.early_exit",
+    "GrammarAfter": "sampling.thinking",
     "MtpDraft": "drafting.heads.mtp",
     "Piece": "engine.requests",
     "Request": "engine.requests",
@@ -51,6 +54,7 @@ _MODULE_OF = {
     "SpeculativeDecoding": "engine.strategy",
     "SuffixDraft": "drafting.suffix",
     "SuffixPool": "drafting.suffix_pool",
+    "ThinkingBudget": "sampling.thinking",
     "check": "metrics.check",
     "distill": "training.distill",
     "generate": "pairs.generate",

@@ -88,7 +88,7 @@ def bench(
     read_records(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
-    pair.config.prompts = texts_for(pair, prompts, named.name)
+    pair.config.prompts = texts_for(pair, prompts, named.name, source.template_options)
     with naming_files(pair, generate_options):
         generation = settings_of(pair.target, generate_options, MAX_NEW_TOKENS)
         if not source.is_named and "do_sample" not in generate_options and not generation["do_sample"]:

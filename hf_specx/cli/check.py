@@ -63,8 +63,9 @@ def check(
         read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
         pair.strategy.compile = compile
+        texts = texts_for(pair, prompts, named.name, source.template_options)
         with naming_files(pair, options | more):
-            subject = subject_of(pair, texts_for(pair, prompts, named.name), settings, drawing.options)
+            subject = subject_of(pair, texts, settings, drawing.options)
             shown = {"verification": ", ".join(verifications)}
             shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
             say_what_runs(pair, shown | more | {"seed": seed})

@@ -73,7 +73,7 @@ def distill(
     check_writable(folder.absolute(), folder)
     prompts = list(read_prompts(source, "with --prompts FILE, or on standard input"))
     with going_on_with(folder):
-        result = train(target, draft, loading, prompts, source.chat, options | {"folder": folder})
+        result = train(target, draft, loading, prompts, source, options | {"folder": folder})
         if result is None:
             return
         say(str(result))
@@ -102,7 +102,7 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, named: str, loading: Loading, prompts: list[Prompt], chat: bool, options: dict[str, Any]
+    target: str, named: str, loading: Loading, prompts: list[Prompt], source: Prompted, options: dict[str, Any]
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():
@@ -117,7 +117,7 @@ def train(
     loaded_draft = None
     with waiting_for(f"loading {target}"):
         loaded = load(target, settings, settings.device_map)
-        check_template(loaded.tokenizer, chat)
+        check_template(loaded.tokenizer, source.chat)
         if draft.model is not None:
             loaded_draft = load(draft.model, settings, {"": last_device(loaded.model)}, loaded)
             check_head(named, loaded_draft.model)
@@ -127,7 +127,7 @@ def train(
     result = train_draft(
         loaded.model,
         start if loaded_draft is None else loaded_draft.model,
-        texts_of(prompts, loaded.tokenizer),
+        texts_of(prompts, loaded.tokenizer, source.template_options),
         tokenizer=loaded.tokenizer,
         draft_tokenizer=None if loaded_draft is None else loaded_draft.tokenizer,
         command=typed(),

@@ -35,6 +35,7 @@ HELP_SEED += "prompt i has the seed SEED + i."
 HELP_TREE = "Candidates of a row in a round, of which several may follow one token: a number, auto or no; else the "
 HELP_TREE += "pair's."
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
+HELP_THINKING = "Tokens after <think>, at most; then </think> is forced. A JSON schema begins after it."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
 HELP_OUT = (
     "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
@@ -58,6 +59,7 @@ def generate(
     compile: Annotated[bool, typer.Option("--compile", help=HELP_COMPILE)] = False,
     seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
     repeats: Annotated[int | None, typer.Option(help=HELP_REPEATS, min=1)] = None,
+    thinking_budget: Annotated[int | None, typer.Option(help=HELP_THINKING, min=0)] = None,
     json_schema: Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_OUT)] = None,
     batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
@@ -90,12 +92,13 @@ def generate(
         with imports():
             from .loading import load_named
             from .origins import naming_files
-            from .session import Session, show_demo, write_texts
+            from .session import Session, processors_of, show_demo, write_texts
         pair = load_named(named, loading, source.chat)
         if seed is None:
             seed = 0 if demo or out else secrets.randbelow(LARGEST_SEED)
+        processors = processors_of(pair, thinking_budget, json_schema)
         with naming_files(pair, options | strategy):
-            session = Session(pair, named.name, strategy, options, json_schema, seed, quiet=as_json)
+            session = Session(pair, named.name, strategy, options, processors, source.template_options, seed, as_json)
             if demo:
                 results = {"runs": show_demo(session, turns)}
             elif out is not None:

@@ -107,14 +107,20 @@ def check_template(tokenizer: PreTrainedTokenizerBase | None, chat: bool) -> Non
     )
 
 
-def texts_of(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Prompts as texts; messages in the tokenizer's chat template."""
-    return [prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt) for prompt in prompts]
+def texts_of(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase | None, template_options: dict[str, Any]
+) -> list[str]:
+    """Prompts as texts; messages in the tokenizer's chat template, which reads these options."""
+    return [
+        prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options) for prompt in prompts
+    ]
 
 
-def texts_for(pair: DraftTargetPair, prompts: Iterable[Prompt], name: str) -> list[str]:
-    """The texts of prompts; where there are none, the pair's own."""
-    texts = texts_of(prompts, pair.tokenizer) or pair.prompts
+def texts_for(
+    pair: DraftTargetPair, prompts: Iterable[Prompt], name: str, template_options: dict[str, Any] | None = None
+) -> list[str]:
+    """The texts of prompts, as `texts_of` gives them; where there are none, the pair's own."""
+    texts = texts_of(prompts, pair.tokenizer, template_options or {}) or pair.prompts
     require(bool(texts), f"{name} brings no prompts of its own; give some with --prompts FILE, one a line.")
     return texts
 

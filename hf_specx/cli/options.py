@@ -4,6 +4,7 @@ Names are those of Python: of `generate`, `from_pretrained`, and of this package
 """
 
 import inspect
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.known_pairs import EMBEDDED, check_without_owner
+from hf_specx.pairs.template_options import check_template_options
 
 from .console import errors_in_one_line
 
@@ -42,6 +44,7 @@ HELP_DATASET = (
     "datasets."
 )
 HELP_COLUMN = "Of the dataset, with texts or messages; else prompt, text or messages, whichever it has."
+HELP_TEMPLATE = "What the template reads besides messages, in JSON: '{\"enable_thinking\": false}'."
 Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, once for each size; else 1 and 8.")]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
@@ -51,13 +54,14 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of mo
 
 @dataclass(frozen=True)
 class Prompted:
-    """The options --prompts and --chat."""
+    """The options --prompts, --chat and --chat-template-kwargs."""
 
     file: Annotated[Path | None, typer.Option("--prompts", help=HELP_PROMPTS, exists=True, dir_okay=False)] = None
     dataset: Annotated[str | None, typer.Option(help=HELP_DATASET)] = None
     split: Annotated[str | None, typer.Option(help="Of the dataset, as train or test[:100]; else train.")] = None
     column: Annotated[str | None, typer.Option(help=HELP_COLUMN)] = None
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the chat template.")] = False
+    chat_template_kwargs: Annotated[str | None, typer.Option(metavar="JSON", help=HELP_TEMPLATE)] = None
 
     def __post_init__(self) -> None:
         require(
@@ -68,6 +72,26 @@ class Prompted:
             value = getattr(self, name)
             message = f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out."
             require(self.dataset is not None or value is None, message)
+        typed = self.chat_template_kwargs
+        require(
+            typed is None or self.chat,
+            f"--chat-template-kwargs {typed} is for messages; add --chat, or leave it out.",
+        )
+        check_template_options(self.template_options, f"--chat-template-kwargs {typed}")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template reads besides the messages, by name."""
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            options: dict[str, Any] = json.loads(self.chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(
+                f"--chat-template-kwargs {self.chat_template_kwargs} is no JSON ({error}); write it like "
+                """--chat-template-kwargs '{"enable_thinking": false}'."""
+            ) from error
+        return options
 
     @property
     def is_named(self) -> bool:

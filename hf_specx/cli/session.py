@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, Timing, compare
+from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import label_of, vocabulary
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.sampling.thinking import GrammarAfter, ThinkingBudget
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
 from .console import SPEEDUP_COLUMNS, Output, figure, steps, waiting_for
@@ -38,22 +40,60 @@ EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose t
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
 
 
-class NewProcessor(list[Any]):
-    """A list with one logits processor, which is made anew whenever the list is read: one of xgrammar serves one call.
+THINK, END_THINK = "<think>", "</think>"
 
-    `fingerprint` is the schema, so that a file of texts goes on with the same schema only.
+
+class NewProcessors(list[Any]):
+    """Logits processors that are made anew whenever the list is read: one of xgrammar serves one call.
+
+    `fingerprint` says what they do, so that a file of texts goes on with the same ones only.
     """
 
-    def __init__(self, make: Callable[[], Any], schema: str):
-        super().__init__([None])
-        self.make, self.fingerprint = make, schema
+    def __init__(self, make: Callable[[], list[Any]], fingerprint: str):
+        super().__init__(make())
+        self.make, self.fingerprint = make, fingerprint
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.make()])
+        return iter(self.make())
 
 
-def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
-    """The `logits_processor` argument of `generate` for a JSON schema."""
+def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> NewProcessors | None:
+    """The `logits_processor` argument of `generate` for a thinking budget and a JSON schema; None for neither.
+
+    Raises:
+        ValueError: if the tokenizer has no tags of thinking, or the schema cannot be read.
+    """
+    if thinking_budget is None and schema is None:
+        return None
+    budget = None if thinking_budget is None else budget_of(thinking_budget, pair)
+    make_grammar = None if schema is None else json_grammar(schema, pair)
+
+    def make() -> list[Any]:
+        processors: list[Any] = [] if budget is None else [budget]
+        if make_grammar is not None:
+            grammar = make_grammar()
+            processors.append(grammar if budget is None else GrammarAfter(grammar, budget.end))
+        return processors
+
+    text = "" if schema is None else schema.read_text(encoding="utf-8-sig")
+    return NewProcessors(make, text if thinking_budget is None else f"{thinking_budget} tokens of thinking, {text}")
+
+
+def budget_of(tokens: int, pair: DraftTargetPair) -> ThinkingBudget:
+    """The budget of --thinking-budget; raise ValueError if the tokenizer has no tags of thinking."""
+    tokenizer = pair.tokenizer
+    assert tokenizer is not None
+    missing = [tag for tag in (THINK, END_THINK) if tag not in tokenizer.get_vocab()]
+    require(
+        not missing,
+        f"--thinking-budget {tokens}: the target's tokenizer has no {' and no '.join(missing)}; leave the option out, "
+        "or pass a ThinkingBudget with this model's own tags in Python.",
+    )
+    return ThinkingBudget(tokens, start=THINK, end=END_THINK, tokenizer=tokenizer)
+
+
+def json_grammar(file: Path, pair: DraftTargetPair) -> Callable[[], Any]:
+    """What makes a logits processor for a JSON schema; raise ValueError if xgrammar cannot read it."""
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
@@ -63,7 +103,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
-    return NewProcessor(partial(processor, grammar), schema)
+    return partial(processor, grammar)
 
 
 class Session:
@@ -80,24 +120,26 @@ class Session:
         name: str,
         strategy: dict[str, Any],
         options: dict[str, Any],
-        schema: Path | None,
+        processors: NewProcessors | None,
+        template_options: dict[str, Any],
         seed: int,
         quiet: bool,
     ):
         self.pair, self.name, self.seed = pair, name, seed
+        self.template_options = template_options
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
         settings = settings_of(pair.target, options)
-        grammar = {} if schema is None else {"logits_processor": json_grammar(schema, pair)}
-        self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | grammar
-        self.options = settings | grammar
+        masks = {} if processors is None else {"logits_processor": processors}
+        self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | masks
+        self.options = settings | masks
         say_what_runs(pair, settings | {"seed": seed} | strategy)
         self.facts = {"pair": name, "seed": seed, "options": settings, **provenance(pair.target)}
 
     def answer(self, prompts: Iterable[Prompt], repeats: int) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` in so many turns."""
-        values, inputs = self.generate_and_show(texts_of(prompts, self.pair.tokenizer))
+        values, inputs = self.generate_and_show(texts_of(prompts, self.pair.tokenizer, self.template_options))
         if not repeats:
             return values
         comparison = self.compare(inputs, repeats)
@@ -177,8 +219,9 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
     "refused" prompts have a line in it without a text.
     """
     session.pair.report = None
-    lines = WithFields(prompts)
-    session.pair.complete(lines, out=out, batch_size=batch_size, seed=session.seed, **session.typed_options)
+    objects = WithFields(prompts)
+    options = session.typed_options | {"chat_template_kwargs": session.template_options}
+    session.pair.complete(objects, out=out, batch_size=batch_size, seed=session.seed, **options)
     with out.open(encoding="utf-8") as lines:
         refused = sum("error" in json.loads(line) for line in lines)
     rest = f"; refused prompts: {refused} of {len(prompts)}, and their lines say why" if refused else ""

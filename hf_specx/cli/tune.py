@@ -102,7 +102,7 @@ def tune(
     if source.chat:
         tokenizer = get_tokenizer(find_files(folder_of(target)), None, loading.trust_remote_code)
     check_template(tokenizer, source.chat)
-    texts = texts_of(prompts, tokenizer)
+    texts = texts_of(prompts, tokenizer, source.template_options)
     settings = tune_settings(
         loading,
         prompts=texts,

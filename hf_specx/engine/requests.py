@@ -261,7 +261,7 @@ class RequestPreparer:
         ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
-        stateful += [mask.name for mask in masks if not mask.of_call]
+        stateful += [mask.name for mask in masks if mask.shared is not None]
         self._check_shared(stateful)
         longest = text_width(prompt) + prompt.stopping.max_new_tokens
         changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch

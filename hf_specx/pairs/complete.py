@@ -20,6 +20,7 @@ from hf_specx.engine.requests import Request
 from .fingerprint import arguments_of
 from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_line, open_results
 from .shares import gathered, processes
+from .template_options import check_template_options
 
 
 EMPTY = "has no tokens: it is empty, or it is no valid Unicode"
@@ -36,6 +37,7 @@ def complete(
     seed: int = 0,
     out: str | Path | None = None,
     num_return_sequences: int = 1,
+    chat_template_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Complete texts, or answer chats; a row that ends makes place for the next one.
@@ -56,6 +58,8 @@ def complete(
             with, also one with another number of processes; in the order of the prompts once it is complete.
             `out` + ".arguments" says what it was made with; process i of several fills `out` + ".rank<i>" until then.
         num_return_sequences: texts for each prompt, one after another as in `generate`; each counts as a prompt here.
+        chat_template_kwargs: what the chat template reads besides messages, as {"enable_thinking": False} or {"tools":
+            [...]}; for prompts that are messages.
         **options: of `generate` and `SpeculativeDecoding`, else as the target's generation config says; a processor or
             criterion of yours needs `stateless = True`, and with `out` an attribute `fingerprint` where its own
             attributes do not say what it does.
@@ -71,13 +75,15 @@ def complete(
         RuntimeError: another process failed (without `out`, or before it began).
     """
     _check_texts(texts)
+    template_options = {} if chat_template_kwargs is None else chat_template_kwargs
+    check_template_options(template_options, f"chat_template_kwargs={brief(chat_template_kwargs)}")
     completer = Completer(pair, batch_size, seed, options)
     copies = num_return_sequences
     message = f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one."
     require(is_int(copies) and copies >= 1, message)
     message = f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True."
     require(copies == 1 or bool(setting("do_sample", pair.target, options)), message)
-    prompts = _numbered(pair.tokenizer, texts, copies)
+    prompts = _numbered(pair.tokenizer, texts, copies, template_options)
     if out is None:
         return _to_list(completer, list(prompts))
     total = len(texts) * copies if isinstance(texts, Sized) else None
@@ -111,20 +117,28 @@ def _check_prompt(index: int, prompt: Any) -> tuple[Any, dict[str, Any]]:
     return prompt, fields
 
 
-def _numbered(tokenizer: Any, prompts: Iterable[Any], count: int) -> Iterator[NumberedText]:
+def _numbered(
+    tokenizer: Any, prompts: Iterable[Any], count: int, template_options: dict[str, Any]
+) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
     for index, prompt_or_object in enumerate(prompts):
         prompt, fields = _check_prompt(index, prompt_or_object)
-        text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt)
+        text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options)
         for copy in range(count):
             yield NumberedText(index * count + copy, text, fields)
 
 
-def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
-    """The text of a chat in the tokenizer's template, up to where the answer begins."""
+def chat_text(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], template_options: dict[str, Any] | None = None
+) -> str:
+    """The text of a chat in the tokenizer's template, up to where the answer begins.
+
+    `template_options` are what the template reads besides the messages.
+    """
     message = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
     require(bool(getattr(tokenizer, "chat_template", None)), message)
-    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    options = {**(template_options or {}), "tokenize": False, "add_generation_prompt": True}
+    text = str(tokenizer.apply_chat_template(list(messages), **options))
     adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     if tokenizer.bos_token is None or not adds_bos:
         return text

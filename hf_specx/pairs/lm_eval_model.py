@@ -61,7 +61,7 @@ class SpeculativeLM(HFLM):
         **kwargs: Any,
     ):
         typed = {"num_draft_tokens": num_draft_tokens, "verification": verification, "layout": layout}
-        options = {name: value for name, value in typed.items() if value is not None}
+        options: dict[str, Any] = {name: value for name, value in typed.items() if value is not None}
         commit = None if revision in (None, "main") else revision
         pretrained = folder_of(pretrained)
         is_pair = (get_files(pretrained, commit).root / CONFIG_NAME).is_file()
@@ -81,7 +81,8 @@ class SpeculativeLM(HFLM):
         super().__init__(place, revision=hub_revision, tokenizer=tokenizer, **trust, **kwargs)
         if draft is None:
             loaded, recommended, costs = draft_of_pair(self.model, pretrained, commit, {})
-            self.speculative = SpeculativeDecoding(loaded, **recommended | options | {"costs": costs})
+            options = recommended | options | {"costs": costs}
+            self.speculative = SpeculativeDecoding(loaded, **options)
         else:
             options |= {"tokenizer": self.tokenizer, "draft_tokenizer": tokenizer_of_draft(draft)}
             self.speculative = SpeculativeDecoding(draft, **options)

@@ -77,14 +77,37 @@ class Matchers:
 
 
 class XGrammarMatchers(Matchers):
-    """Matchers of xgrammar, for its own processor and that of outlines."""
+    """Matchers of xgrammar, for its own processor and that of outlines.
+
+    A rule with `max_tokens` counts a token only where a mask was asked for before it, as plain `generate` asks each
+    time. So none is fed without that, also where its mask is known from before a rollback.
+
+    Attributes:
+        masked: ids of the matchers that were asked for a mask since their last token.
+        unused_bits: [1, words], where such a mask goes that nobody needs.
+    """
 
     strict = True
 
+    def __init__(self, matchers: Sequence[Any], vocab_size: int, mask_size: int, allows_beyond: bool = False):
+        super().__init__(matchers, vocab_size, mask_size, allows_beyond)
+        self.masked: set[int] = set()
+        self.unused_bits = torch.empty_like(self.bits[:1])
+
     def feed(self, matcher: Any, token: int) -> bool | None:
-        return None if matcher.is_terminated() else matcher.accept_token(token)
+        if matcher.is_terminated():
+            return None
+        if id(matcher) not in self.masked:
+            matcher.fill_next_token_bitmask(self.unused_bits, 0)
+        self.masked.discard(id(matcher))
+        return matcher.accept_token(token)
+
+    def take_back(self, matcher: Any, count: int) -> None:
+        self.masked.discard(id(matcher))
+        super().take_back(matcher, count)
 
     def write_mask(self, matcher: Any, row: int) -> None:
+        self.masked.add(id(matcher))
         is_terminated = matcher.is_terminated()
         if is_terminated:  # it has no mask; the processors leave the one before the stop token
             matcher.rollback(1)
@@ -274,6 +297,11 @@ def _check_outlines(processor: Any) -> None:
 def _other_size(size: int | str, vocab_size: int) -> str:
     """What is wrong with a grammar that is for another vocabulary."""
     return f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer"
+
+
+def full_name(processor: Any) -> str:
+    """The module and name of a processor's type, by which `MAKE_MATCHERS` has it."""
+    return f"{type(processor).__module__}.{type(processor).__qualname__}"
 
 
 # by the type of the user's processor: from this, the number of rows and the size of the target's vocabulary

@@ -21,7 +21,7 @@ from hf_specx.common.devices import to_device
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .grammars import MAKE_MATCHERS, PrefixFunction
+from .grammars import MAKE_MATCHERS, PrefixFunction, full_name
 from .processors import Processor, RoundProcessor
 from .stopping import Stopping
 
@@ -32,7 +32,8 @@ class RewindableProcessor(Protocol):
 
     Plain `generate` calls it as any other; here these methods are called instead. When called, it must give the scores
     with -inf at every token that is False in the mask. If it can take back only so many tokens, an attribute
-    `max_rollback` says how many. After a call it has accepted the emitted text without each row's last token, as after
+    `max_rollback` says how many. Where a method `allows_all(row)` returns True, all tokens may come next in a row, and
+    its mask is not asked for. After a call it has accepted the emitted text without each row's last token, as after
     plain `generate`, also where an exception has ended the call; so each call needs a new one.
     """
 
@@ -49,6 +50,92 @@ class RewindableProcessor(Protocol):
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         """[len(rows), V] bool: the tokens that may come next in these rows."""
+
+
+class PerCallProcessor(LogitsProcessor):
+    """A logits processor that makes a `RewindableProcessor` for each call, so that it serves any number of them.
+
+    Plain `generate` calls it as any other. Texts that have one token more than the last ones, after the same prompts,
+    go on with these, and others begin anew; two calls of plain `generate` at the same time need one each.
+
+    Attributes:
+        plain_call: the call of plain `generate` that it is in, or was in last.
+    """
+
+    plain_call: "PlainCall | None" = None
+
+    def for_call(self, input_ids: torch.Tensor, vocab_size: int) -> RewindableProcessor:
+        """What follows the texts of a call with prompts [B, L] and a target of this vocabulary.
+
+        Raises:
+            ValueError: if it is for another vocabulary, or for another number of rows.
+        """
+        raise NotImplementedError
+
+    @property
+    def shared_processor(self) -> RewindableProcessor | None:
+        """The user's own processor whose state changes with a call; None if each call has a state of its own."""
+        return None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """The scores [B, V] after the texts [B, L], with -inf at each token that may not come next."""
+        if self.plain_call is None or not self.plain_call.goes_on(input_ids):
+            self.plain_call = PlainCall(self.for_call(input_ids, scores.shape[1]), input_ids)
+        mask = self.plain_call.mask_after(input_ids)
+        return scores.masked_fill(~mask.to(scores.device), -torch.inf)  # type: ignore[return-value]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "plain_call"}
+
+
+class PlainCall:
+    """A call of plain `generate`, whose texts a `RewindableProcessor` follows token by token.
+
+    Attributes:
+        processor: what follows them.
+        prompts: [B, L].
+        width: columns of the last texts.
+        fed_tokens: [B], the tokens of each row that the processor has accepted.
+        masks: [B, V] bool, the last masks; None before the first.
+    """
+
+    def __init__(self, processor: RewindableProcessor, prompts: torch.Tensor):
+        self.processor, self.prompts = processor, prompts
+        self.width = prompts.shape[1] - 1
+        self.fed_tokens: list[list[int]] = [[] for _ in prompts]
+        self.masks: torch.Tensor | None = None
+
+    def goes_on(self, input_ids: torch.Tensor) -> bool:
+        """Whether these texts [B, L] have one token more than the last ones, after the same prompts."""
+        if tuple(input_ids.shape) != (len(self.prompts), self.width + 1):
+            return False
+        return torch.equal(input_ids[:, : self.prompts.shape[1]], self.prompts)
+
+    def mask_after(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The mask [B, V] after these texts, whose rows beam search may have exchanged."""
+        self.width = input_ids.shape[1]
+        strict = getattr(self.processor, "strict", False)
+        for row, text in enumerate(input_ids[:, self.prompts.shape[1] :].tolist()):
+            fed = self.fed_tokens[row]
+            common = _num_common(fed, text)
+            new = text[common:]
+            if common < len(fed):
+                self.processor.rollback(row, len(fed) - common)
+                del fed[common:]
+            elif strict and new and self.masks is not None and not self.masks[row, new[0]]:
+                continue  # the row has ended, and pads follow
+            for token in new:
+                self.processor.accept(row, token)
+                fed.append(token)
+        self.masks = self.processor.mask(list(range(len(input_ids)))).to("cpu", copy=True)
+        return self.masks
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    if first == second[: len(first)]:
+        return len(first)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
 
 
 @dataclass
@@ -78,7 +165,8 @@ class TokenMasks(RoundProcessor):
 
     Attributes:
         eos_token_ids: the end tokens.
-        of_call: whether the processor was made for this call, so that its state afterwards does not matter.
+        shared: the object of the user whose state changes with the processor's; None if the processor was made for
+            this call alone, so that its state afterwards does not matter.
         restores_allowed: as in `PrefixFunction`.
         fed_tokens: by row, what the processor was fed.
     """
@@ -88,13 +176,16 @@ class TokenMasks(RoundProcessor):
         processor: RewindableProcessor,
         vocab_size: int,
         eos_token_ids: set[int] | None = None,
-        of_call: bool = False,
+        shared: Any = None,
+        name: str = "",
     ):
         self.processor = processor
-        self.name = type(processor).__name__
+        self.name = name or type(processor).__name__
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids or set()
-        self.of_call = of_call
+        self.shared = shared
+        self.all_allowed = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
+        self.allows_all = getattr(processor, "allows_all", None)
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.prefix_errors = getattr(processor, "prefix_errors", self.prefix_errors)
@@ -106,11 +197,12 @@ class TokenMasks(RoundProcessor):
         """As in `RoundProcessor`; scores behind a row's candidates, or behind an end token, stay as they are."""
         positions = scores.shape[1]
         num_masks = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
-        all_allowed = torch.ones(self.vocab_size, dtype=torch.bool, device="cpu")
         masks = []
         for row_masks in self.masks_after(batch, ahead, num_masks):
-            masks += [all_allowed if mask is None else mask for mask in row_masks]
-            masks += [all_allowed] * (positions - len(row_masks))
+            masks += [self.all_allowed if mask is None else mask for mask in row_masks]
+            masks += [self.all_allowed] * (positions - len(row_masks))
+        if all(mask is self.all_allowed for mask in masks):
+            return scores
         excluded = to_device(torch.stack(masks), scores.device).logical_not_().view(scores.shape)
         masked_scores = scores.masked_fill(excluded, -torch.inf)
         if not self.restores_allowed:
@@ -156,8 +248,11 @@ class TokenMasks(RoundProcessor):
         missing = {}
         for row, before in candidates_before.items():
             if before not in self.fed_tokens[row].masks:
-                missing[row] = before
                 self._rewind(row, self.fed_tokens[row].num_emitted + len(before))
+                if self.allows_all is not None and self.allows_all(row):
+                    self.fed_tokens[row].masks[before] = self.all_allowed
+                else:
+                    missing[row] = before
         if missing:
             masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
             for (row, before), mask in zip(missing.items(), masks, strict=True):
@@ -224,8 +319,7 @@ class TokenMasks(RoundProcessor):
         lost_rows = []
         for row, fed in self.fed_tokens.items():
             text = batch.row_states[row].emitted_ids[:-1]
-            common = list(takewhile(lambda pair: pair[0] == pair[1], zip(fed.tokens, text, strict=False)))
-            if self.is_updating or len(fed.tokens) - len(common) > self.max_rollback:
+            if self.is_updating or len(fed.tokens) - _num_common(fed.tokens, text) > self.max_rollback:
                 lost_rows.append(str(row))
                 continue
             self._feed_emitted(batch, row, len(text))
@@ -248,16 +342,20 @@ def with_token_masks(
     """
     replaced: list[Processor] = []
     for processor in processors:
-        make_matchers = MAKE_MATCHERS.get(f"{type(processor).__module__}.{type(processor).__qualname__}")
+        make_matchers = MAKE_MATCHERS.get(full_name(processor))
         if make_matchers is not None:
             matchers = make_matchers(processor, len(input_ids), vocab_size)
-            replaced.append(TokenMasks(matchers, vocab_size, stopping.eos_token_ids, of_call=True))
+            replaced.append(TokenMasks(matchers, vocab_size, stopping.eos_token_ids))
         elif type(processor) is PrefixConstrainedLogitsProcessor and len(input_ids) % processor._num_beams == 0:
             rows_of_prompt = processor._num_beams  # from 5.24 on also those of num_return_sequences
             function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size, rows_of_prompt)
-            replaced.append(TokenMasks(function, vocab_size, stopping.eos_token_ids, of_call=True))
+            replaced.append(TokenMasks(function, vocab_size, stopping.eos_token_ids))
+        elif isinstance(processor, PerCallProcessor):
+            state, name = processor.for_call(input_ids, vocab_size), type(processor).__name__
+            shared = processor.shared_processor
+            replaced.append(TokenMasks(state, vocab_size, stopping.eos_token_ids, shared, name))
         elif isinstance(processor, RewindableProcessor):
-            replaced.append(TokenMasks(processor, vocab_size, stopping.eos_token_ids))
+            replaced.append(TokenMasks(processor, vocab_size, stopping.eos_token_ids, shared=processor))
         else:
             replaced.append(processor)
     return replaced
@@ -276,7 +374,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     token_masks = [processor for processor in processors if isinstance(processor, TokenMasks)]
-    of_user = [masks for masks in token_masks if not masks.of_call]
+    of_user = [masks for masks in token_masks if masks.shared is not None]
     _register(of_user)
     try:
         for masks in token_masks:
@@ -290,7 +388,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
             for masks in of_user:
                 is_in_mid_text = masks.is_updating or any(fed.tokens for fed in masks.fed_tokens.values())
                 if not is_in_mid_text:
-                    USED_PROCESSORS.pop(id(masks.processor), None)
+                    USED_PROCESSORS.pop(id(masks.shared), None)
 
 
 def _register(of_user: list[TokenMasks]) -> None:
@@ -298,13 +396,13 @@ def _register(of_user: list[TokenMasks]) -> None:
     with USED_LOCK:
         for masks in of_user:
             require(
-                id(masks.processor) not in USED_PROCESSORS,
+                id(masks.shared) not in USED_PROCESSORS,
                 f"{masks.name} is used by another call, or was used by an earlier one and is in the middle of its "
                 "text; make one for each call.",
             )
             require(
-                type(masks.processor).__weakrefoffset__ != 0,
+                type(masks.shared).__weakrefoffset__ != 0,
                 f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its "
                 "slots.",
             )
-        USED_PROCESSORS.update({id(masks.processor): masks.processor for masks in of_user})
+        USED_PROCESSORS.update({id(masks.shared): masks.shared for masks in of_user})

@@ -4,15 +4,17 @@ import json
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import command
-from tiny_tokenizer import TEXTS
+from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import TopKLogitsWarper
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, ThinkingBudget
 from hf_specx.cli import session
 from hf_specx.cli.options import Prompted
 from hf_specx.cli.prompts import FilePrompts
@@ -78,8 +80,8 @@ def test_a_file_that_is_in_use_is_refused_before_models_are_loaded(texts: str, t
 
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):
-    def grammar(file: Path, pair: DraftTargetPair) -> session.NewProcessor:
-        return session.NewProcessor(lambda: TopKLogitsWarper(5), file.read_text())
+    def grammar(file: Path, pair: DraftTargetPair) -> Callable[[], TopKLogitsWarper]:
+        return lambda: TopKLogitsWarper(5)
 
     monkeypatch.setattr(session, "json_grammar", grammar)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
@@ -100,6 +102,44 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
     assert result.exit_code == 0, result.stderr
     assert (result.stdout, result.stderr.splitlines()[-1]) == ("", f"2 texts are in {out}")
     assert texts_of(out) == pair.complete(["<the cat>", "<a dog>"], do_sample=False, max_new_tokens=8)
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools[0] }}{% endif %}"
+    "<think>{% if not enable_thinking %}</think>{% endif %}"
+)
+
+
+def test_thinking_by_options_of_the_template_and_a_budget(pair: DraftTargetPair, tmp_path: Path):
+    """A budget counts what the template has begun, and nothing where it has switched thinking off."""
+    pair.tokenizer = pair.draft_tokenizer = tiny_tokenizer(more=("<think>", "</think>"))
+    pair.tokenizer.chat_template = THINKING_TEMPLATE
+    think, end = pair.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    file, found = tmp_path / "prompts.jsonl", []
+    file.write_text('"the cat"\n')
+    for number, is_on in enumerate([True, False]):
+        out, typed = tmp_path / f"{number}.jsonl", json.dumps({"enable_thinking": is_on, "tools": ["a dog"]})
+        options = ["--prompts", file, "--chat", "--chat-template-kwargs", typed, "--max-new-tokens", 8]
+        result = specx("--out", out, *options, "--no-do-sample", "--thinking-budget", 3)
+        assert result.exit_code == 0, result.stderr
+        ids = [*pair.tokenizer("the cata dog").input_ids, think] + ([] if is_on else [end])
+        processors = [ThinkingBudget(3, start=[think], end=[end])]
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+        new = pair.target.generate(**inputs, max_new_tokens=8, do_sample=False, logits_processor=processors)
+        new = new[0, len(ids) :].tolist()
+        assert (new[3] == end) == is_on
+        assert texts_of(out) == [pair.tokenizer.decode(new, skip_special_tokens=True)]
+        found += texts_of(out)
+    assert found[0] != found[1]
+    result = specx("--out", out, *options, "--no-do-sample", "--thinking-budget", 4)  # the file is of another budget
+    assert (result.exit_code, "logits_processor" in result.stderr) == (2, True)
+    shown = json.loads(specx(*options, "--no-do-sample", "--thinking-budget", 3, "--json").stdout)
+    assert shown["runs"][0]["texts"] == found[1:]
+
+
+def test_a_budget_needs_tags(pair: DraftTargetPair):
+    result = specx("the cat", "--thinking-budget", 3)
+    assert (result.exit_code, "no <think> and no </think>" in result.stderr) == (2, True)
 
 
 def test_refused_prompts_are_counted_and_end_with_another_code(pair: DraftTargetPair, tmp_path: Path):

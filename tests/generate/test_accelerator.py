@@ -23,7 +23,7 @@ from rounds import numbers
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 
-from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft, ThinkingBudget
 
 
 MOST = 1.5  # waits of a round, and as many blocking sends
@@ -143,6 +143,7 @@ TREE = {"tree": 12}
 MASKS = {"logits_processor": lambda: [Automaton(VOCAB_SIZE, 11, states=2, always=7)]}
 SYNTHID = {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
 OF_FEW = {"logits_processor": lambda: [Automaton(12, 11, states=2, always=7)]}  # no whole bytes
+THINKING = {"logits_processor": lambda: [ThinkingBudget(5, end=[9, 8], message=[6])]}
 SUFFIX_OR_MODEL = lambda model: [SuffixDraft(), model]  # noqa: E731
 KINDS = {f"{layout}, greedy": Kind(options={"layout": layout}, settings=GREEDY) for layout in LAYOUTS}
 KINDS |= {
@@ -166,6 +167,7 @@ KINDS |= {
     "masks of functions, queue": Kind(
         many=True, settings=SAMPLED | {"prefix_allowed_tokens_fn": lambda: of_all}, reads=True
     ),
+    "thinking, queue": Kind(many=True, settings=GREEDY | THINKING, reads=True),
     "masks and synthid": Kind(settings=SAMPLED | MASKS | SYNTHID, reads=True),
     "length penalty": Kind(settings=SAMPLED | {"exponential_decay_length_penalty": (2, 1.01), "eos_token_id": 7}),
     "processors": Kind(

@@ -45,6 +45,36 @@ def test_chats_and_texts_several_times_each(pair: DraftTargetPair, tmp_path):
         pair.complete([CHAT], max_new_tokens=4)
 
 
+def test_a_template_reads_options_of_its_own(pair: DraftTargetPair, tmp_path):
+    """As `enable_thinking` and `tools`, for all prompts that are messages; texts stay as they are."""
+    added = "{% if enable_thinking %} think{% endif %}{% for tool in tools or [] %} {{ tool.name }}{% endfor %}"
+    pair.tokenizer.chat_template = TEMPLATE + added
+    template_options = {"enable_thinking": True, "tools": [{"name": "a dog"}]}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    chat = pair.tokenizer("user: the cat\ncat: think a dog").input_ids
+    expected = [plain(pair, ids, 0, **options) for ids in (chat, pair.tokenizer("a dog").input_ids)]
+    asked = options | {"chat_template_kwargs": template_options}
+    assert pair.complete([CHAT, "a dog"], **asked) == expected
+    assert expected[0] != pair.complete([CHAT], **options)[0]
+    out = tmp_path / "it.jsonl"
+    pair.complete([CHAT], **asked, out=out)
+    with pytest.raises(ValueError, match="prompt"):  # its hash is that of the whole text
+        pair.complete([CHAT], **options, out=out)
+
+
+@pytest.mark.parametrize(
+    ("template_options", "message"),
+    [
+        ("enable_thinking", "chat_template_kwargs='enable_thinking' is no dict of options by name"),
+        ({1: True}, "chat_template_kwargs={1: True} is no dict of options by name"),
+        ({"tokenize": True}, "has tokenize, which is settled .*leave it out"),
+    ],
+)
+def test_options_of_a_template_are_checked(pair: DraftTargetPair, template_options, message: str):
+    with pytest.raises(ValueError, match=message):
+        pair.complete([CHAT], max_new_tokens=4, chat_template_kwargs=template_options)
+
+
 def test_the_targets_own_generation_config_is_the_default(pair: DraftTargetPair):
     settings = pair.target.generation_config
     settings.do_sample, settings.temperature, settings.top_k, settings.max_new_tokens = True, 0.7, 9, 6

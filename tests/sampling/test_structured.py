@@ -10,12 +10,27 @@ import pytest
 import torch
 import transformers
 from defaults import defaults
-from grammar_cases import CASES, LIBRARIES, SCHEMAS, able, installed, make, pair, valid, vocabulary
+from grammar_cases import (
+    CALL_BEGIN,
+    CALL_END,
+    CASES,
+    LIBRARIES,
+    SCHEMAS,
+    TAGS,
+    THINK_END,
+    able,
+    installed,
+    make,
+    make_tags,
+    pair,
+    valid,
+    vocabulary,
+)
 from plain import assert_plain
 from rounds import Heard
 from tiny import Forwards, tiny
 
-from hf_specx import SpeculativeDecoding, sampling
+from hf_specx import GrammarAfter, SpeculativeDecoding, ThinkingBudget, sampling
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
@@ -112,6 +127,70 @@ def test_forced_tokens_alone_make_it_faster(library: str, sampled: bool):
     check(library, "constants", 1, sampled, suffix=True)
 
 
+CODE = ["import os\nimport sys\n", "Once upon a time", "import torch\nimport"]
+STRUCTURAL = [*product(["xgrammar"], TAGS), ("outlines llguidance", "calls")]
+FEW_LIBRARIES = ["xgrammar", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LIBRARIES][1:-1])]
+OFTEN = {("xgrammar", "calls", False, 3), ("xgrammar", TAGS[-1], True, 3)}
+
+
+def within() -> Iterator:
+    """Each kind of tags, mode and number of rows; few of them in the default run."""
+    for (library, case), sampled, rows in product(STRUCTURAL, [False, True], [1, 3]):
+        marks = () if (library, case, sampled, rows) in OFTEN else pytest.mark.slow
+        yield pytest.param(library, case, sampled, rows, marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize(("library", "case", "sampled", "rows"), [*within()])
+def test_tags_within_a_text(library: str, case: str, sampled: bool, rows: int):
+    """The text of plain `generate`, free outside of the tags and of the grammar inside, with candidates in both."""
+    need(library)
+    target, tokenizer = pair().target, copy.copy(pair().tokenizer)
+    tokenizer.padding_side = "left"
+    inputs = dict(tokenizer(CODE[:rows], return_tensors="pt", padding=True))
+    width, strategy = inputs["input_ids"].shape[1], SpeculativeDecoding(pair().draft, num_draft_tokens=4)
+    if sampled:
+        strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=4, verification="coupled")
+    options = {"max_new_tokens": 32, "do_sample": sampled} | ({"temperature": 0.5} if sampled else {})
+    fresh = lambda: {"logits_processor": [make_tags(library, case)]}  # noqa: E731
+    compared = assert_plain(target, strategy, inputs, fresh, **options)
+    assert compared.forwards < compared.plain
+    if case != "after thinking":  # which a model that was not taught it never ends
+        begin, end = (CALL_BEGIN, CALL_END) if case == "calls" else (THINK_END, "<|end|>")
+        _, begun, after = tokenizer.decode(compared.text[0, width:]).partition(begin)
+        content, ended, _ = after.partition(end)
+        assert begun
+        assert strategy.report.forced > 0
+        assert valid("constants", content) if ended else content.lstrip().startswith("{")
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize(("rows", "sampled"), [(1, True), (3, False)])
+@pytest.mark.parametrize(
+    "library", ["xgrammar", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LIBRARIES][1:-1])]
+)
+def test_a_grammar_after_thinking(library: str, rows: int, sampled: bool):
+    """After the thinking that a budget ends, the text is what the library's own processor makes of it as a prompt."""
+    need(library)
+    target, inputs, tokenizer = pair().target, inputs_of(rows), pair().tokenizer
+    width, num_thought = inputs["input_ids"].shape[1], 5
+    budget = ThinkingBudget(num_thought, tokenizer=tokenizer)
+    num_before = num_thought + len(budget.end)
+    strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=4, verification="coupled" if sampled else None)
+    processors = [budget, GrammarAfter(make(library, "constants"), THINK_END, tokenizer=tokenizer)]
+    fresh = lambda: {"logits_processor": processors}  # noqa: E731
+    options = {"max_new_tokens": num_before + 30, "do_sample": sampled}
+    compared = assert_plain(target, strategy, inputs, fresh, **options)
+    assert compared.forwards < compared.plain
+    assert strategy.report.forced > len(budget.end)
+    assert compared.text[:, width + num_thought : width + num_before].tolist() == [[*budget.end]] * rows
+    if not sampled:
+        inputs["input_ids"] = compared.text[:, : width + num_before]
+        inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, num_before), value=1)
+        options |= {"max_new_tokens": 30, "logits_processor": [make(library, "constants")]}
+        assert torch.equal(target.generate(**inputs, **options), compared.text)
+
+
 class Half(Drafter):
     """Sure of what comes, of which every other token is one that no grammar allows."""
 
@@ -176,11 +255,15 @@ def test_a_grammar_of_another_vocabulary_is_refused(library: str, size: int):
     assert not forwards.ids
 
 
+# what each needs, and whether a model that was not taught the tags comes to a forced token
+OF_BLOCKS = [("xgrammar", True), ("outlines", True), ("lmformatenforcer", True)]
+OF_BLOCKS += [("hf_specx", False), ("xgrammar", True), ("xgrammar", False)]
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(sampling.__file__).parent / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(("library", "block"), zip(["xgrammar", "outlines", "lmformatenforcer"], BLOCKS, strict=True))
-def test_lines_of_the_readme(monkeypatch: pytest.MonkeyPatch, library: str, block: str):
+@pytest.mark.parametrize(("needs", "block"), [*zip(OF_BLOCKS, BLOCKS, strict=True)])
+def test_lines_of_the_readme(monkeypatch: pytest.MonkeyPatch, needs: tuple[str, bool], block: str):
+    library, is_forced = needs
     pytest.importorskip(library)
     monkeypatch.setattr(transformers.tokenization_utils, "PreTrainedTokenizerBase", None, raising=False)
     target, inputs, schema = pair().target, inputs_of(2), SCHEMAS["constants"]
@@ -190,4 +273,5 @@ def test_lines_of_the_readme(monkeypatch: pytest.MonkeyPatch, library: str, bloc
     exec(called, plain)
     exec(called, {**names, "strategy": strategy})
     assert names["texts"][0].tolist() == names["texts"][1].tolist()
-    assert (strategy.report.layout, strategy.report.forced > 0) == ("ragged", True)
+    assert strategy.report.layout == "ragged"
+    assert not is_forced or strategy.report.forced > 0

@@ -37,6 +37,9 @@ REGEXES = {
 GRAMMARS = {"context-free": 'root ::= "(" inner ")"\ninner ::= "" | "(" inner ")" inner | [a-c] inner'}
 LARK = {"context-free": 'start: "(" inner ")"\ninner: "" | "(" inner ")" inner | /[a-c]/ inner'}
 CASES = [*SCHEMAS, *REGEXES, *GRAMMARS]
+# parts of a text that is free otherwise; the word that begins a call is one that the pair in the package writes often
+CALL_BEGIN, CALL_END, THINK_END = "import", ";", "</think>"
+TAGS = ["calls", "after thinking", "after thinking of a length"]
 LIBRARIES = {
     "xgrammar": "xgrammar",
     "outlines": "outlines",
@@ -83,6 +86,40 @@ def _outlines(backend: str):
     from outlines.backends import _get_backend
 
     return _get_backend(backend, outlines.from_transformers(pair().target, pair().tokenizer))
+
+
+def _structural_tag(case: str) -> dict:
+    """A structural tag of xgrammar."""
+    content = {"type": "json_schema", "json_schema": json.loads(SCHEMAS["constants"])}
+    if case == "calls":
+        call = {"begin": CALL_BEGIN, "content": content, "end": CALL_END}
+        return {
+            "type": "structural_tag",
+            "format": {"type": "triggered_tags", "triggers": [CALL_BEGIN], "tags": [call]},
+        }
+    thinking = {"type": "any_text"} | ({"max_tokens": 6} if case.endswith("length") else {})
+    elements = [{"type": "tag", "begin": "", "content": thinking, "end": THINK_END}, content]
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+
+
+def _struct_tag() -> str:
+    """The same of llguidance, for calls."""
+    from llguidance import StructTag
+
+    schema = json.loads(SCHEMAS["constants"])
+    call = StructTag(trigger=CALL_BEGIN, begin=CALL_BEGIN, grammar=schema, end=CALL_END)
+    return StructTag.to_grammar([call], assume_special=False)
+
+
+def make_tags(library: str, case: str):
+    """A processor for one of `TAGS`, as a user makes it."""
+    if library == "xgrammar":
+        from xgrammar.contrib.hf import LogitsProcessor
+
+        return LogitsProcessor(_xgrammar_compiler().compile_structural_tag(_structural_tag(case)))
+    from outlines.backends.llguidance import LLGuidanceLogitsProcessor
+
+    return LLGuidanceLogitsProcessor(_struct_tag(), _outlines("llguidance").llg_tokenizer, "torch")
 
 
 def able(library: str, case: str) -> bool:
