@@ -22,14 +22,14 @@ class Draft(NamedTuple):
             Of a tree, those of the chain of first choices alone.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
-        estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
+        estimate: for each row the chance that candidate i is kept, and all before it, i = 1 to its length; None if the
             drafter has no such estimate.
         model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
             None if all rows are of one kind, as they are unless the draft has several parts.
         host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
         parents: of each row as many numbers as it has candidates: the candidate that each follows, -1 for the last
             emitted token. Parents stand before their children, and a better choice before its siblings. None if each
-            candidate follows the one before. `forced`, `estimate` and `model_free` are of the chain of first choices.
+            candidate follows the one before. `forced` and `model_free` are of the chain of first choices.
     """
 
     tokens: torch.Tensor

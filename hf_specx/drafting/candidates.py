@@ -58,6 +58,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     has_probs = True
     proposes_trees = True
     trees: Trees | None = None
+    tree_kind = "comb"  # "full" where what follows a candidate does not depend on it, so that all are as well followed
     source = "model"  # of its drafts
     draftable: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
     round_timer: RoundTimer | None = None
@@ -124,7 +125,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
 
-        Where candidates may branch, the next best choices at each position are candidates as well: see `with_leaves`.
+        Where candidates may branch, the next best choices at each position are candidates as well: see `as_tree`.
 
         Args:
             batch: the text so far.
@@ -134,7 +135,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             A draft with q, where the verifier draws candidates from it.
         """
         if self.trees is not None:
-            lengths = self.trees.plan(len(lengths), lengths)
+            lengths = self.trees.plan(len(lengths), lengths, self.tree_kind)
         limits = list(lengths)
         num_drafted = [0] * len(lengths)  # without forced tokens
         num_steps = 0
@@ -166,7 +167,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if self.trees is None:
                 token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
             else:
-                number = min(self.trees.choices_at(position, lengths), scores.shape[-1])
+                number = min(self.trees.choices_at(position, lengths, self.tree_kind), scores.shape[-1])
                 ranked, drawn_from = self.verifier.rank(batch, scores, position, number)
                 token = ranked[:, 0]
                 choices.append(ranked)
@@ -193,7 +194,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             source = self.source if num_steps else "forced"
             draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
         draft = self._confident_part(draft)
-        return draft if self.trees is None else with_leaves(draft, choices, self.trees, host_choices)
+        return draft if self.trees is None else as_tree(draft, choices, self.trees, self.tree_kind, host_choices)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first that the draft itself takes back."""
@@ -270,13 +271,18 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """Does nothing: the text of the next `get_candidates` tells what was kept."""
 
 
-def with_leaves(
-    draft: Draft, choices: Sequence[torch.Tensor], trees: Trees, host_choices: Sequence[list[list[int]]] = ()
+def as_tree(
+    draft: Draft,
+    choices: Sequence[torch.Tensor],
+    trees: Trees,
+    kind: str = "comb",
+    host_choices: Sequence[list[list[int]]] = (),
 ) -> Draft:
-    """A chain of candidates with next best choices beside it, of which no candidate follows: a comb.
+    """A chain of candidates with next best choices beside it, which are the same behind all at one position.
 
     Args:
         choices: at each position [R, n], best first; the first are the candidates of the chain.
+        kind: as in `Trees.plan`; in a comb no candidate follows the next best ones.
         host_choices: the same as lists, if they were read back.
     """
     numbers = [ranked.shape[1] for ranked in choices]
@@ -284,9 +290,10 @@ def with_leaves(
     for row, length in enumerate(draft.lengths):
         flags = draft.forced[row] if draft.forced is not None else []
         at_most = [1 if depth < len(flags) and flags[depth] else number for depth, number in enumerate(numbers)]
-        shapes.append(trees.comb(length).with_leaves_below(at_most))
+        # forced tokens are right behind the chain, and nowhere else for sure
+        shapes.append(trees.shape("comb" if any(flags) else kind, length).with_ranks_below(at_most))
     lengths = [len(shape.parents) for shape in shapes]
-    if lengths == draft.lengths:
+    if all(shape.is_chain for shape in shapes):
         return draft
     most, index = max(lengths), []
     for shape in shapes:

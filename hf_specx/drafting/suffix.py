@@ -1,10 +1,11 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
 import copy
+import heapq
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -16,26 +17,46 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
 from .auto import RoundTimer, best_num_candidates
-from .drafter import DraftContext, Drafter, check_number, no_candidates, shared_prefix_length
+from .drafter import DraftContext, Drafter, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
+from .trees import Trees
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
+UNLIKELY_BRANCH = 0.02  # the same where candidates may branch, and are looked for up to a number
+MOST_BRANCHES = 64  # candidates of a row that may branch, where no number was asked for
 LEAST_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
 ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
 REMEMBERED = 0.99  # what earlier candidates are worth after one more match
 
 
 class Match(NamedTuple):
-    """Candidates of one row, the chance that each is kept with all before it, and how many tokens matched."""
+    """Candidates of one row, the likeliest first, and how many tokens matched.
+
+    Attributes:
+        tokens: of each candidate.
+        chances: that each is kept, and all before it.
+        parents: the number of the candidate that each follows, -1 for the last emitted token.
+        length: of the match.
+    """
 
     tokens: list[int]
     chances: list[float]
+    parents: list[int]
     length: int
 
+    def followed_by(self, text: Sequence[int]) -> tuple[int, int]:
+        """How many candidates a text goes along, and how many of these and the next ones it says right or wrong of."""
+        numbers = {place: number for number, place in enumerate(zip(self.parents, self.tokens, strict=True))}
+        last, accepted = -1, 0
+        while accepted < len(text) and (last, text[accepted]) in numbers:
+            last = numbers[last, text[accepted]]
+            accepted += 1
+        return accepted, accepted + (accepted < len(text) and last in self.parents)
 
-NO_MATCH = Match([], [], 0)
+
+NO_MATCH = Match([], [], [], 0)
 
 
 class MatchAcceptance:
@@ -62,8 +83,9 @@ class SuffixDraft(Drafter):
     """Proposes what followed the longest suffix of a row's text that stood before.
 
     It is looked for in the row itself, in the other rows of the batch and in a pool of earlier texts. Of several
-    continuations the most frequent one is taken. How many candidates a row gets follows the number of tokens that
-    match, and how often candidates after such matches were kept so far in all calls with this draft, down to none.
+    continuations the most frequent one is taken, or with `tree=` as many as are likely enough. How many candidates a
+    row gets follows the number of tokens that match, and how often candidates after such matches were kept so far in
+    all calls with this draft, down to none.
     With `seeds` under "token" or "block" each row is looked for in itself alone, and goes by what was kept of it
     alone, so that it is the same beside any others and after any other calls.
 
@@ -71,7 +93,8 @@ class SuffixDraft(Drafter):
     "token" and "block" it has the same distribution, as everywhere. Calls in several threads may share it.
 
     Args:
-        max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given.
+        max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given. Where
+            candidates branch, so many may follow each other.
         min_match: tokens that must match at least, up to 32; more count as 32.
         pool: each call adds its rows to it at its end.
         max_match: tokens that are compared at most, as `min_match`. A longer match is more often right.
@@ -83,6 +106,9 @@ class SuffixDraft(Drafter):
         >>> strategy = SpeculativeDecoding(SuffixDraft())
         >>> model.generate(**inputs, max_new_tokens=128, custom_generate=strategy)
     """
+
+    proposes_trees = True
+    trees: Trees | None = None
 
     def __init__(
         self,
@@ -124,7 +150,7 @@ class SuffixDraft(Drafter):
 
     def start(self, context: DraftContext) -> None:
         self.vocab_size = context.vocab_size
-        self.independent_rows = context.independent_rows
+        self.independent_rows, self.trees = context.independent_rows, context.trees
         rows = context.batch.rows
         self.text_numbers = list(rows)  # of each row, in the index in which it is looked for
         self.num_texts = len(rows)  # numbers that texts have had
@@ -153,7 +179,7 @@ class SuffixDraft(Drafter):
         return NOTHING
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Up to `lengths` [R] candidates a row, as many as are worth a longer round; `Draft.probs` is None."""
+        """Up to `lengths` [R] candidates one after another, as are worth a longer round; `Draft.probs` is None."""
         matches = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
         self.matches = dict(zip(batch.rows, matches, strict=True))
         chances = [match.chances for match in matches]
@@ -168,29 +194,35 @@ class SuffixDraft(Drafter):
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
         estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
-        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns)
+        parents = None
+        if self.trees is not None:
+            parents = [tuple(match.parents[:number]) for match, number in zip(matches, num_candidates, strict=True)]
+        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns, parents=parents)
 
     def _best(self, chances: list[list[float]]) -> int:
-        """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
+        """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""
         rows, longest = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
         return best_num_candidates(means, self.round_timer.times(rows, longest, steps=False))[0]
 
     def _find(self, row: int, max_candidates: int) -> Match:
-        """At most so many candidates for a row, each no less likely to be kept than `UNLIKELY`."""
-        count = min(max_candidates, self.max_candidates)
-        if not count:
+        """Candidates for a row, of which so many may follow each other at most, and that are likely enough."""
+        depth = min(max_candidates, self.max_candidates)
+        if not depth:
             return NO_MATCH
         text = self._text(row)
-        length, continuations = self.indices[row].find(text, self.max_match, count)
+        length, continuations = self.indices[row].find(text, self.max_match, depth)
         if self.pool is not None and not self.independent_rows:
-            pool_length, of_pool = self.pool.find(text, self.min_match, self.max_match, count)
+            pool_length, of_pool = self.pool.find(text, self.min_match, self.max_match, depth)
             if pool_length > length:
                 length, continuations = pool_length, of_pool
             elif pool_length == length:
                 continuations = continuations + of_pool
-        tokens, chances = _most_frequent(continuations, count, self.row_acceptance[row].rate(length))
-        return Match(tokens, chances, length)
+        rate = self.row_acceptance[row].rate(length)
+        if self.trees is None:
+            return Match(*_most_frequent(continuations, depth, rate), length)
+        number = self.trees.nodes if isinstance(self.trees.nodes, int) else MOST_BRANCHES
+        return Match(*_likeliest(continuations, depth, rate, number, UNLIKELY_BRANCH), length)
 
     def _text(self, row: int) -> array:
         return self.indices[row].texts[self.text_numbers[row]]
@@ -220,9 +252,7 @@ class SuffixDraft(Drafter):
         for row, tokens in zip(done.rows, done.tokens, strict=True):
             match = self.matches.pop(row, NO_MATCH)
             if match.length:
-                accepted = shared_prefix_length(match.tokens, tokens)
-                judged = min(accepted + 1, len(match.tokens), len(tokens))
-                self.row_acceptance[row].update(match.length, accepted, judged)
+                self.row_acceptance[row].update(match.length, *match.followed_by(tokens))
             self.indices[row].extend(self.text_numbers[row], tokens)
         if done.finished:
             self._add_to_pool(range(len(self.text_numbers)))
@@ -233,25 +263,56 @@ class SuffixDraft(Drafter):
             self.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
 
-def _most_frequent(continuations: list[list[int]], count: int, rate: float) -> tuple[list[int], list[float]]:
-    """At most `count` tokens, each what most continuations have that agreed so far, and the chances that all are kept.
+Candidates = tuple[list[int], list[float], list[int]]  # tokens, chances and parents, as in `Match`
 
-    `rate` is the chance that a token is kept if the text goes on as one of the continuations.
+
+def _most_frequent(continuations: list[list[int]], depth: int, rate: float) -> Candidates:
+    """At most `depth` candidates, each what most continuations have that agreed so far."""
+    return _likeliest(continuations, depth, rate, depth, UNLIKELY, siblings=1)
+
+
+def _likeliest(
+    continuations: list[list[int]],
+    depth: int,
+    rate: float,
+    number: int,
+    least: float,
+    siblings: int | None = None,
+) -> Candidates:
+    """At most `number` candidates out of the trie of continuations, those that are likeliest to be kept first.
+
+    Args:
+        continuations: of one match, the latest first; of equally frequent ones it is preferred.
+        depth: how many candidates may follow each other.
+        rate: the chance that a token is kept if the text goes on as one of the continuations.
+        least: the chance that each candidate must have.
+        siblings: how many may follow the same candidate; None for any number.
     """
     tokens: list[int] = []
     chances: list[float] = []
-    total = len(continuations)
-    all_kept = 1.0  # the chance for all tokens so far, if the text goes on as one of the continuations
-    while continuations and len(tokens) < count:
-        depth = len(tokens)
-        all_kept *= rate
-        continuations = [continuation for continuation in continuations if len(continuation) > depth]
-        counts = Counter(continuation[depth] for continuation in continuations)
-        token, frequency = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
-        chance = all_kept * frequency / total
-        if token < 0 or chance < UNLIKELY:
-            break
+    parents: list[int] = []
+    waiting: list[tuple] = []  # a heap, of which candidates are taken
+    order, total = count(), len(continuations)
+    last, place, all_kept = (
+        -1,
+        0,
+        1.0,
+    )  # the candidate that was taken last, and the chance if one continuation is right
+    while True:
+        following: dict[int, list[list[int]]] = {}
+        for continuation in continuations:
+            if place < min(depth, len(continuation)):
+                following.setdefault(continuation[place], []).append(continuation)
+        frequent = sorted(following.items(), key=lambda item: -len(item[1]))[:siblings]
+        for token, agreeing in frequent:
+            chance = all_kept * rate * len(agreeing) / total
+            if token >= 0 and chance >= least:
+                child = last, place + 1, all_kept * rate, token, agreeing
+                heapq.heappush(waiting, (-chance, next(order), *child))
+        if not waiting or len(tokens) == number:
+            return tokens, chances, parents
+        negative_chance, _, parent, place, all_kept, token, continuations = heapq.heappop(waiting)
+        last = len(tokens)
         tokens.append(token)
-        chances.append(chance)
-        continuations = [continuation for continuation in continuations if continuation[depth] == token]
-    return tokens, chances
+        chances.append(-negative_chance)
+        parents.append(parent)

@@ -40,10 +40,19 @@ class Shape(NamedTuple):
     depths: tuple[int, ...]
     ranks: tuple[int, ...]
 
-    def with_leaves_below(self, numbers: Sequence[int]) -> "Shape":
-        """A comb with leaves of ranks below `numbers` alone, which are by depth; the chain stays as it is."""
-        nodes = zip(*self, strict=True)
-        kept = [node for node in nodes if not node[2] or node[2] < numbers[node[1]]]
+    @property
+    def is_chain(self) -> bool:
+        """Whether each follows the one before."""
+        return not any(self.ranks)
+
+    def with_ranks_below(self, numbers: Sequence[int]) -> "Shape":
+        """Without nodes of ranks from `numbers` on, which are by depth, and what follows them; the chain stays."""
+        kept: list[tuple[int, int, int]] = []
+        places = {-1: -1}  # of the nodes that stay
+        for number, (parent, depth, rank) in enumerate(zip(*self, strict=True)):
+            if parent in places and (not rank or rank < numbers[depth]):
+                places[number] = len(kept)
+                kept.append((places[parent], depth, rank))
         return Shape(*zip(*kept, strict=True)) if kept else self
 
 
@@ -164,11 +173,15 @@ class Trees:
             self.shapes[key] = tree_of_ranks(self.chances, depth, self.num_nodes)
         return self.shapes[key]
 
-    def choices_at(self, depth: int, lengths: Sequence[int]) -> int:
-        """How many choices combs of these lengths have at a depth, the first among them."""
+    def shape(self, kind: str, length: int) -> Shape:
+        """That of a row whose chain of first choices may have so many; `kind` as in `plan`."""
+        return self.full(length) if kind == "full" and self.num_nodes > length else self.comb(length)
+
+    def choices_at(self, depth: int, lengths: Sequence[int], kind: str = "comb") -> int:
+        """How many choices trees of these lengths have at a depth, the first among them."""
         ranks = [0]
         for length in set(lengths):
-            shape = self.comb(length)
+            shape = self.shape(kind, length)
             ranks += [rank for at, rank in zip(shape.depths, shape.ranks, strict=True) if at == depth]
         return 1 + max(ranks)
 

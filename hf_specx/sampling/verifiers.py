@@ -60,7 +60,8 @@ class Verifier:
     def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
         """The `count` best candidates of each row [R, count], best first, and the distribution, as in `choose`.
 
-        Where there are more than one, only a verifier can judge them that goes by the target's own choice.
+        Of scores [R, n, V] at n nodes of a tree, all behind `ahead` candidates, it is [R, n, count]. Where there are
+        more than one, only a verifier can judge them that goes by the target's own choice.
         """
         raise NotImplementedError
 
@@ -184,7 +185,8 @@ class CoupledVerifier(Verifier):
 
     def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
         probs, _ = distribution(scores)
-        return (probs / self.noise(batch, probs[:, None], ahead)[:, 0]).topk(count).indices, probs
+        noise = self._noise_at(batch, probs.view(len(probs), -1, probs.shape[-1])[:, :1], ahead)
+        return (probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])).topk(count).indices, probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)

@@ -198,6 +198,6 @@ def test_the_number_follows_length_and_acceptance():
 
 
 def test_of_several_continuations_the_most_frequent_one():
-    tokens, chances = _most_frequent([[5, 6], [5, 7, 8], [4, 6], [5, 7]], 16, 1.0)
-    assert (tokens, chances) == ([5, 7, 8], [0.75, 0.5, 0.25])
-    assert _most_frequent([[5, -1, 5]], 16, 1.0) == ([5], [1.0])  # an id outside of the vocabulary
+    tokens, chances, parents = _most_frequent([[5, 6], [5, 7, 8], [4, 6], [5, 7]], 16, 1.0)
+    assert (tokens, chances, parents) == ([5, 7, 8], [0.75, 0.5, 0.25], [-1, 0, 1])
+    assert _most_frequent([[5, -1, 5]], 16, 1.0) == ([5], [1.0], [-1])  # an id outside of the vocabulary

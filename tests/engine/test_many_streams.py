@@ -83,6 +83,19 @@ def test_requests_that_come_later_get_the_text_of_generate(kind: str, options: s
     assert strategy.report.emitted == sum(map(len, expected.values()))
 
 
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_candidates_of_rows_that_come_later_branch(options: dict):
+    """Greedy requests beside ones that sample too, whose race has no noise."""
+    target, asked = tiny(), requests(10)
+    if options is SAMPLED:
+        asked += [Request([3, 4, 5], 12, generate_kwargs={"do_sample": False})]
+    expected = {index: alone(target, each, **options | each.generate_kwargs) for index, each in enumerate(asked)}
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification="coupled", tree=8)
+    pieces = strategy.generate_many(target, Arriving(asked, [1, 0, 2, 0, 1]), batch_size=4, stream=True, **options)
+    assert pieces_by_request(list(pieces)) == expected
+    assert strategy.report.nodes > strategy.report.drafted
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_rows_that_come_later_are_independent_of_others(verification: str):
     target, asked = tiny(), requests(8)

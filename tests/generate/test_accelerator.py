@@ -212,7 +212,11 @@ KINDS |= {
     "trees, list": Kind("few tokens", SUFFIX_OR_MODEL, TREE),
     "trees, early exit": Kind("three layers", lambda model: EarlyExitDraft(2), TREE),
     "trees, eagle3": Kind("eagle3", options=TREE),
+    "trees, eagle3, queue": Kind("eagle3", options=TREE, many=True, settings=SAMPLED | {"eos_token_id": 7}),
     "trees, dspark": Kind("dspark", options=TREE),
+    "trees, dflash": Kind("dflash", options=TREE),
+    "trees, gemma4 assistant": Kind("gemma4", options=TREE),
+    "trees, suffix": Kind("few tokens", lambda model: SuffixDraft(), TREE, GREEDY),
 }
 
 

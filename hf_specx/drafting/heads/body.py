@@ -30,6 +30,7 @@ class Body(nn.Module):
     drafts_block = False  # whether the draft entries are a block: the last token and masks, which see each other
     adjusts_logits = False  # whether `adjust_logits` changes anything
     embeds_previous_token = False  # whether `adjust_logits` is given the previous token embedded, [R, 1, H]
+    drafts_levels = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
     has_attention = True  # whether it attends to earlier entries
     config: HeadConfig
 
@@ -50,7 +51,7 @@ class Body(nn.Module):
         raise NotImplementedError
 
     def next_step(self, cache: Any, embedded: Any, carried: Any) -> StepOutput:
-        """Draft one more candidate behind the embedded last one, [R, 1, H]."""
+        """Draft one more candidate behind the embedded last one, [R, 1, H]; of levels behind each of n, [R, n, H]."""
         raise NotImplementedError
 
     def adjust_logits(

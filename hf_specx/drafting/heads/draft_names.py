@@ -15,6 +15,7 @@ from hf_specx.common.model_files import check_layers, check_links, check_model, 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
+from .config import ASSISTANTS
 from .detect_head import is_head
 from .gemma4 import AssistantDraft
 from .head import DraftHead
@@ -22,7 +23,6 @@ from .load_checked import load_model
 
 
 MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of Gemma 4's small drafts
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()  # drafts by name, for each target
 
 

@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.round import Draft, Round
-from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
+from hf_specx.models.attention import VisibleNodes
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import HiddenStateTap
 
 from .body import Body, StepOutput
 from .layers import SlotMapping, to_device_of
+from .levels import Level, LevelDrafter
 from .misread import MisreadWatch
 from .runner import HeadRunner
 
@@ -28,7 +29,7 @@ MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; be
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
-class HeadDrafter(SampledCandidateGenerator):
+class HeadDrafter(LevelDrafter):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
     The entries of a row are in its slots from 0 on. The target's states come with rounds, and are pending until
@@ -59,6 +60,7 @@ class HeadDrafter(SampledCandidateGenerator):
 
     source = "head"
     needs_hidden = True
+    carried: torch.Tensor
 
     def __init__(
         self,
@@ -76,6 +78,8 @@ class HeadDrafter(SampledCandidateGenerator):
         weight = next(body.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if body.autoregressive else body.max_candidates
+        if not body.autoregressive and not body.adjusts_logits:  # marginals: a candidate depends on none before it
+            self.tree_kind = "full"
 
     def start(self, context: DraftContext) -> None:
         """Note the states of all prompts; they are read when candidates are wanted first, if ever."""
@@ -83,6 +87,7 @@ class HeadDrafter(SampledCandidateGenerator):
         self.target = context.target
         self.num_candidates = 1
         super().start(context)
+        self.drafts_levels = self.body.drafts_levels and self.runner.forwards is None
         # a candidate of a block is there though those before it are forced
         self.counts_forced = self.counts_forced or not self.body.autoregressive
         self.confidence_threshold = 0.0
@@ -289,6 +294,24 @@ class HeadDrafter(SampledCandidateGenerator):
             self.runner("next_step", self._slot_mapping(slots, kv_length), self.embed(previous), self.carried)
         )
 
+    def level_logits(self, batch: Batch, tokens: torch.Tensor, level: Level) -> torch.Tensor:
+        """See there. Fed candidates have the slots behind the text, each seen by those that follow it."""
+        if level.tree is None:
+            self.first_step(batch)
+            logits = self.draft_logits[0][:, None]
+        else:
+            tree, first, count = level.tree, level.first, tokens.shape[1]
+            depths, sees = (to_device(x, self.device) for x in (tree.depths, tree.sees))
+            nodes = VisibleNodes(self.end_slots - 1, depths, sees[:, 1 + first :])
+            slots = self.end_slots + torch.arange(first, first + count, device=self.device)
+            positions = self.end_slots - 1 + depths[:, 1 + first :] + self.position_offset[self.row_index]
+            kv_length = max([self.num_computed_tokens[row] for row in batch.rows]) + first + count
+            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], nodes)
+            carried = self.carried.index_select(1, to_device(level.parents, self.device))
+            states, self.carried = self.runner("next_step", mapping, self.embed(tokens), carried)
+            logits = self.compute_logits(states)
+        return self._to_target_vocabulary(logits).to(batch.ids.device)
+
     def _slot_mapping(self, slots: torch.Tensor, kv_length: int, block_size: int = 0) -> SlotMapping:
         """That of entries of the decoding rows in these slots."""
         positions = slots + self.position_offset[self.row_index]
@@ -350,11 +373,11 @@ class HeadDrafter(SampledCandidateGenerator):
         return logits
 
     def _to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] by the target's ids; -inf for those that the head does not have."""
+        """Logits [..., V] by the target's ids; -inf for those that the head does not have."""
         if self.ids is None:
             return logits
-        impossible = logits.new_full((len(logits), self.vocab_size or 0), -torch.inf)
-        return impossible.index_copy_(1, self.ids, logits)
+        impossible = logits.new_full((*logits.shape[:-1], self.vocab_size or 0), -torch.inf)
+        return impossible.index_copy_(-1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
         return self.misread_watch.reason(self.body.config, batch)

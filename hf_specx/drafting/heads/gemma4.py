@@ -12,13 +12,13 @@ from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.drafter import DraftContext, Drafter, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize, size_of
 from hf_specx.models.attention import grouped_queries
 from hf_specx.models.runner import SharedKeys
 
 from .layers import to_device_of
+from .levels import Level, LevelDrafter
 
 
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # their text models
@@ -89,7 +89,7 @@ def layers_of(assistant: Any, target: PreTrainedModel) -> dict[str, int]:
     return {layer_type: target_layers[layer_type] for layer_type in assistant_layers}
 
 
-class AssistantDrafter(SampledCandidateGenerator):
+class AssistantDrafter(LevelDrafter):
     """Samples candidates from an assistant over the target's own cache, of which it writes nothing.
 
     All candidates of a round are drawn at one position, that of the newest token that the target has read, over the
@@ -97,13 +97,15 @@ class AssistantDrafter(SampledCandidateGenerator):
 
     Attributes:
         newest_states: [R, 1, H], the target's at these positions; those of new prompts come with their first round.
-        state: [R, 1, H], the same after the candidates so far.
+        state: [R, 1, H], the same after the candidates so far; [R, n, H] after those of a level.
         shared_keys: the target's keys and values, with masks.
     """
 
     source = "assistant"
+    drafts_levels = True
     needs_hidden = True
     all_prompt_hidden = False
+    state: torch.Tensor
 
     def __init__(self, assistant: Any, embedding: Any, layers: dict[str, int]):
         super().__init__(None)  # type: ignore[arg-type]
@@ -152,6 +154,16 @@ class AssistantDrafter(SampledCandidateGenerator):
             states = self._next_step(batch.last(1, index))
         return self._compute_logits(states).to(batch.ids.device)
 
+    def level_logits(self, batch: Batch, tokens: torch.Tensor, level: Level) -> torch.Tensor:
+        """See there. All are at one position, and read the target's keys alone."""
+        if level.tree is None:
+            self._read_shared_keys(batch)
+        else:
+            self.state = self.state.index_select(1, to_device(level.parents, self.device))
+        states = self._next_step(tokens)
+        logits = self._compute_logits(states.flatten(0, 1)[:, None])
+        return logits.view(*tokens.shape, -1).to(batch.ids.device)
+
     def _read_shared_keys(self, batch: Batch) -> None:
         """Have what the target's cache has by now, and the state of its newest token."""
         positions, masks, keys_values = self.target.shared_keys(batch, self.layers)
@@ -171,19 +183,23 @@ class AssistantDrafter(SampledCandidateGenerator):
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def _next_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Normed states [R, 1, H] behind tokens [R, 1]; notes the state that the next step reads."""
+        """Normed states [R, n, H] behind tokens [R, n]; notes the states that the next step reads."""
+        positions, masks, keys = self.shared_keys
+        if tokens.shape[1] > 1:  # candidates of a tree, which has rows of their own
+            positions = positions.expand(-1, tokens.shape[1])
+            masks = {kind: mask.expand(-1, -1, tokens.shape[1], -1) for kind, mask in masks.items()}
         embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
         inputs = self.assistant.pre_projection(torch.cat([embedded, self.state], -1))
         with grouped_queries():
             output = self.assistant.model(
-                inputs_embeds=inputs.view(*self.shared_keys.positions.shape, -1),
-                attention_mask=self.shared_keys.masks,
-                position_ids=self.shared_keys.positions,
-                shared_kv_states=dict(self.shared_keys.keys),
+                inputs_embeds=inputs.view(*positions.shape, -1),
+                attention_mask=masks,
+                position_ids=positions,
+                shared_kv_states=dict(keys),
                 use_cache=False,
                 logits_to_keep=None,  # an int would have it cut masks
             )
-        states = output.last_hidden_state.reshape(len(tokens), 1, -1)
+        states = output.last_hidden_state.reshape(*tokens.shape, -1)
         self.state = self.assistant.post_projection(states)
         return states
 

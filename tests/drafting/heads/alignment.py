@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Round
+from hf_specx.common.round import Draft, Round
+from hf_specx.common.tree import branches_of
 from hf_specx.drafting.heads.block import Block
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter
@@ -96,6 +97,38 @@ class Aligned:
         embeddings = table.weight * getattr(table, "embed_scale", 1.0)  # of Gemma
         output = self.target.get_output_embeddings().weight
         return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
+
+
+class NodesAligned(Aligned):
+    """As `Aligned`, of every node of greedy trees: it is what the reference has at its rank behind those before it."""
+
+    def __init__(self, head: TinyHead, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **watching: Any):
+        super().__init__(head, target, **watching)
+        self.draft: Draft | None = None
+        write = Batch.write_draft
+
+        def recorded(batch: Batch, draft: Draft) -> Draft:
+            self.draft = draft
+            return write(batch, draft)
+
+        monkeypatch.setattr(Batch, "write_draft", recorded)
+
+    def _compare(self, done: Round, index: int, text: list[int], states: Any) -> None:
+        assert self.draft is not None
+        drafted = self.draft.tokens[index].tolist()
+        parents = (
+            tuple(range(-1, self.draft.lengths[index] - 1)) if done.tree is None else done.tree.parents_of_rows[index]
+        )
+        tree, behind = branches_of(parents), dict[tuple[int, ...], torch.Tensor]()
+        for node, (path, rank) in enumerate(zip(tree.paths[1:], tree.ranks, strict=True)):
+            before = path[:-1]
+            if before not in behind:
+                behind[before] = self.logits(text, states, [drafted[number] for number in before])
+            logits = behind[before]
+            self.compared += 1
+            logit, right = logits[drafted[node]], logits.sort(descending=True).values[rank]
+            if not (logit == right or abs(logit - right) < 1e-4):  # all that DFlash2 does not select are at -inf
+                self.wrong.append(f"round {len(self.lengths)}, row {done.rows[index]}, node {path}")
 
 
 def in_doubles(head: Any) -> Any:

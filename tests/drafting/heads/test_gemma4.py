@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from alignment import GREEDY, SAMPLED, Aligned
+from alignment import GREEDY, SAMPLED, Aligned, NodesAligned
 from automaton import Automaton
 from enumerated import ENOUGH, exact_distribution, first_tokens, p_values
 from gemma4_models import KINDS, ORDERED, VOCAB_SIZE, assistant_logits, assistant_of, gemma4_target, targets_read
@@ -113,6 +113,22 @@ def test_a_target_under_eager_attention():
     watch = watched(strategy, target, assistant)
     assert_plain(target, strategy, left_padded(3), **SAMPLED)
     watch.check(50)
+
+
+class EachNode(NodesAligned, Beside):
+    """Each node of greedy trees beside the plain computation."""
+
+
+@pytest.mark.parametrize(("kind", "changes"), [(kind, {}) for kind in KINDS] + [("12B", ORDERED)])
+def test_trees(kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    target, assistant = pair(kind, **changes)
+    strategy = SpeculativeDecoding(assistant, num_draft_tokens=3, tree=12)
+    assert_plain(target, strategy, left_padded(3), **SAMPLED)
+    assert strategy.report.nodes > strategy.report.drafted
+    watch = EachNode(assistant, target, monkeypatch)  # type: ignore[arg-type]
+    strategy.listeners = (*strategy.listeners, watch)
+    assert_plain(target, strategy, left_padded(3), **GREEDY)
+    watch.check(100)
 
 
 SHARED = ("the key of the next token is seen", "a position earlier")  # of a target that shares keys

@@ -51,6 +51,25 @@ def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
     assert costs["a draft model of 24 layers"] > 3
 
 
+TREES = {"eagle3": 0.2, "dflash": 0.1}  # the most launches that a tree takes more than a chain, in plain steps
+
+
+@pytest.mark.parametrize("nodes", [16, 64])
+@pytest.mark.parametrize("kind", TREES)
+def test_what_a_tree_takes_more_than_a_chain(kind: str, nodes: int, tmp_path: Path):
+    target = tiny(num_hidden_layers=32)
+    draft = loaded(random_head(kind, **KINDS[kind][0]), tmp_path, target)
+    with emulated():
+        moved, there = on_device(target), on_device(draft)
+    step, totals = of_a_round(moved), []
+    for tree in (False, nodes):
+        strategy = SpeculativeDecoding(there, num_draft_tokens=4, verification="coupled", tree=tree)
+        totals.append(sum(launched(moved, prompts(1), strategy, max_new_tokens=NEW_TOKENS, **SAMPLED).values()))
+    more = (totals[1] - totals[0]) / step
+    print(f"| {kind}, {nodes} nodes | {more:.2f} plain steps more than a chain |")
+    assert more < TREES[kind]
+
+
 def spread(target: PreTrainedModel, first: int) -> PreTrainedModel:
     """A copy whose layers from `first` on, norm and head lie on the accelerator, under the hooks of accelerate."""
     moved = copy.deepcopy(target)
