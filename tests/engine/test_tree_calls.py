@@ -8,9 +8,10 @@ import zoo
 from plain import assert_plain
 from random_trees import RandomTrees
 from tiny import VOCAB_SIZE, near, prompts, tiny
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from unheard import unheard_of
 
-from hf_specx import SpeculativeDecoding, SuffixDraft, generate
+from hf_specx import SpeculativeDecoding, generate
 from hf_specx.common.round import Draft
 from hf_specx.drafting.drafter import Drafter
 
@@ -59,7 +60,8 @@ def test_rejection_takes_chains(verification: str):
 
 
 def test_a_draft_without_other_choices_takes_chains():
-    strategy = SpeculativeDecoding(SuffixDraft(min_match=1), num_draft_tokens=3, tree=8)
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=3, max_matching_ngram_size=1, max_length=64)
+    strategy = SpeculativeDecoding(lookup, num_draft_tokens=3, tree=8)
     target = tiny(vocab_size=12)
     inputs = prompts(3)
     inputs["input_ids"] %= 12
