@@ -43,7 +43,7 @@ NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx
 THINK, END_THINK = "<think>", "</think>"
 
 
-class NewProcessors(list[Any]):
+class NewMasks(list[Any]):
     """Logits processors that are made anew whenever the list is read: one of xgrammar serves one call.
 
     `fingerprint` says what they do, so that a file of texts goes on with the same ones only.
@@ -57,7 +57,7 @@ class NewProcessors(list[Any]):
         return iter(self.make())
 
 
-def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> NewProcessors | None:
+def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> NewMasks | None:
     """The `logits_processor` argument of `generate` for a thinking budget and a JSON schema; None for neither.
 
     Raises:
@@ -76,7 +76,7 @@ def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Pa
         return processors
 
     text = "" if schema is None else schema.read_text(encoding="utf-8-sig")
-    return NewProcessors(make, text if thinking_budget is None else f"{thinking_budget} tokens of thinking, {text}")
+    return NewMasks(make, text if thinking_budget is None else f"{thinking_budget} tokens of thinking, {text}")
 
 
 def budget_of(tokens: int, pair: DraftTargetPair) -> ThinkingBudget:
@@ -120,7 +120,7 @@ class Session:
         name: str,
         strategy: dict[str, Any],
         options: dict[str, Any],
-        processors: NewProcessors | None,
+        processors: NewMasks | None,
         template_options: dict[str, Any],
         seed: int,
         quiet: bool,

@@ -53,7 +53,9 @@ class Draft(NamedTuple):
         if any(chain != tuple(range(len(chain))) for chain in chains):
             index = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
             tokens = self.tokens.gather(1, to_device_async(index, tokens.device))
-        host_tokens = self.host_tokens[: min(lengths, default=0)]
+            host_tokens: Sequence[list[int]] = ()  # of other candidates
+        else:
+            host_tokens = self.host_tokens[: min(lengths, default=0)]
         return self._replace(tokens=tokens, lengths=lengths, host_tokens=host_tokens, parents=None)
 
     @property
@@ -149,7 +151,8 @@ class Round:
         emitted: how many tokens it has emitted in the round: `num_new_tokens`, or fewer if it was cut at a stop.
         tokens: the ids of these.
         accepted: how many candidates were accepted, whether or not a stop cut them off.
-        judged: how many candidates were judged: the accepted ones, and the first that was rejected.
+        judged: how many candidates were judged: the accepted ones, and the first that was rejected; of a tree, those
+            of first choice.
         num_new_tokens: accepted candidates and the token after them; in lockstep, of the row that has fewest.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
@@ -217,12 +220,20 @@ class Round:
     @property
     def draft_acceptance(self) -> list[list[float]]:
         """`acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
-        lengths, forced = self.draft.model_lengths, self.draft.forced
+        return self._unforced_acceptance(self.draft.model_lengths)
+
+    @property
+    def unforced_acceptance(self) -> list[list[float]]:
+        """`acceptance` at the candidates that were not forced, since any draft has these right."""
+        return self._unforced_acceptance(self.draft.lengths)
+
+    def _unforced_acceptance(self, lengths: list[int]) -> list[list[float]]:
+        """`acceptance` at the first `lengths` [R] candidates, without forced ones."""
         acceptance = [chances[:number] for chances, number in zip(self.acceptance, lengths, strict=True)]
-        if forced is None:
+        if self.draft.forced is None:
             return acceptance
         unforced = []
-        for chances, flags in zip(acceptance, forced, strict=True):
+        for chances, flags in zip(acceptance, self.draft.forced, strict=True):
             unforced.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
         return unforced
 

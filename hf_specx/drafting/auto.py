@@ -418,7 +418,7 @@ class Auto(Schedule):
         self.considered = COMPILED_NUMBERS if compiled else range(1, MAX_DRAFT_TOKENS + 1)
         self.num_rows = len(batch.rows)
         self.max_new_tokens = max(row.limit for row in batch.row_states)
-        self.prompt_length = self.num_unread = max(row.prompt_length for row in batch.row_states)
+        self.num_unread = max(row.prompt_length for row in batch.row_states)
         earlier_alpha = self.costs.alpha.get(verification)
         alpha = PRIOR_ALPHA if earlier_alpha is None else earlier_alpha
         if batch.lockstep:
@@ -495,7 +495,8 @@ class Auto(Schedule):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         super().admit(batch, rows)
         self.num_rows = len(batch.rows)
-        self.num_unread = max(self.num_unread, self.prompt_length)
+        self.max_new_tokens = max(batch.row_states[row].limit for row in batch.rows)
+        self.num_unread = max(self.num_unread, *(batch.row_states[row].prompt_length for row in rows))
 
     def end(self) -> None:
         super().end()

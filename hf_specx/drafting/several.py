@@ -133,10 +133,11 @@ class SeveralDrafts(Drafter):
     def observe(self, done: Round) -> None:
         """Learn from the candidates that were taken from each part."""
         for part in set(self.chosen):
-            indices = [index for index, chosen in enumerate(self.chosen) if chosen == part and done.acceptance[index]]
+            acceptance = done.unforced_acceptance
+            indices = [index for index, chosen in enumerate(self.chosen) if chosen == part and acceptance[index]]
             for group in self._groups(indices):
                 estimate = self.acceptance[part][done.rows[group[0]]]
-                estimate.update([done.acceptance[index] for index in group])
+                estimate.update([acceptance[index] for index in group])
         for drafter in self.parts:
             drafter.observe(done)
 

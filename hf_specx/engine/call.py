@@ -148,8 +148,7 @@ def make_call(
     tree_reason = why_no_tree(options, prompt, drafter, layout, synced_gpus or is_tensor_parallel_call)
     nodes = 0 if tree_reason or options.tree is False else options.tree
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
-    # in lockstep a row with a seed has the text that it has alone under coupled verification only; nor do others judge
-    # trees
+    # only coupled verification gives a seeded row in lockstep the text that it has alone, and only it judges trees
     needs_coupled = (seeds is not None and layout.lockstep) or bool(nodes)
     returns_cache = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
     has_later_prompts = queue is not None and layout.refills  # which have limits of their own

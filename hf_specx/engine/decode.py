@@ -12,9 +12,9 @@ from .run import Run
 def decode(run: Run) -> Iterator[Round]:
     """Each round of a call, until every row has stopped and nothing waits for its place.
 
-    After a round the target's cache holds exactly each row's prompt and emitted tokens except the last. The draft's
-    holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention. Users'
-    own processors are left where plain `generate` leaves them.
+    After a round the target's cache shows exactly each row's prompt and emitted tokens except the last; what was
+    rejected is behind them, where attention does not look. The draft's cache shows a prefix of these, and is fed what
+    is missing at its next step. Users' own processors are left where plain `generate` leaves them.
     """
     with in_use(run.processors.applied, run.batch) if run.processors.mask_size else nullcontext():
         run.begin()  # read the prompts

@@ -59,6 +59,7 @@ OF_MANY_REQUESTS = (  # of `generate_many`
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )
+ONLY_INSTALLED = (*OF_MANY_REQUESTS, Module("sampling", "thinking"))  # which users import from the package
 
 
 def kind_of_draft(folder: Path) -> str:
@@ -118,7 +119,7 @@ def is_published(module: Module, draft: str) -> bool:
         return module.name in OF_ALL_DRAFTS
     if module.room == HEADS and draft == HEAD:
         return module.name not in OTHER_HEADS
-    return module not in OF_MANY_REQUESTS
+    return module not in ONLY_INSTALLED
 
 
 def imported(node: ast.AST, room: str) -> Module | None:

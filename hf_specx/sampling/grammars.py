@@ -167,7 +167,7 @@ class PrefixFunction:
     Attributes:
         function: takes the number of a prompt, which may have several rows, and a text.
         emitted: [B], the tokens of each row after its prompt.
-        prefix_errors: by (row, number of tokens before), the error where the function has raised or allowed no token.
+        prefix_errors: by (row, tokens before), the error where the function has raised or allowed no token.
         restores_allowed: whether the tokens that it allows get the score 0 where other processors have excluded all of
             them; some versions of transformers do that.
     """

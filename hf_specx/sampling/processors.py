@@ -5,6 +5,7 @@
 - Any other stateless one is called as `generate` would, on the whole batch with the exact prefixes, once for each
   length of these.
 - One whose state can be taken back follows the candidates: see `rewindable`.
+- Some that few use are left to transformers' own sampler (`engine/reasons.py` names them), exact as they are there.
 - A call with any other is decoded by transformers' own sampler: see `engine/plain.py`.
 """
 
@@ -97,7 +98,7 @@ class Processors:
         applied: the processors in their order, with runs of warpers as one `TopTokensWarper`.
         max_rollback: how many candidates of a row can be taken back; `limited_by` says in words why no more can be.
         mask_size: V of their masks; 0 if none of them has any.
-        prefix_errors: by (row, number of tokens emitted before), the error where `prefix_allowed_tokens_fn` has raised
+        prefix_errors: by (row, tokens emitted before), the error where `prefix_allowed_tokens_fn` has raised
             or allowed no token. It is no error if that text has a rejected candidate in it.
         cache: what is computed once for a call.
     """

@@ -350,9 +350,9 @@ def with_token_masks(
             rows_of_prompt = processor._num_beams  # from 5.24 on also those of num_return_sequences
             function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size, rows_of_prompt)
             replaced.append(TokenMasks(function, vocab_size, stopping.eos_token_ids))
-        elif isinstance(processor, PerCallProcessor):
+        elif hasattr(processor, "for_call"):  # a `PerCallProcessor`, perhaps of another copy of this package
             state, name = processor.for_call(input_ids, vocab_size), type(processor).__name__
-            shared = processor.shared_processor
+            shared = getattr(processor, "shared_processor", None)
             replaced.append(TokenMasks(state, vocab_size, stopping.eos_token_ids, shared, name))
         elif isinstance(processor, RewindableProcessor):
             replaced.append(TokenMasks(processor, vocab_size, stopping.eos_token_ids, shared=processor))

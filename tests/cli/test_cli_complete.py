@@ -105,7 +105,7 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
 
 
 THINKING_TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools[0] }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools[0].name }}{% endif %}"
     "<think>{% if not enable_thinking %}</think>{% endif %}"
 )
 
@@ -118,7 +118,7 @@ def test_thinking_by_options_of_the_template_and_a_budget(pair: DraftTargetPair,
     file, found = tmp_path / "prompts.jsonl", []
     file.write_text('"the cat"\n')
     for number, is_on in enumerate([True, False]):
-        out, typed = tmp_path / f"{number}.jsonl", json.dumps({"enable_thinking": is_on, "tools": ["a dog"]})
+        out, typed = tmp_path / f"{number}.jsonl", json.dumps({"enable_thinking": is_on, "tools": [{"name": "a dog"}]})
         options = ["--prompts", file, "--chat", "--chat-template-kwargs", typed, "--max-new-tokens", 8]
         result = specx("--out", out, *options, "--no-do-sample", "--thinking-budget", 3)
         assert result.exit_code == 0, result.stderr

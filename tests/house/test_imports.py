@@ -11,7 +11,7 @@ from hf_specx.hub.flatten import (
     ANY,
     HEAD,
     NO_HEAD,
-    OF_MANY_REQUESTS,
+    ONLY_INSTALLED,
     PACKAGE,
     core_modules,
     imported,
@@ -71,8 +71,7 @@ def test_what_is_published_is_the_core():
     """
     reached = {module.path for module in core_modules()}
     of_calls = {path for path in FILES if room_of(path) in CORE and path.stem != "__init__"}
-    made_by_users = {PACKAGE / "sampling" / "thinking.py"}  # processors that are passed to a call
-    assert of_calls - reached == made_by_users | {module.path for module in OF_MANY_REQUESTS}
+    assert of_calls - reached == {module.path for module in ONLY_INSTALLED}
     assert set(published_code()) == {*(room.replace("/", "_") for room in CORE), "hub", "generate"}
     for path in reached:
         assert imports(path)[1] <= {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names

@@ -17,7 +17,7 @@ def whole() -> PairConfig:
     """A config in which nothing is as it would be by default."""
     costs = SavedCosts("a clock", "float32", {"2": TIMES}, {"block": 0.5}, {"2": {"16": 0.5}})
     other = DraftTokenizer(9, 0.5, {"eos_token": "</s>"}, "0" * 64)
-    return full(costs=costs, prompts=["def f(", "naïve \u2014 日本"], draft_tokenizer=other)
+    return full(tree=12, costs=costs, prompts=["def f(", "naïve \u2014 日本"], draft_tokenizer=other)
 
 
 def read(text: str | bytes) -> PairConfig:

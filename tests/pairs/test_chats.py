@@ -51,7 +51,7 @@ def test_a_template_reads_options_of_its_own(pair: DraftTargetPair, tmp_path):
     pair.tokenizer.chat_template = TEMPLATE + added
     template_options = {"enable_thinking": True, "tools": [{"name": "a dog"}]}
     options = {"max_new_tokens": 8, "do_sample": False}
-    chat = pair.tokenizer("user: the cat\ncat: think a dog").input_ids
+    chat = pair.tokenizer("<end>user: the cat\ncat: think a dog").input_ids
     expected = [plain(pair, ids, 0, **options) for ids in (chat, pair.tokenizer("a dog").input_ids)]
     asked = options | {"chat_template_kwargs": template_options}
     assert pair.complete([CHAT, "a dog"], **asked) == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumerated import ENOUGH, VOCAB_SIZE, exact_distribution, first_tokens, models, p_values
+from enumerated import VOCAB_SIZE, exact_distribution, first_tokens, models, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specx import SpeculativeDecoding
@@ -105,7 +105,7 @@ DRAFTS = {"given": lambda: FromLastToken(), "combs": lambda: models()[1]}
 
 def drawn(draft: str, **settings: Any) -> torch.Tensor:
     strategy = SpeculativeDecoding(DRAFTS[draft](), num_draft_tokens=3, tree=8)
-    tokens = first_tokens(strategy, **ENOUGH, **settings)
+    tokens = first_tokens(strategy, batches=4, rows=1024, **settings)
     assert strategy.report.nodes > strategy.report.drafted
     return tokens
 

@@ -33,7 +33,8 @@ def watched(
         tokens = torch.where(coin, torch.tensor(right), 2000)[None]
         draft = Draft(tokens, [4], source=source)
         num_accepted = int(torch.rand((), generator=draws) < accepted)
-        done: Any = SimpleNamespace(draft=draft, rows=[0], emitted_before=[1 + 3 * number], accepted=[num_accepted])
+        counts = {"emitted_before": [1 + 3 * number], "first_accepted": [num_accepted]}
+        done: Any = SimpleNamespace(draft=draft, rows=[0], **counts)
         watch.observe(done, "head")
     return watch, SimpleNamespace(row_states=[RowState(emitted_ids=TEXT)])
 
