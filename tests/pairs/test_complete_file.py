@@ -184,7 +184,7 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     refused = [json.loads(line) for line in lines[12:]]
     assert [line["text"] for line in refused] == [None] * 3
     assert refused[0]["error"] == refused[2]["error"]
-    assert refused[0]["error"].startswith("the prompt is empty")
+    assert refused[0]["error"].startswith("the prompt has no tokens")
     assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
 
 
