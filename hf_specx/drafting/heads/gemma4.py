@@ -115,6 +115,7 @@ class AssistantDrafter(LevelDrafter):
     def start(self, context: DraftContext) -> None:
         self.target = context.target
         self.newest_states: torch.Tensor
+        self.state: torch.Tensor
         super().start(context)
         self.admit(context.batch, context.batch.rows)
 
