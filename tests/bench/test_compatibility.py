@@ -32,7 +32,7 @@ def reads(*texts):
 CASES = {
     "a copy": (lambda: near(tiny(**SIZES), 0.05), reads(), None, "ok", ""),
     "more rows": (draft(vocab_size=288), reads(), "logit rows", "note", "padding"),
-    "fewer rows": (draft(vocab_size=270), reads(), "logit rows", "note", "from 270 on"),
+    "fewer rows": (draft(vocab_size=270), reads(), "logit rows", "note", "below 270"),
     "other tokens": (draft(), reads(["some other words"]), "tokens", "note", "matched by tokens"),
     "no tokenizer": (draft(), lambda: None, "tokens", "note", "not checked"),
     "no tokenizer, other size": (draft(vocab_size=288), lambda: None, "tokens", "error", "288"),
