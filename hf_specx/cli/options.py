@@ -65,7 +65,7 @@ class Prompted:
         if self.chat_template_kwargs is None:
             return {}
         try:
-            return json.loads(self.chat_template_kwargs)  # type: ignore[no-any-return]
+            return json.loads(self.chat_template_kwargs)
         except ValueError as error:
             raise ValueError(
                 f"--chat-template-kwargs {self.chat_template_kwargs} is no JSON ({error}); write it like "

@@ -266,7 +266,7 @@ def tag_ids(name: str, tag: Tag, tokenizer: Any) -> tuple[int, ...]:
             f"{name}={tag!r} is a text; pass the target's tokenizer as tokenizer=, or give token ids.",
         )
         tag = list(tokenizer(tag, add_special_tokens=False)["input_ids"])
-    ids = [tag] if is_int(tag) else tag
+    ids: Any = [tag] if is_int(tag) else tag
     is_ids = isinstance(ids, Sequence) and len(ids) > 0 and all(is_int(token) and token >= 0 for token in ids)
     require(is_ids, f"{name}={brief(tag)} is no tag; give a text, or one token id or more.")
     return tuple(ids)
