@@ -147,7 +147,10 @@ class Batch:
         Raises:
             ValueError: if its shapes or parents do not fit.
         """
-        if draft.parents is not None and not self.takes_trees:
+        self.tree = None
+        if draft.parents is not None:
+            draft = draft._replace(parents=[tuple(map(int, of_row)) for of_row in draft.parents])
+        if not self.takes_trees:
             draft = draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:

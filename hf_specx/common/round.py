@@ -56,7 +56,7 @@ class Draft(NamedTuple):
             host_tokens: Sequence[list[int]] = ()  # of other candidates
         else:
             host_tokens = self.host_tokens[: min(lengths, default=0)]
-        return self._replace(tokens=tokens, lengths=lengths, host_tokens=host_tokens, parents=None)
+        return self._replace(tokens=tokens, lengths=lengths, estimate=None, host_tokens=host_tokens, parents=None)
 
     @property
     def sources(self) -> list[str]:

@@ -94,13 +94,19 @@ class SeveralDrafts(Drafter):
         self.chosen = [of_row.index(max(of_row)) for of_row in zip(*gains, strict=True)]
         model = len(drafts)  # the number of the model's part
         if self.model_part is None:
-            return _joined(batch, drafts, self.chosen, model)._replace(model_free=None)
+            return self._join(batch, drafts, model)._replace(model_free=None)
         offered = [chances[part][row] for row, part in enumerate(self.chosen)]
         asks_model = self._asks_model(batch, offered, self._expected_chances(batch, model, lengths))
         self.chosen = [model if asks else part for part, asks in zip(self.chosen, asks_model, strict=True)]
         if any(asks_model):
             wanted = [length if asks else 0 for length, asks in zip(lengths, asks_model, strict=True)]
             drafts.append(self.model_part.propose(batch, wanted))
+        return self._join(batch, drafts, model)
+
+    def _join(self, batch: Batch, drafts: list[Draft], model: int) -> Draft:
+        """One draft of those of the parts; their chains of first choices where the call takes no trees."""
+        if not batch.takes_trees:
+            drafts = [draft.first_choices() for draft in drafts]
         return _joined(batch, drafts, self.chosen, model)
 
     def _drafts_of_others(self, batch: Batch, lengths: list[int]) -> list[Draft]:
@@ -217,12 +223,6 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
     padded = [torch.nn.functional.pad(draft.tokens.to(batch.ids), (0, longest))[:, :longest] for draft in drafts]
     parts = to_device_async(chosen, batch.index.device)
     tokens = torch.stack(padded, 1)[torch.arange(len(chosen), device=parts.device), parts]
-    probs = drafts[model].probs if model_ran else None
-    if probs is not None:
-        probs = torch.nn.functional.pad(probs, (0, 0, 0, longest - probs.shape[1]))  # cut, if that is negative
-        certain = torch.zeros_like(probs).scatter_(-1, tokens[..., None], 1)
-        is_certain = to_device_async(model_free, probs.device)[:, None, None]
-        probs = torch.where(is_certain, certain, probs)
     forced = parents = None
     if any(drafts[part].forced for part in chosen):
         forced = []
@@ -234,4 +234,12 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
         for row, part in enumerate(chosen):
             of_part = drafts[part].parents
             parents.append(tuple(range(-1, lengths[row] - 1)) if of_part is None else of_part[row])
-    return Draft(tokens, lengths, probs, sources, forced, model_free=model_free, parents=parents)
+    joined = Draft(tokens, lengths, None, sources, forced, model_free=model_free, parents=parents)
+    probs = drafts[model].probs if model_ran else None
+    if probs is None:
+        return joined
+    chain = joined.first_choices().tokens  # which q is of
+    probs = torch.nn.functional.pad(probs, (0, 0, 0, chain.shape[1] - probs.shape[1]))  # cut, if that is negative
+    certain = torch.zeros_like(probs).scatter_(-1, chain[..., None], 1)
+    is_certain = to_device_async(model_free, probs.device)[:, None, None]
+    return joined._replace(probs=torch.where(is_certain, certain, probs))

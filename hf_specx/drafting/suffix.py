@@ -197,6 +197,8 @@ class SuffixDraft(Drafter):
         parents = None
         if self.trees is not None:
             parents = [tuple(match.parents[:number]) for match, number in zip(matches, num_candidates, strict=True)]
+            if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
+                parents = None  # chains, which forced tokens may follow
         return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns, parents=parents)
 
     def _best(self, chances: list[list[float]]) -> int:

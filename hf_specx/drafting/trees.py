@@ -219,7 +219,8 @@ def tree_of_ranks(chances: Sequence[float], depth: int, nodes: int) -> Shape:
         taken.append(path)
         rank = path[-1]
         if rank + 1 < len(chances):
-            heapq.heappush(waiting, (value / chances[rank] * chances[rank + 1], (*path[:-1], rank + 1)))
+            ratio = chances[rank + 1] / chances[rank] if chances[rank] else 0.0
+            heapq.heappush(waiting, (value * ratio, (*path[:-1], rank + 1)))
         if len(path) < depth:
             heapq.heappush(waiting, (value * chances[0], (*path, 0)))
     order = sorted(taken, key=any)  # stable: the chain first, and the others by what they are worth

@@ -292,7 +292,10 @@ def why_no_tree(options: Any, prompt: PreparedInputs, drafter: Drafter, layout: 
         return f"no tree: {name} has positions of images"
     if options.verification in ("token", "block") and prompt.generation_config.do_sample:
         return f"no tree: verification={options.verification!r} judges a chain; 'coupled' takes trees"
-    return "no tree: other ranks run the same forwards" if has_ranks else ""
+    if has_ranks:
+        return "no tree: other ranks run the same forwards"
+    no_noise = why_no_noise(prompt.input_ids.device, "coupled") if prompt.generation_config.do_sample else ""
+    return f"no tree: {no_noise}" if no_noise else ""
 
 
 def _why_no_refill(models: Sequence[PreTrainedModel], layout: Layout) -> str:

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy
 from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -31,10 +32,21 @@ NO_FORMAT = "give {'type': 'json_schema', 'json_schema': {'schema': ...}}, 'json
 
 
 class Job(NamedTuple):
-    """A request that a client waits for: what it is, and who is told its pieces, or the error that ended it."""
+    """A request that a client waits for.
+
+    Attributes:
+        tell: called with each piece of its text, or with the error that ended it.
+        left: set when its client has gone; the row of the request then ends.
+    """
 
     request: Request
     tell: Callable[[Piece | Exception], None]
+    left: threading.Event
+
+    def fail(self, error: Exception) -> None:
+        """Tell the client of an error, if it can still be told."""
+        with suppress(RuntimeError):  # of an event loop that has ended
+            self.tell(error)
 
 
 class CancelStreamer(DirectStreamer):
@@ -66,7 +78,7 @@ class QueueManager(GenerateManager):
         self.attached = pair.strategy_for({}).attached(pair.target)
         self.attached.__enter__()
         self.waiting: SimpleQueue[Job | None] = SimpleQueue()
-        self.grammars: dict[str, Any] = {}  # by their schemas; two requests may share one
+        self.grammars: dict[str, Any] = {}  # by their schemas; requests use copies
         self.running: dict[int, Job] = {}  # by the number of the request in this `generate_many`
         self.is_stopped = False
         pieces = self._pieces()  # raises for what no request could have
@@ -158,7 +170,7 @@ class QueueManager(GenerateManager):
             generate_kwargs={"generation_config": config},
             cancelled=left.is_set,
         )
-        self.waiting.put(Job(request, tell))
+        self.waiting.put(Job(request, tell, left))
 
     def _fields(self, config: Any) -> tuple[int | None, list[Any] | None]:
         """The seed and the grammar that a config carries; it has them no longer."""
@@ -180,7 +192,7 @@ class QueueManager(GenerateManager):
             if len(self.grammars) == MOST_GRAMMARS:
                 self.grammars.clear()
             self.grammars[key] = self._make_grammar(key)
-        return [self.grammars[key]]
+        return [copy(self.grammars[key])]  # it is used up by its text
 
     @cached_property
     def _make_grammar(self) -> Callable[[str], Any]:
@@ -220,12 +232,14 @@ class QueueManager(GenerateManager):
             try:
                 for piece in pieces:
                     job = self.running.pop(piece.index) if piece.finished else self.running[piece.index]
-                    with suppress(RuntimeError):  # of an event loop that has ended
+                    try:
                         job.tell(piece)
+                    except Exception as error:  # of a parser that cannot read this text, or a loop that has ended
+                        job.left.set()
+                        job.fail(error)
             except Exception as error:
                 for job in self.running.values():
-                    with suppress(RuntimeError):
-                        job.tell(error)
+                    job.fail(error)
                 self.running.clear()
                 pieces = self._pieces()
 

@@ -172,7 +172,8 @@ def test_compiled_forwards(target, draft):
 def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch):
     inputs, ends = prompts(2), []
     batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
-    masks = [TokenMasks(Automaton(VOCAB_SIZE, 11), VOCAB_SIZE)]
+    automaton = Automaton(VOCAB_SIZE, 11)
+    masks = [TokenMasks(automaton, VOCAB_SIZE, shared=automaton)]
 
     def call() -> None:
         try:

@@ -103,7 +103,6 @@ class HeadDrafter(LevelDrafter):
         self.pending_states: torch.Tensor | None = None
         self.draft_states: list[torch.Tensor] = []
         self.draft_logits: list[torch.Tensor] = []
-        self.carried: Any = None
         self.confidences: list[torch.Tensor] = []
         self.row_numbers = torch.arange(num_rows, device=self.device)
         self.misread_watch = MisreadWatch()
