@@ -10,7 +10,7 @@ from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.config import ASSISTANTS
+from hf_specx.drafting.heads.detect_head import ASSISTANTS
 from hf_specx.drafting.heads.gemma4 import layers_of
 from hf_specx.drafting.heads.head import DraftHead
 from hf_specx.drafting.other_tokenizer import matched

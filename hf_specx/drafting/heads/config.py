@@ -16,7 +16,6 @@ ARCHITECTURES = {
     "domino": "DominoDraftModel",
     "medusa": "MedusaModel",
 }
-ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of drafts that are no heads
 EAGLE_KINDS = ("eagle3", "peagle")
 BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino")
 # fields of `HeadConfig` that `config.json` has under their own names

@@ -8,6 +8,7 @@ from hf_specx.common.checkpoints import read_weights
 from hf_specx.common.errors import require
 
 
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types of drafts that are no heads
 HEAD_TENSORS = re.compile(
     r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.|hidden_norm\.|fc\.weight)|(medusa_head\.)?\d+\.\d+\."
 )

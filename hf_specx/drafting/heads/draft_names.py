@@ -15,8 +15,7 @@ from hf_specx.common.model_files import check_layers, check_links, check_model, 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
-from .config import ASSISTANTS
-from .detect_head import is_head
+from .detect_head import ASSISTANTS, is_head
 from .gemma4 import AssistantDraft
 from .head import DraftHead
 from .load_checked import load_model

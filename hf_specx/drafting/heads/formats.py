@@ -14,7 +14,8 @@ from hf_specx.common.checkpoints import HUB, find_file, read_config, read_pickle
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
-from .config import ASSISTANTS, BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
+from .config import BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
+from .detect_head import ASSISTANTS
 from .dflash2 import dflash2_fields, is_dflash2
 from .domino import domino_fields
 from .tensors import Weights, check_vocabulary, medusa_sizes, pairs_to_halves, with_standard_names
