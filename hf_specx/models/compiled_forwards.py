@@ -231,7 +231,8 @@ def traits(model: PreTrainedModel) -> int:
                         facts.append((key, *kind_of(x), numbers.setdefault(id(x), len(numbers))))
             elif name in SHARED:
                 if value and name.endswith("_hooks"):
-                    facts += [identity_of(hook) for hook in list(value.values()) if not reads_states(hook)]
+                    # a trace reaches a hook by the key of its registration
+                    facts += [(key, identity_of(hook)) for key, hook in list(value.items()) if not reads_states(hook)]
             elif isinstance(value, PLAIN):
                 facts.append((name, repr(value)))
             elif name == "forward":  # in the place of that of its class

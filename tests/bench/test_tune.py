@@ -267,6 +267,7 @@ def test_what_exits_stand_for(monkeypatch):
     assert tune.exit_layers(BartConfig()) == []
     for name in ("find_files", "get_settings"):
         monkeypatch.setattr(tune, name, lambda *args: None)
+    monkeypatch.setattr(tune, "is_adapter", lambda files: False)
     monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
     assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
     assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
