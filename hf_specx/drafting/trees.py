@@ -1,8 +1,8 @@
 """Which candidates a round has besides those of first choice: the ones that promise most, within a number of nodes.
 
-What the target chooses at a node is the draft's choice of rank r with a chance that depends on r alone, as far as
-rounds have shown: 0.74, 0.14, 0.05 for the pair in the package at temperature 1. A node is worth the product of these
-chances on the way to it: that many tokens more come of a round that has it.
+The target's token at a node is taken to be the draft's r-th choice with a probability that depends on r alone and is
+estimated from past rounds: 0.74, 0.14, 0.05 for the pair in the package at temperature 1. A node is worth the product
+of these probabilities on the way to it: that many tokens more come of a round that has it.
 
 - A comb is the chain of first choices with next best ones beside it, which nothing follows. These cost a draft that
   knows its distribution no step more.
@@ -22,7 +22,7 @@ COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
 MOST_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
 WEIGHT = 20.0  # nodes that this is worth
-MARGIN = 1.02  # times as many tokens a second as of the chain, from which a tree is taken
+MARGIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
 ROUNDS_OF_A_SHAPE = 8  # after which ranks and times are looked at again
 FORGET = 0.98  # factor on the weight of earlier rounds at each round
 

@@ -25,7 +25,8 @@ from .folders import OF_A_PAIR, check_repository
 
 
 CODE = "custom_generate"
-NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
+# as in pyproject.toml; transformers reads one bound of a version a line
+NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")
 CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
 CARD_OF_CODE = Path(__file__).with_name("code_card.md.jinja")
 SOURCE_FILE = f"{CODE}/{SOURCE}.py"  # by which code of ours is told from that of others
@@ -110,7 +111,7 @@ def publish_code(
 def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, str]:
     """Put the code of this package in the place of that which a published pair carries, or a repository of code.
 
-    Nothing else of it changes; the code goes on to name the models of the commit that it named.
+    Nothing else of it changes: the new code names the same pair and commit as the old.
 
     Args:
         name: a folder, or an id on the Hub, perhaps with @ and a branch.

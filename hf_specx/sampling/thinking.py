@@ -47,17 +47,17 @@ class ThinkingBudget(PerCallProcessor):
 
     For `logits_processor=` of `generate`, with a strategy or without one, and of a `Request`; one object serves any
     number of calls and requests, and counts for each row by itself. After `tokens` of thinking, every token but the
-    next one of the end has the score -inf. Where the end has begun by itself there it is finished, and where it comes
-    earlier nothing is forced. Forced tokens take no step of the draft.
+    next one of the end has the score -inf. An end tag that the model has begun by then is completed; before that
+    nothing is forced. Forced tokens take no step of the draft.
 
-    Tokens are counted as `thinking_token_budget` of vLLM counts them: from the start tag on, also if it is in the
-    prompt, and anew after each one. So a chat template that has switched thinking off leaves nothing to count.
+    With `start`, tokens are counted as `thinking_token_budget` of vLLM counts them: from that tag on, also if it is in
+    the prompt, and anew after each one. So a chat template that has switched thinking off leaves nothing to count.
 
     Args:
         tokens: how many, 0 or more.
         end: the tag that ends thinking, "</think>" unless given: a text, which needs the tokenizer, or token ids.
-        start: the tag that it begins with, as "<think>"; None if it begins with the first new token, whatever is in
-            the prompt, and comes once.
+        start: the tag that it begins with, as "<think>"; None if thinking begins with the first new token, whatever is
+            in the prompt, and happens once.
         message: what is written before an end that is forced; by default nothing.
         tokenizer: of the target, for tags and a message that are texts.
 

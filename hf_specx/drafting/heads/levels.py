@@ -23,9 +23,10 @@ class Level(NamedTuple):
     Attributes:
         first: the number of the first that is fed; -1 for the level of the last emitted token.
         fed: [n] int64, which candidates of the level before are fed.
-        parents: [n] int64, which of the fed ones of the level before each of these follows.
+        parents: [n] int64, for each the index of its parent among those that were fed in the level before.
         tree: of all that are fed up to this level; None in the first.
-        choices: [c] int64, of each candidate of the level the place in [n * k] of its parent, times k, plus its rank.
+        choices: [c] int64, for each candidate of the level its index into the flattened top k of the fed ones [n * k]:
+            that of its parent, times k, plus its rank.
         num_ranks: k.
     """
 
@@ -68,9 +69,8 @@ def levels_of(shape: Shape, rows: int, device: torch.device) -> tuple[list[Level
 class LevelDrafter(SampledCandidateGenerator):
     """Drafts whole trees, where candidates may branch: each child by what stands before it.
 
-    All rows have the nodes of the deepest one, cut to their own depth. Combs are drafted, in which first choices alone
-    are followed, where masks say which tokens may come, where a row ends by the chance of a candidate, and where
-    forwards are compiled, which would be many.
+    All rows have the tree of the deepest row, cut to their own depth. A comb is drafted instead if masks apply, if a
+    confidence threshold ends rows, or with compiled forwards, of which there would be many.
     """
 
     drafts_levels = False  # whether `level_logits` is there for this draft
