@@ -56,7 +56,10 @@ def installed(library: str) -> bool:
 
 @cache
 def pair() -> DraftTargetPair:
-    return DraftTargetPair.embedded(dtype=torch.float32)
+    """That of the package in float32, also its head: in bfloat16 rounding depends on the number of rows."""
+    embedded = DraftTargetPair.embedded(dtype=torch.float32)
+    embedded.draft.float()
+    return embedded
 
 
 @cache
