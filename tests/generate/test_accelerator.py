@@ -27,7 +27,7 @@ from hf_specx import DraftHead, EarlyExitDraft, Request, SpeculativeDecoding, Su
 
 
 MOST = 1.5  # waits of a round, and as many blocking sends
-SHORT, LONG = 8, 28
+SHORT, LONG = 8, 36
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 SAMPLED = {"do_sample": True, "top_k": 20}
 SEEDS = [5, 6, 7]

@@ -141,8 +141,8 @@ def looking(drafts: SeveralDrafts, batch, lengths: list[int]) -> Draft:
     if not any(lengths):
         return propose(drafts, batch, lengths)
     from_last_token, drawn = (part.propose(batch, lengths) for part in drafts.parts)
-    drafts.taken = (drawn.tokens[:, 0] % 2).tolist()
-    return joined(batch, [from_last_token, drawn], drafts.taken, 1)
+    drafts.chosen = (drawn.tokens[:, 0] % 2).tolist()
+    return joined(batch, [from_last_token, drawn], drafts.chosen, 1)
 
 
 joined, propose = several._joined, SeveralDrafts.propose

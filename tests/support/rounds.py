@@ -1,6 +1,7 @@
 """Rounds as a test writes them by hand."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def made_round(
     gained = [1 + number for number in accepted]
     kept = [[float(i < a) for i in range(k)] for k, a in zip(lengths, accepted, strict=True)]
     fields = {
-        "batch": None,
+        "batch": SimpleNamespace(row_states=()),
         "rows": list(range(len(lengths))) if rows is None else rows,
         "draft": Draft(torch.zeros(len(lengths), max(lengths), dtype=torch.int64), lengths),
         "emitted_before": [1] * len(lengths),
