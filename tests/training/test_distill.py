@@ -172,7 +172,7 @@ def test_a_token_is_never_written(tmp_path, form: str):
 
 WRONG = {
     "prompts has no prompts": {"prompts": []},
-    "prompt 2 of prompts is empty": {"prompts": [[1, 2], []]},
+    "prompt 2 of prompts has no tokens": {"prompts": [[1, 2], []]},
     "prompt 1 of prompts is 1;": {"prompts": [1, 2]},
     "prompts='text'": {"prompts": "text"},
     "no tokenizer": {"prompts": ["text"]},
