@@ -23,7 +23,7 @@ class Recorder:
         accepted, drafted = done.accepted[0], done.draft.lengths[0]
         first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
-        branch, num_first = done.branches[0], done.first_accepted[0]
+        branch, num_first = done.accepted_ranks[0], done.accepted_in_chain[0]
         chain = done.draft.tokens[0].tolist()
         proposed, number = chain, drafted
         if done.tree is not None:  # the branch that was taken, and the first choice that was judged behind it

@@ -96,8 +96,8 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
-        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.num_candidates)
+        steps, sources, nodes, branches = draft.steps, draft.sources, done.num_candidates, done.accepted_ranks
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -216,7 +216,7 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
+        """accepted / drafted, as vLLM counts; not α. RowTree are not counted as drafted, and it may be above 1."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property

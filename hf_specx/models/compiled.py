@@ -168,11 +168,11 @@ class CompiledRunner(RaggedRunner):
         inputs: dict[str, Any] = {
             name: self._to_buffer_rows(value) for name, value in self._row_inputs(length).items()
         }
-        nodes, num_logits = self._visible_nodes(batch, count, ahead), logits_to_keep
-        if nodes is not None:
+        tree, num_logits = self._tree_attention(batch, count, ahead), logits_to_keep
+        if tree is not None:
             more = length - count
-            inputs["depths"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.depths, (0, more)))
-            inputs["sees"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.sees, (0, more, 0, more)))
+            inputs["node_depths"] = self._to_buffer_rows(torch.nn.functional.pad(tree.node_depths, (0, more)))
+            inputs["node_mask"] = self._to_buffer_rows(torch.nn.functional.pad(tree.node_mask, (0, more, 0, more)))
         if length > count:
             tokens, num_logits = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
