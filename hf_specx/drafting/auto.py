@@ -8,7 +8,7 @@ Before each round `Auto` chooses the number γ of candidates with the largest
 
 This file has, in this order,
 
-- the choice: `best_num_candidates` computes the fraction for each γ;
+- the choice: `most_tokens_per_second` computes the fraction for each γ;
 - acceptance: S_i is the probability that the first i candidates are all accepted, estimated by `AcceptanceEstimate`.
   If each is accepted with the same probability α, the numerator is Equation 1 of Leviathan et al. 2022, and the
   fraction their Theorem 3.8, without its assumption that a forward of γ+1 tokens takes as long as one of a token;
@@ -34,7 +34,7 @@ from hf_specx.common.round import Round
 
 from .forward_times import ForwardTimes, on_grid
 from .schedule import Schedule
-from .trees import Ranks
+from .trees import RankEstimate
 
 
 MAX_DRAFT_TOKENS = 20  # the largest number that is considered
@@ -58,7 +58,7 @@ def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
     return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
 
 
-def best_num_candidates(
+def most_tokens_per_second(
     chances: Sequence[float], seconds: Sequence[float], among: Sequence[int] | None = None
 ) -> tuple[int, float]:
     """The number of candidates with the most expected tokens a second, and its speed-up over plain steps.
@@ -156,13 +156,13 @@ class Costs(ForwardTimes):
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        ranks: by verification, which of the draft's choices the target has taken; not saved.
+        rank_estimates: by verification, which of the draft's choices the target has taken; not saved.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
     """
 
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
-    ranks: dict[str, Ranks] = field(default_factory=dict)
+    rank_estimates: dict[str, RankEstimate] = field(default_factory=dict)
     trial_budget: float = 0.0
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class Costs(ForwardTimes):
             dict(self.table),
             dict(self.alpha),
             rounds,
-            copy.deepcopy(self.ranks),
+            copy.deepcopy(self.rank_estimates),
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
@@ -457,7 +457,7 @@ class Auto(Schedule):
         """The number for the next round; a trial that begins is taken from the budget."""
         chances = self.acceptance.chances(MAX_DRAFT_TOKENS)
         self.seconds = self.timer.times(self.num_rows, MAX_DRAFT_TOKENS)
-        self.best, self.speedup = best_num_candidates(chances, self.seconds, self.considered)
+        self.best, self.speedup = most_tokens_per_second(chances, self.seconds, self.considered)
         if self._is_on_trial():
             return self.best
         if self._pays():

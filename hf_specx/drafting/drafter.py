@@ -17,7 +17,7 @@ from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
 from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
-from .trees import Trees
+from .trees import TreeShapes
 
 
 class TokenizerMatch(NamedTuple):
@@ -50,7 +50,7 @@ class DraftContext:
         round_timer: how long rounds take; it is known before anything is proposed.
         num_draft_tokens: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
-        trees: the shapes of trees, where candidates may branch; None where each follows the one before.
+        tree_shapes: the shapes of trees, where candidates may branch; None where each follows the one before.
     """
 
     batch: Batch
@@ -66,7 +66,7 @@ class DraftContext:
     round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
     num_draft_tokens: int | None = None
     alpha: float | None = None
-    trees: Trees | None = None
+    tree_shapes: TreeShapes | None = None
 
     @property
     def independent_rows(self) -> bool:

@@ -14,13 +14,13 @@ from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
-from hf_specx.models.attention import VisibleNodes
+from hf_specx.models.attention import TreeAttention
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import HiddenStateTap
 
 from .body import Body, StepOutput
 from .layers import SlotMapping, to_device_of
-from .levels import Level, LevelDrafter
+from .levels import Level, TreeDrafter
 from .misread import MisreadWatch
 from .runner import HeadRunner
 
@@ -29,7 +29,7 @@ MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; be
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
-class HeadDrafter(LevelDrafter):
+class HeadDrafter(TreeDrafter):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
     The entries of a row are in its slots from 0 on. The target's states come with rounds, and are pending until
@@ -87,7 +87,7 @@ class HeadDrafter(LevelDrafter):
         self.target = context.target
         self.num_candidates = 1
         super().start(context)
-        self.drafts_levels = self.body.drafts_levels and self.runner.forwards is None
+        self.grows_trees = self.body.grows_trees and self.runner.forwards is None
         # a candidate of a block is there though those before it are forced
         self.counts_forced = self.counts_forced or not self.body.autoregressive
         self.confidence_threshold = 0.0
@@ -300,14 +300,14 @@ class HeadDrafter(LevelDrafter):
             self.first_step(batch)
             logits = self.draft_logits[0][:, None]
         else:
-            tree, first, count = level.tree, level.first, tokens.shape[1]
-            depths, sees = (to_device(x, self.device) for x in (tree.depths, tree.sees))
-            nodes = VisibleNodes(self.end_slots - 1, depths, sees[:, 1 + first :])
+            tree, first, count = level.tree, level.first_slot, tokens.shape[1]
+            node_depths, node_mask = (to_device(x, self.device) for x in (tree.node_depths, tree.node_mask))
+            attention = TreeAttention(self.end_slots - 1, node_depths, node_mask[:, 1 + first :])
             slots = self.end_slots + torch.arange(first, first + count, device=self.device)
-            positions = self.end_slots - 1 + depths[:, 1 + first :] + self.position_offset[self.row_index]
+            positions = attention.node_positions(slots) + self.position_offset[self.row_index]
             kv_length = max([self.num_computed_tokens[row] for row in batch.rows]) + first + count
-            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], nodes)
-            carried = self.carried.index_select(1, to_device(level.parents, self.device))
+            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], attention)
+            carried = self.carried.index_select(1, to_device(level.fed_parents, self.device))
             states, self.carried = self.runner("next_step", mapping, self.embed(tokens), carried)
             logits = self.compute_logits(states)
         return self._to_target_vocabulary(logits).to(batch.ids.device)
