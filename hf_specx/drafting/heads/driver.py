@@ -18,10 +18,10 @@ from hf_specx.models.attention import VisibleNodes
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import HiddenStateTap
 
-from .body import Body, StepOutput
 from .layers import SlotMapping, to_device_of
 from .levels import Level, LevelDrafter
 from .misread import MisreadWatch
+from .network import HeadNetwork, StepOutput
 from .runner import HeadRunner
 
 
@@ -36,9 +36,9 @@ class HeadDrafter(LevelDrafter):
     candidates are wanted. What is written while drafting lies behind `num_computed_tokens`, and is written over.
 
     Args:
-        body: the head's layers.
+        network: the head's layers.
         embedding: the head's own, or the target's.
-        output: the same; without one the body gives logits.
+        output: the same; without one the network gives logits.
         ids: [V_d], the target's ids of the head's tokens; None if they are the same.
         hidden_state_taps: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
@@ -52,7 +52,7 @@ class HeadDrafter(LevelDrafter):
         pending_states: [R, m, W] of the decoding rows, of which each has its own number.
         num_candidates: of this round, at most.
         draft_states, draft_logits: [R, H] and [R, V_d] of each candidate, before it is drawn.
-        carried: the state that the body carries from one candidate to the next.
+        carried: the state that the network carries from one candidate to the next.
         end_slots: [R, 1], the slot behind each row's last context entry.
         confidences: [R, 1] of each candidate, by the head itself.
         confidence_threshold: below it a row ends; 0 is off.
@@ -64,7 +64,7 @@ class HeadDrafter(LevelDrafter):
 
     def __init__(
         self,
-        body: Body,
+        network: HeadNetwork,
         embedding: Any,
         output: Any = None,
         ids: torch.Tensor | None = None,
@@ -73,12 +73,14 @@ class HeadDrafter(LevelDrafter):
         mask: torch.Tensor | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
-        self.body, self.embedding, self.output = body, embedding, output
+        self.network, self.embedding, self.output = network, embedding, output
         self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
-        weight = next(body.parameters())
+        weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_candidates = None if body.autoregressive else body.max_candidates
-        if not body.autoregressive and not body.adjusts_logits:  # marginals: a candidate depends on none before it
+        self.max_candidates = None if network.autoregressive else network.max_candidates
+        if (
+            not network.autoregressive and not network.adjusts_logits
+        ):  # marginals: a candidate depends on none before it
             self.tree_kind = "full"
 
     def start(self, context: DraftContext) -> None:
@@ -87,11 +89,11 @@ class HeadDrafter(LevelDrafter):
         self.target = context.target
         self.num_candidates = 1
         super().start(context)
-        self.drafts_levels = self.body.drafts_levels and self.runner.forwards is None
+        self.drafts_levels = self.network.drafts_levels and self.runner.forwards is None
         # a candidate of a block is there though those before it are forced
-        self.counts_forced = self.counts_forced or not self.body.autoregressive
+        self.counts_forced = self.counts_forced or not self.network.autoregressive
         self.confidence_threshold = 0.0
-        if self.body.config.confidence_head:  # which knows better than the candidate's own probability
+        if self.network.config.confidence_head:  # which knows better than the candidate's own probability
             self.confidence_threshold = self.threshold
             self.threshold = 0.0
         if self.ids is not None:
@@ -111,14 +113,14 @@ class HeadDrafter(LevelDrafter):
     def _make_runner(self, context: DraftContext) -> Any:
         expected_slots = self.target.width + min(self.target.prompt.max_new_tokens_now, ROOM)
         owner = self.owner if context.compiled else None
-        return HeadRunner(self.body, len(context.batch.rows), expected_slots, owner)
+        return HeadRunner(self.network, len(context.batch.rows), expected_slots, owner)
 
     def _ready(self, batch: Batch) -> Any:
         return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row that has new states; see there."""
-        most = self.body.max_candidates or max(lengths)
+        most = self.network.max_candidates or max(lengths)
         pending = self.num_pending_states(batch)
         limits = [min(length, most) if number else 0 for length, number in zip(lengths, pending, strict=True)]
         if not any(limits):
@@ -218,12 +220,12 @@ class HeadDrafter(LevelDrafter):
         pending = self.num_pending_states(batch)
         computed = [self.num_computed_tokens[row] for row in batch.rows]
         width = self.runner.padded_width(max(pending))
-        num_draft_entries = self.body.num_draft_entries(self.num_candidates)
+        num_draft_entries = self.network.num_draft_entries(self.num_candidates)
         first_slots, num_new = to_device_async([computed, pending], device)[..., None]
         step = torch.arange(width + num_draft_entries, device=device)
         self.row_index = to_device(batch.index, device)
         self.end_slots = first_slots + num_new
-        newest = None if self.body.drafts_block else (num_new - 1).clamp(min=0)
+        newest = None if self.network.drafts_block else (num_new - 1).clamp(min=0)
         states = to_device(self.pending_states[:, :width], device, self.dtype)
         if states.shape[1] < width:
             states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
@@ -242,7 +244,7 @@ class HeadDrafter(LevelDrafter):
         self.draft_states, self.draft_logits = [], []
         starts = batch.ends - to_device_async(pending, batch.ids.device)
         embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
-        mapping = self._slot_mapping(slots, kv_length, num_draft_entries if self.body.drafts_block else 0)
+        mapping = self._slot_mapping(slots, kv_length, num_draft_entries if self.network.drafts_block else 0)
         self._add_output(self.runner("first_step", mapping, embedded, states, newest, self.num_candidates))
 
     def _prefill_prompts(self, batch: Batch) -> None:
@@ -326,16 +328,16 @@ class HeadDrafter(LevelDrafter):
         self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int, num_draft_entries: int = 0
     ) -> Any:
         """Of entries: the tokens behind their states and masks; of a block the last token and masks alone."""
-        if not self.body.has_attention:
+        if not self.network.has_attention:
             return None
-        if not self.body.drafts_block:
+        if not self.network.drafts_block:
             return self.embed(self.shifted_tokens(ids, rows, starts, width), num_draft_entries)
         return self.embed(self.last_tokens, num_draft_entries - 1) if num_draft_entries else None
 
     def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """[r, m + masks, H] of tokens [r, m] and masks behind them, by the head's own embeddings or the target's."""
         if num_masks and self.mask is None:
-            tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
+            tokens = nn.functional.pad(tokens, (0, num_masks), value=self.network.config.mask_token_id)
         embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
         if num_masks and self.mask is not None:  # a row of the embedding matrix, which Gemma scales
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
@@ -359,8 +361,10 @@ class HeadDrafter(LevelDrafter):
 
     def _candidate_logits(self, index: int, previous: torch.Tensor) -> torch.Tensor:
         """[R, V_d] of candidate `index`, behind the previous tokens [R, 1]."""
-        previous = self.embed(previous) if self.body.embeds_previous_token else to_device(previous, self.device)
-        adjust = partial(self.runner, "adjust_logits", None) if self.body.adjusts_logits else self.body.adjust_logits
+        previous = self.embed(previous) if self.network.embeds_previous_token else to_device(previous, self.device)
+        adjust = (
+            partial(self.runner, "adjust_logits", None) if self.network.adjusts_logits else self.network.adjust_logits
+        )
         logits, self.carried, confidence = adjust(
             self.draft_logits[index],
             self.draft_states[index],
@@ -380,17 +384,19 @@ class HeadDrafter(LevelDrafter):
         return impossible.index_copy_(-1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
-        return self.misread_watch.reason(self.body.config, batch)
+        return self.misread_watch.reason(self.network.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.dummy_run(batch)) if self.body.autoregressive else None
+        return (lambda count: self.dummy_run(batch)) if self.network.autoregressive else None
 
     def dummy_run(self, batch: Batch) -> None:
         """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
         self.row_index = batch.index.to(self.device)
         self.end_slots = tokens * 0 + max(self.num_computed_tokens)
-        self.carried = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
+        self.carried = torch.zeros(
+            len(tokens), 1, self.network.config.hidden_size, device=self.device, dtype=self.dtype
+        )
         self.draft_states, self.draft_logits = [], []
         self._next_step(batch, 1, tokens)
         self._to_target_vocabulary(self._candidate_logits(0, tokens))
@@ -398,5 +404,5 @@ class HeadDrafter(LevelDrafter):
 
     def size(self) -> ForwardSize | None:
         output_weights = self.output.parameters() if isinstance(self.output, nn.Module) else ()
-        sizes = [weight.numel() * weight.element_size() for weight in (*self.body.parameters(), *output_weights)]
-        return ForwardSize(self.body.config.num_hidden_layers, sum(sizes) / (self.body.max_candidates or 1))
+        sizes = [weight.numel() * weight.element_size() for weight in (*self.network.parameters(), *output_weights)]
+        return ForwardSize(self.network.config.num_hidden_layers, sum(sizes) / (self.network.max_candidates or 1))

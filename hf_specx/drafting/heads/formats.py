@@ -1,6 +1,7 @@
 """The published formats of draft heads: whatever the form of their files, as one config and one set of tensors.
 
-A new format is an entry in one of the constants here, or in `tensors.NAMES`; a new kind of network is a `Body` too.
+A new format is an entry in one of the constants here, or in `tensors.NAMES`; one with layers of its own is a
+`HeadNetwork` too.
 """
 
 import re
