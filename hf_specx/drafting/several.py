@@ -13,7 +13,8 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Round
 
-from .auto import PRIOR_ALPHA, AcceptanceEstimate, RoundTimer
+from .auto import AcceptanceEstimate, RoundTimer
+from .costs import PRIOR_ALPHA
 from .drafter import DraftContext, Drafter
 from .forced import apply_masks
 from .forward_times import ForwardSize
@@ -161,7 +162,7 @@ class SeveralDrafts(Drafter):
 
     def _expected_chances(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the probability that its first i candidates of a part are all accepted, i = 1 to its length."""
-        return [self.acceptance[part][row].chances(length) for row, length in zip(batch.rows, lengths, strict=True)]
+        return [self.acceptance[part][row].acceptance(length) for row, length in zip(batch.rows, lengths, strict=True)]
 
     def _groups(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together: all of these, or each alone if rows are independent."""

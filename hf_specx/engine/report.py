@@ -8,7 +8,7 @@ from itertools import compress, zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
-from hf_specx.drafting.auto import Costs, expected_tokens
+from hf_specx.drafting.costs import Costs, expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
 
 
