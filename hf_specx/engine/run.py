@@ -139,7 +139,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
+            other_tokenizer=call.drafter.tokenizer_match,
             tree_reason=call.tree_reason,
         )
 
