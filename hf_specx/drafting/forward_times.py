@@ -34,6 +34,7 @@ class ForwardTimes:
         measured: every row that was timed, by batch size; `prepare` takes it over instead of timing it again.
         assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
         timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
+        candidates_per_step: candidates that a draft step finds, at most: more than 1 for a head that drafts a block.
     """
 
     table: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class ForwardTimes:
     measured: dict[int, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     assumed: set[int] = field(default_factory=set, kw_only=True)
     timing_budget: int = field(default=0, kw_only=True)
+    candidates_per_step: int = field(default=1, kw_only=True)
 
     def knows(self, batch: int) -> bool:
         """Whether times were measured for a batch size."""
@@ -60,9 +62,17 @@ class ForwardTimes:
         nearest = self._nearest(batch)
         return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
 
+    def num_steps(self, num_candidates: int) -> int:
+        """How many steps of the draft find so many candidates."""
+        return math.ceil(num_candidates / self.candidates_per_step)
+
+    def drafting(self, batch: int, num_candidates: int) -> float:
+        """γ T_d(B, 1), or T_d for a block: what the draft takes to find so many candidates."""
+        return self.num_steps(num_candidates) * self.draft(batch)
+
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
-        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""
-        return self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
+        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round; those of a head that drafts a block take one T_d."""
+        return self.target(batch, num_draft_tokens + 1) + self.drafting(batch, num_draft_tokens)
 
     def cost_coefficient(self, batch: int) -> float:
         """c, the time of a draft step over that of a target step."""
@@ -131,6 +141,7 @@ class ForwardSize(NamedTuple):
         dense: bytes of the weights that every token needs.
         experts: bytes of all routed experts, of which a token needs a `share`.
         weight: bytes of one weight.
+        tokens_per_row: that it is fed: of a block, its whole length.
     """
 
     layers: int
@@ -138,6 +149,7 @@ class ForwardSize(NamedTuple):
     experts: float = 0.0
     share: float = 1.0
     weight: float = 4.0
+    tokens_per_row: int = 1
 
 
 NOTHING = ForwardSize(0, 0.0)
@@ -188,7 +200,7 @@ def forward_seconds(size: ForwardSize, tokens: int, device: torch.device) -> flo
 def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> dict[str, Any]:
     """A row of `ForwardTimes.table` for batch size B, assumed by sizes: only the ratios of these seconds matter."""
     times = {query: forward_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
-    return {"target": times, "draft": forward_seconds(draft, batch, device)}
+    return {"target": times, "draft": forward_seconds(draft, batch * draft.tokens_per_row, device)}
 
 
 def timed(

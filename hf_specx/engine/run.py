@@ -120,8 +120,7 @@ class Run:
         )
         nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
         ranks = self.costs.ranks.setdefault(call.verification, Ranks())
-        # a fixed number of candidates is the depth
-        chooses_depth = call.draft_settings.num_draft_tokens is None and call.drafter.max_candidates is None
+        chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
         return Trees(nodes, self.round_timer, ranks, numbers, chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
@@ -177,14 +176,13 @@ class Run:
         options: dict[str, Any] = {"equal_lengths": call.synced_gpus, "processors": self.processors}
         if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
             options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
-        num_draft_tokens = call.draft_settings.num_draft_tokens  # 0 in a queue without candidates
-        if num_draft_tokens is None:
-            num_draft_tokens = self.drafter.max_candidates
+        num_draft_tokens = fixed_draft_tokens(call)
+        if num_draft_tokens is None and round_timer is None:
+            num_draft_tokens = self.drafter.max_candidates or FIXED_DRAFT_TOKENS
         if num_draft_tokens is not None:
             return Schedule(num_draft_tokens, round_timer, **options)
-        if round_timer is None:
-            return Schedule(FIXED_DRAFT_TOKENS, **options)
-        return Auto(round_timer, call.verification, self.batch, call.options.compile, **options)
+        most = self.drafter.max_candidates
+        return Auto(round_timer, call.verification, self.batch, call.options.compile, most, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
@@ -330,21 +328,30 @@ def max_draft_tokens(call: Call) -> int:
     return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
 
 
+def fixed_draft_tokens(call: Call) -> int | None:
+    """The candidates of each round, if that was asked for, or the draft finds its own number up to that; else None.
+
+    0 in a queue without candidates. A head that drafts a block has a most too, of which "auto" takes what pays.
+    """
+    if call.draft_settings.num_draft_tokens is not None:
+        return call.draft_settings.num_draft_tokens
+    return None if call.drafter.drafts_blocks else call.drafter.max_candidates
+
+
 def would_not_draft(call: Call, costs: Costs) -> bool:
     """Whether "auto" will probably draft nothing in all of a call, so that transformers' own sampler may decode it.
 
     Not if anything in it needs rounds, or gets candidates without a forward.
     """
     options, drafter = call.options, call.drafter
-    is_fixed = call.draft_settings.num_draft_tokens is not None or drafter.max_candidates is not None
     needs_rounds = call.seeds is not None or call.synced_gpus or call.tensor_parallel
     needs_rounds = needs_rounds or options.compile or bool(options.listeners)
     drafts_without_forwards = bool(drafter.parts) or not drafter.has_probs
-    if is_fixed or needs_rounds or drafts_without_forwards:
+    if fixed_draft_tokens(call) is not None or needs_rounds or drafts_without_forwards:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
-    return Auto(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
+    return Auto(RoundTimer(costs), call.verification, make_batch(call), most=drafter.max_candidates).is_idle()
 
 
 def make_batch(call: Call) -> Batch:

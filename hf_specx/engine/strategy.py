@@ -313,6 +313,7 @@ class SpeculativeDecoding(NoModel):
         options.streamer = streamer
         call = make_call(options, prompt, drafter, queue, **withheld)
         self.reset_costs_for(prompt.model)
+        self.costs.candidates_per_step = drafter.candidates_per_step
         return call
 
     def reset_costs_for(self, model: PreTrainedModel) -> None:
