@@ -1,4 +1,4 @@
-"""The code alone: published for any two models, and renewed in what carries it. There is no network."""
+"""Code without models, published for any two; and renewed in what carries it. There is no network."""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def test_code_in_a_folder_serves_any_two_models(tmp_path: Path):
     assert torch.equal(output, target.generate(**prompts(2), max_new_tokens=8, do_sample=False))
     with pytest.raises(ValueError, match="pass draft_model= or assistant_model="):
         target.generate(**prompts(2), trust_remote_code=True, **options)
-    with pytest.raises(ValueError, match="there already.*--code-only"):
+    with pytest.raises(ValueError, match=f"--code-only {folder}"):
         write_code_repository(folder)
 
 
@@ -102,7 +102,7 @@ def test_code_is_not_published_over_anything_else(hub: HubOnDisk):
 
 
 @pytest.mark.parametrize("place", ["repository", "branch", "folder"])
-def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeypatch, place: str):
+def test_renewing_changes_the_code_and_nothing_else(hub: HubOnDisk, tmp_path: Path, monkeypatch, place: str):
     """What it names stays: the models of the commit that were there. The version that it was of is said."""
     branch = "next" if place == "branch" else None
     earlier_code = {module: f"{text}# earlier\n" for module, text in published_code(NO_HEAD_DRAFT).items()}
@@ -135,6 +135,23 @@ def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeyp
     assert source == earlier | {"VERSION": source["VERSION"]}
     assert source["PAIR"] == (None if place == "folder" else PAIR)
     assert source["VERSION"] == code_version()
+
+
+def test_without_a_network(monkeypatch):
+    """The error says which of the two was not done."""
+
+    class TransportError(Exception):
+        pass
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise TransportError("no route")
+
+    for method in ("create_repo", "list_repo_files"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{method}", unreachable)
+    with pytest.raises(ConnectionError, match="not published"):
+        publish_code(NAME)
+    with pytest.raises(ConnectionError, match="not renewed"):
+        renew_code(NAME)
 
 
 def test_what_cannot_be_renewed(hub: HubOnDisk, tmp_path: Path):
