@@ -57,7 +57,7 @@ def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
     config = whole()
     config.costs = SavedCosts("a clock", "float32", {"2": {"target": times, "draft": 5e-324}}, {"block": 1.0})
     costs = read(config.to_text()).costs_on("a clock", "float32")
-    assert 1 <= costs.best_num_draft_tokens(2, "block") <= 64
+    assert 1 <= costs.best_fixed_num_draft_tokens(2, "block") <= 64
     assert costs.cost_coefficient(2) >= 0
     for elsewhere in (("another clock", "float32"), ("a clock", "bfloat16")):
         assert config.costs_on(*elsewhere).to_dict() == Costs().to_dict()
