@@ -253,7 +253,7 @@ class Batch:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
         num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
         self.emit(tokens, num_to_emit, ids)
-        ended = stopping.remove_ended(self)
+        ended = stopping.cut_ended_rows(self)
         new_tokens = [
             self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
         ]

@@ -27,7 +27,7 @@ class Stopping:
     keeps emitting tokens into a stopped row until all rows have stopped, and so does this.
 
     A round calls, in `Batch.append`: `stop_flags` (what the criteria say of each new token), `cut_at_stops` (how many
-    of them are emitted) and, once they are, `remove_ended`.
+    of them are emitted) and, once they are, `cut_ended_rows`.
 
     Attributes:
         all: the criteria as `generate` prepared them.
@@ -146,8 +146,8 @@ class Stopping:
             criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)
             self._position_warnings.remove(reminder)
 
-    def remove_ended(self, batch: Batch) -> list[int]:
-        """The rows that have ended, after these were cut to where they end; the batch has the new tokens."""
+    def cut_ended_rows(self, batch: Batch) -> list[int]:
+        """Cut the rows that have ended to their ends, and return them; the batch has the new tokens."""
         end_of_all = None  # without an end-of-sequence criterion rows end together
         if not self.pads_finished_rows:
             all_stopped = all(state.stopped_at is not None for state in batch.row_states)
