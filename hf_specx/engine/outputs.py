@@ -80,7 +80,7 @@ class Stream:
             new.append(row.emitted_ids[row.num_streamed : end])
             row.num_streamed = end
         # where no row is padded, texts end with the call
-        self.hand_on(new, done.ended if self.stopping.pads_finished_rows else ())
+        self.hand_on(new, done.ended if self.stopping.has_eos_stopping_criteria else ())
 
     def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""

@@ -63,7 +63,7 @@ class _Watch(StoppingCriteriaList):
 
     def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)
-        self.stream, self.pads = stream, stopping.pads_finished_rows
+        self.stream, self.pads = stream, stopping.has_eos_stopping_criteria
         self.stopped: list[torch.Tensor] = []
         self.has_ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

@@ -390,7 +390,7 @@ class RequestStopping(Stopping):
     What a row has of its own is in `RowState.limit` and `RowState.stopping`; a request always ends by itself.
     """
 
-    pads_finished_rows = True
+    has_eos_stopping_criteria = True
 
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
         """`eos_token_ids` are those of all requests; `max_new_tokens` is the largest of their limits."""

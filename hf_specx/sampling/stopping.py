@@ -33,7 +33,8 @@ class Stopping:
         all: the criteria as `generate` prepared them.
         criteria: those that are called on the text; end tokens and lengths are compared here instead.
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        pads_finished_rows: whether there is an end-of-sequence criterion.
+        has_eos_stopping_criteria: whether there is an end-of-sequence criterion, as `generate` calls it; it then pads rows
+            that are finished.
         eos_token_ids: the tokens of all end-of-sequence criteria.
         max_new_tokens: how many tokens a row may emit.
     """
@@ -46,13 +47,13 @@ class Stopping:
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
-        self.pads_finished_rows = False
+        self.has_eos_stopping_criteria = False
         self.eos_token_ids = set[int]()
         # (emitted tokens, columns, criterion), from where on each criterion warns
         self._position_warnings: list[tuple[int, int, MaxLengthCriteria]] = []
         lengths = []
         for criterion in criteria:
-            self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
+            self.has_eos_stopping_criteria |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
                 self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
@@ -122,7 +123,7 @@ class Stopping:
                 stop = num_new
             if stop is not None and state.stopped_at is None:
                 state.stopped_at = count + stop
-            if stop is not None and self.pads_finished_rows:
+            if stop is not None and self.has_eos_stopping_criteria:
                 num_new = stop
             num_to_emit.append(num_new)
             self.warn_beyond_positions(state, count + num_new)
@@ -149,7 +150,7 @@ class Stopping:
     def cut_ended_rows(self, batch: Batch) -> list[int]:
         """Cut the rows that have ended to their ends, and return them; the batch has the new tokens."""
         end_of_all = None  # without an end-of-sequence criterion rows end together
-        if not self.pads_finished_rows:
+        if not self.has_eos_stopping_criteria:
             all_stopped = all(state.stopped_at is not None for state in batch.row_states)
             end_of_all = self.num_output_columns(batch) if all_stopped else self.max_new_tokens
         ended = []
@@ -177,7 +178,7 @@ class Stopping:
         Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
         """
         stops = [state.stopped_at for state in batch.row_states]
-        if self.pads_finished_rows:
+        if self.has_eos_stopping_criteria:
             return [count if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True)]
         columns = max(count + 1 if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True))
         return [min(count, columns) for count in batch.counts]
