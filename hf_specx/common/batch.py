@@ -5,7 +5,7 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -364,12 +364,14 @@ class Batch:
         self._set_rows([self.rows[index] for index in keep_indices])
         return to_device_async(keep_indices, self.ids.device, torch.int64)
 
-    def seat_rows(self, rows: list[int]) -> torch.Tensor:
-        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+    def add_rows(self, new_rows: Iterable[int]) -> torch.Tensor:
+        """Have more rows decode, which had left or are new; `admit` then gives them prompts.
 
-        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        Returns:
+            [R'] int64: the row indices that all decoding rows had before; 0 for those that had none.
         """
         previous_indices = {row: index for index, row in enumerate(self.rows)}
+        rows = sorted({*self.rows, *new_rows})
         more = max(0, rows[-1] + 1 - len(self.row_states))
         self.row_states += [RowState() for _ in range(more)]
         self.counts += [0] * more

@@ -297,9 +297,9 @@ class Run:
             return
         batch, rows = self.batch, list(requests)
         if not requests.keys() <= set(batch.rows):  # some come in free places
-            previous_indices = batch.seat_rows(sorted({*batch.rows, *requests}))
-            self.target.seat_rows(batch, previous_indices)
-            self.drafter.seat_rows(batch, previous_indices)
+            previous_indices = batch.add_rows(requests)
+            self.target.add_rows(batch, previous_indices)
+            self.drafter.add_rows(batch, previous_indices)
         for row, request in requests.items():
             batch.admit(row, request_row(self.call, request, is_refill=True), request.input_ids)
         self.schedule.admit(batch, rows)

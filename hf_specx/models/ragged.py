@@ -272,7 +272,7 @@ class RaggedRunner(ModelRunner):
         if self.first_position is not None and refills.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, refills.first_position)
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.pad_counts)
         if more:
             self.num_computed_tokens += [0] * more
