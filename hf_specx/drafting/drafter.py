@@ -94,8 +94,8 @@ class Drafter(Protocol):
             `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
         drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
             none.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
-            are matched.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
+            their tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
@@ -109,7 +109,7 @@ class Drafter(Protocol):
     max_candidates: int | None = None
     drafts_blocks: bool = False
     has_other_tokenizer: bool = False
-    matching: TokenizerMatch | None = None
+    tokenizer_match: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 
     def bind(self, target: PreTrainedModel) -> "Drafter":

@@ -140,9 +140,9 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
 
     has_other_tokenizer = True
 
-    def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
+    def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, tokenizer_match: TokenizerMatch):
         super().__init__(draft_model)
-        self.vocabularies, self.matching = vocabularies, matching
+        self.vocabularies, self.tokenizer_match = vocabularies, tokenizer_match
 
     def _make_runner(self, context: DraftContext) -> OtherTokenizerRunner:
         batch, model = context.batch, self.model

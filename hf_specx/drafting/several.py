@@ -50,7 +50,7 @@ class SeveralDrafts(Drafter):
         if self.model_part is not None:
             self.model = self.model_part.model
             self.has_other_tokenizer = self.model_part.has_other_tokenizer
-            self.matching = self.model_part.matching
+            self.tokenizer_match = self.model_part.tokenizer_match
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:

@@ -126,6 +126,7 @@ class Run:
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
         call, max_rollback = self.call, self.processors.max_rollback
+        tokenizer_match = call.drafter.tokenizer_match
         limit_reason = ""
         if max_rollback < self.max_draft_tokens:
             limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
@@ -137,7 +138,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
+            tokenizer_match=None if tokenizer_match is None else tokenizer_match._asdict(),
             tree_reason=call.tree_reason,
         )
 

@@ -33,8 +33,8 @@ class Stopping:
         all: the criteria as `generate` prepared them.
         criteria: those that are called on the text; end tokens and lengths are compared here instead.
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        has_eos_stopping_criteria: whether there is an end-of-sequence criterion, by the name that it has in `generate`, which
-            then pads rows that are finished.
+        has_eos_stopping_criteria: whether there is an end-of-sequence criterion, so that finished rows are padded;
+            `generate` has it by this name.
         eos_token_ids: the tokens of all end-of-sequence criteria.
         max_new_tokens: how many tokens a row may emit.
     """
