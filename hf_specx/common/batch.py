@@ -100,8 +100,8 @@ class Batch:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            state.prompt_length = self.width - start
+        for row_state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            row_state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -293,8 +293,8 @@ class Batch:
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
-        for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted_ids[count:]
+        for row_state, count in zip(self.row_states, counts, strict=True):
+            del row_state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -334,16 +334,16 @@ class Batch:
         self.counts[row] = count
         del self.row_states[row].emitted_ids[count:]
 
-    def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
-        """Replace a row that has ended by another, with its state and prompt [l]."""
+    def admit(self, row: int, row_state: RowState, prompt: torch.Tensor) -> None:
+        """Replace a row that has ended by another, with its `RowState` and prompt [l]."""
         length = len(prompt)
         self.widen(max(0, length - self.width))
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - length : self.width] = prompt
         self.starts[row] = self.width - length
         self.counts[row] = 0
-        state.prompt_length = length
-        self.row_states[row] = state
+        row_state.prompt_length = length
+        self.row_states[row] = row_state
         self._set_rows(self.rows)
 
     def widen(self, columns: int) -> None:

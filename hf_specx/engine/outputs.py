@@ -76,9 +76,9 @@ class Stream:
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
-            new.append(row.emitted_ids[row.num_streamed : end])
-            row.num_streamed = end
+        for row_state, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
+            new.append(row_state.emitted_ids[row_state.num_streamed : end])
+            row_state.num_streamed = end
         # where no row is padded, texts end with the call
         self.put_tokens(new, done.ended if self.stopping.has_eos_stopping_criteria else ())
 

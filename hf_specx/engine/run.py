@@ -189,7 +189,7 @@ class Run:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+        if is_fixed or any(row_state.independent_lengths for row_state in self.batch.row_states):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
