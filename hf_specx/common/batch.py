@@ -5,7 +5,7 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,8 @@ class Batch:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            state.prompt_length = self.width - start
+        for row_state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            row_state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -254,7 +254,7 @@ class Batch:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
         num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
         self.emit(tokens, num_to_emit, ids)
-        ended = stopping.remove_ended(self)
+        ended = stopping.cut_ended_rows(self)
         new_tokens = [
             self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
         ]
@@ -294,8 +294,8 @@ class Batch:
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
-        for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted_ids[count:]
+        for row_state, count in zip(self.row_states, counts, strict=True):
+            del row_state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -335,16 +335,16 @@ class Batch:
         self.counts[row] = count
         del self.row_states[row].emitted_ids[count:]
 
-    def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
-        """Replace a row that has ended by another, with its state and prompt [l]."""
+    def admit(self, row: int, row_state: RowState, prompt: torch.Tensor) -> None:
+        """Replace a row that has ended by another, with its `RowState` and prompt [l]."""
         length = len(prompt)
         self.widen(max(0, length - self.width))
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - length : self.width] = prompt
         self.starts[row] = self.width - length
         self.counts[row] = 0
-        state.prompt_length = length
-        self.row_states[row] = state
+        row_state.prompt_length = length
+        self.row_states[row] = row_state
         self._set_rows(self.rows)
 
     def widen(self, columns: int) -> None:
@@ -365,12 +365,14 @@ class Batch:
         self._set_rows([self.rows[index] for index in keep_indices])
         return to_device_async(keep_indices, self.ids.device, torch.int64)
 
-    def seat_rows(self, rows: list[int]) -> torch.Tensor:
-        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+    def add_rows(self, new_rows: Iterable[int]) -> torch.Tensor:
+        """Have more rows decode, which had left or are new; `admit` then gives them prompts.
 
-        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        Returns:
+            [R'] int64: the row indices that all decoding rows had before; 0 for those that had none.
         """
         previous_indices = {row: index for index, row in enumerate(self.rows)}
+        rows = sorted({*self.rows, *new_rows})
         more = max(0, rows[-1] + 1 - len(self.row_states))
         self.row_states += [RowState() for _ in range(more)]
         self.counts += [0] * more

@@ -124,9 +124,9 @@ class SeveralDrafts(Drafter):
         round_timer = None if self.independent_rows else self.round_timer
         return [apply_masks(draft, self.processors, batch, round_timer, self.adds_forced_tokens) for draft in drafts]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for part in self.parts:
-            part.seat_rows(batch, previous_indices)
+            part.add_rows(batch, previous_indices)
         for estimates in self.estimates:
             more = len(batch.counts) - len(estimates)
             estimates += self._new_estimates(more) if self.independent_rows else estimates[:1] * more

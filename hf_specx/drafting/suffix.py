@@ -229,7 +229,7 @@ class SuffixDraft(Drafter):
     def _text(self, row: int) -> array:
         return self.indices[row].texts[self.text_numbers[row]]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for row in range(len(self.text_numbers), len(batch.counts)):
             self.indices.append(NGrams(self.min_match) if self.independent_rows else self.indices[0])
             self.row_acceptance.append(MatchAcceptance() if self.independent_rows else self.acceptance)

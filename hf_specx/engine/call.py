@@ -50,7 +50,9 @@ class Layout:
     """How rows of unequal length share the batch.
 
     Attributes:
-        target, draft: that of each model; `reason` says why the target's.
+        target, draft: that of each model: "ragged", "padded", "packed" or "lockstep", of which the glossary in
+            `sampling/verify.py` says what they are; "plain" in a call that transformers' own sampler decodes.
+        reason: why the target's.
         refills: whether prompts can be read in the places of rows that have ended.
     """
 

@@ -137,13 +137,15 @@ class RequestQueue:
         for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
             self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
         for row in done.ended:
-            state = row_states[row]
-            if state.dead_end is None:
-                self.complete(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
+            row_state = row_states[row]
+            if row_state.dead_end is None:
+                self.complete(
+                    row_state.request, list(row_state.emitted_ids), done.batch.row(row)[None], row_state.logprobs
+                )
             else:
-                _, error = state.dead_end
-                state.dead_end = None
-                self.refuse(state.request.index, error)
+                _, error = row_state.dead_end
+                row_state.dead_end = None
+                self.refuse(row_state.request.index, error)
 
     def complete(
         self,

@@ -9,7 +9,6 @@ from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.costs import Costs, expected_tokens
-from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
@@ -50,6 +49,7 @@ class SpeculationReport:
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
+        tokenizer_match: a `TokenizerMatch` as plain values, of a draft with another tokenizer.
         history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
             step.
     """
@@ -84,7 +84,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    other_tokenizer: TokenizerMatch | None = None
+    tokenizer_match: dict[str, Any] | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     max_history: int | None = None
 
@@ -243,11 +243,6 @@ class SpeculationReport:
         return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
-    def tokenizer_match(self) -> dict[str, Any] | None:
-        """`other_tokenizer` as plain values."""
-        return None if self.other_tokenizer is None else self.other_tokenizer._asdict()
-
-    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -307,9 +302,8 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
-        if self.other_tokenizer is not None:
-            match = self.other_tokenizer
-            lines.append(f"another tokenizer, matched by {match.match} ({match.reason})")
+        if self.tokenizer_match is not None:
+            lines.append("another tokenizer, matched by {match} ({reason})".format_map(self.tokenizer_match))
         if len(self.sources) > 1:
             message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted of proposed, by source: {', '.join(message)}")

@@ -127,6 +127,7 @@ class Run:
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
         call, max_rollback = self.call, self.processors.max_rollback
+        tokenizer_match = call.drafter.tokenizer_match
         limit_reason = ""
         if max_rollback < self.max_draft_tokens:
             limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
@@ -138,7 +139,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            other_tokenizer=call.drafter.tokenizer_match,
+            tokenizer_match=None if tokenizer_match is None else tokenizer_match._asdict(),
             tree_reason=call.tree_reason,
         )
 
@@ -189,7 +190,7 @@ class Run:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+        if is_fixed or any(row_state.independent_lengths for row_state in self.batch.row_states):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
@@ -298,9 +299,9 @@ class Run:
             return
         batch, rows = self.batch, list(requests)
         if not requests.keys() <= set(batch.rows):  # some come in free places
-            previous_indices = batch.seat_rows(sorted({*batch.rows, *requests}))
-            self.target.seat_rows(batch, previous_indices)
-            self.drafter.seat_rows(batch, previous_indices)
+            previous_indices = batch.add_rows(requests)
+            self.target.add_rows(batch, previous_indices)
+            self.drafter.add_rows(batch, previous_indices)
         for row, request in requests.items():
             batch.admit(row, request_row(self.call, request, is_refill=True), request.input_ids)
         self.schedule.admit(batch, rows)

@@ -224,10 +224,10 @@ class ModelRunner:
         """Compute the prompts of refills: of rows that have just replaced others, and have emitted nothing yet."""
         raise NotImplementedError
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """Have the decoding rows of a batch, of which some are free until `admit`.
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """Make room for the rows that decode from now on; some have no prompts until `admit`.
 
-        `previous_indices` [R'] is what `Batch.seat_rows` returned.
+        `previous_indices` [R'] is what `Batch.add_rows` returned.
         """
         raise NotImplementedError
 

@@ -35,11 +35,11 @@ class Verifier:
         if not self.seeded:
             self.shared_noise = self.make_noise(None)
 
-    def noise_of(self, row: RowState) -> Any:
+    def noise_of(self, row_state: RowState) -> Any:
         """The noise of a row that has a seed, made when it is first asked for."""
-        if row.noise is None:
-            row.noise = self.make_noise(row.seed)
-        return row.noise
+        if row_state.noise is None:
+            row_state.noise = self.make_noise(row_state.seed)
+        return row_state.noise
 
     def make_noise(self, seed: int | None) -> Any:
         """The source of random numbers for a row with this seed, or with None for all rows; greedy needs none."""

@@ -137,7 +137,7 @@ class HeadDrafter(TreeDrafter):
         ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
         return draft._replace(lengths=[min(length, end) for length, end in zip(draft.lengths, ends, strict=True)])
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.num_computed_tokens)
         self.num_computed_tokens += [0] * more
         self.num_prompt_states += [0] * more
