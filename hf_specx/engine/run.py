@@ -187,10 +187,14 @@ class Run:
         return Auto(round_timer, call.verification, self.batch, call.options.compile, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
-        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
+        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
+
+        It decides how many candidates there are, or how they branch.
+        """
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+        chooses_tree = self.tree_shapes is not None and self.tree_shapes.nodes == "auto"
+        if (is_fixed and not chooses_tree) or any(row.independent_lengths for row in self.batch.row_states):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
