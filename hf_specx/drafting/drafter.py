@@ -90,8 +90,8 @@ class Drafter(Protocol):
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
-            are matched.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how their
+            tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
@@ -104,7 +104,7 @@ class Drafter(Protocol):
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
     has_other_tokenizer: bool = False
-    matching: TokenizerMatch | None = None
+    tokenizer_match: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 
     def bind(self, target: PreTrainedModel) -> "Drafter":

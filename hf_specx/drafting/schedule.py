@@ -68,7 +68,7 @@ def choose_draft_settings(
     return DraftSettings(number, schedule, threshold)
 
 
-class Schedule:
+class DraftLengthSchedule:
     """How many candidates each row drafts in the next round: the same number for all rows and rounds.
 
     Args:

@@ -8,7 +8,7 @@ from itertools import compress, zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
-from hf_specx.drafting.auto import Costs, expected_tokens
+from hf_specx.drafting.costs import Costs, expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
 
 
@@ -84,7 +84,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    matching: TokenizerMatch | None = None
+    other_tokenizer: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     max_history: int | None = None
 
@@ -244,8 +244,8 @@ class SpeculationReport:
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
-        """`matching` as plain values."""
-        return None if self.matching is None else self.matching._asdict()
+        """`other_tokenizer` as plain values."""
+        return None if self.other_tokenizer is None else self.other_tokenizer._asdict()
 
     @property
     def cost_coefficient(self) -> float | None:
@@ -306,8 +306,9 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
-        if self.matching is not None:
-            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
+        if self.other_tokenizer is not None:
+            match = self.other_tokenizer
+            lines.append(f"another tokenizer, matched by {match.match} ({match.reason})")
         if len(self.sources) > 1:
             message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted of proposed, by source: {', '.join(message)}")

@@ -10,10 +10,11 @@ from typing import Any
 from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
+from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
+from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
-from hf_specx.drafting.schedule import Schedule
+from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
 from hf_specx.models.choose import make_runner
@@ -54,7 +55,7 @@ class Run:
         listeners: are told of each round first, before any row leaves.
     """
 
-    schedule: Schedule
+    schedule: DraftLengthSchedule
 
     def __init__(self, call: Call, costs: Costs, target: ModelRunner | None = None):
         prompt, options = call.prompt, call.options
@@ -138,7 +139,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            matching=call.drafter.matching,
+            other_tokenizer=call.drafter.tokenizer_match,
             tree_reason=call.tree_reason,
         )
 
@@ -170,7 +171,7 @@ class Run:
         self.schedule = self._make_schedule()
         self.phase_started = time.perf_counter()
 
-    def _make_schedule(self) -> Schedule:
+    def _make_schedule(self) -> DraftLengthSchedule:
         """The number of candidates that was asked for, "auto", or a fixed number where "auto" has nothing to go by."""
         call = self.call
         round_timer = self._timer_of_auto()
@@ -181,10 +182,10 @@ class Run:
         if num_draft_tokens is None:
             num_draft_tokens = self.drafter.max_candidates
         if num_draft_tokens is not None:
-            return Schedule(num_draft_tokens, round_timer, **options)
+            return DraftLengthSchedule(num_draft_tokens, round_timer, **options)
         if round_timer is None:
-            return Schedule(FIXED_DRAFT_TOKENS, **options)
-        return Auto(round_timer, call.verification, self.batch, call.options.compile, **options)
+            return DraftLengthSchedule(FIXED_DRAFT_TOKENS, **options)
+        return AutoDraftLength(round_timer, call.verification, self.batch, call.options.compile, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
@@ -348,7 +349,7 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
-    return Auto(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
+    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
 
 
 def make_batch(call: Call) -> Batch:

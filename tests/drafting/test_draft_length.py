@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_specx.drafting.auto import PRIOR_ALPHA, AcceptanceEstimate, expected_tokens, most_tokens_per_second
+from hf_specx.drafting.auto import AcceptanceEstimate, most_tokens_per_second
+from hf_specx.drafting.costs import PRIOR_ALPHA, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
@@ -19,18 +20,18 @@ def test_table_of_leviathan_and_extreme_acceptance():
 
 def estimated(*rounds: list[list[float]], together: bool = False) -> list[float]:
     """S_i after many turns of these rounds."""
-    acceptance = AcceptanceEstimate(PRIOR_ALPHA, together)
+    estimate = AcceptanceEstimate(PRIOR_ALPHA, together)
     for _ in range(400):
         for of_rows in rounds:
-            acceptance.update(of_rows)
-    return acceptance.chances(5)
+            estimate.update(of_rows)
+    return estimate.acceptance(5)
 
 
 def test_a_first_round_is_weighed_against_what_is_assumed():
     """(5 + 1) / (10 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
-    acceptance = AcceptanceEstimate(0.5)
-    acceptance.update([[1.0]])
-    assert acceptance.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
+    estimate = AcceptanceEstimate(0.5)
+    estimate.update([[1.0]])
+    assert estimate.acceptance(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
 
 
 def test_acceptance_is_the_mean_over_rows_and_rounds_at_each_depth():

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import Body, StepOutput
 from .config import HeadConfig
 from .layers import HeadCache, HeadLayer, rms_norm
+from .network import HeadNetwork, StepOutput
 
 
-class Eagle(Body):
+class Eagle(HeadNetwork):
     """Entry i of a row is token i + 1 with the target's states at i, or with the head's own while it drafts.
 
     Its first layer reads the token's embedding beside them; what it adds to is the state. It predicts token i + 2.

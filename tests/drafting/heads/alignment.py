@@ -196,17 +196,17 @@ def begun_early(drafter: HeadDrafter, batch: Batch) -> None:
 
 
 def adjusted_early(
-    body: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+    network: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
 ) -> Any:
     """Logits are adjusted by the token before the previous one."""
     earlier, inner = carried or (previous, None)
-    logits, inner, confidence = ADJUST(body, logits, states, earlier, inner, with_confidence)
+    logits, inner, confidence = ADJUST(network, logits, states, earlier, inner, with_confidence)
     return logits, (previous, inner), confidence
 
 
 def selected_early(
-    body: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+    network: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
 ) -> Any:
     """As `adjusted_early`, of the selector."""
     earlier = previous if carried is None else carried
-    return SELECT(body, logits, states, earlier, None, with_confidence)[0], previous, None
+    return SELECT(network, logits, states, earlier, None, with_confidence)[0], previous, None
