@@ -190,6 +190,15 @@ def _verification(options: Any, drafter: Drafter, needs_coupled: bool = False) -
     return options.verification or default
 
 
+def without_tree(call: Call, reason: str) -> Call:
+    """The same call with chains, verified as a call that has asked for no tree."""
+    verification = call.verification
+    if verification != "greedy":
+        needs_coupled = call.seeds is not None and call.layout.lockstep
+        verification = _verification(call.options, call.drafter, needs_coupled)
+    return replace(call, nodes=0, tree_reason=reason, verification=verification)
+
+
 def in_layout(call: Call, layout: str) -> Call:
     """The same call with its target in another layout."""
     options = copy.copy(call.options)

@@ -114,16 +114,13 @@ class Run:
         call = self.call
         if not call.nodes:
             return None
-        round_size = tokens_of_a_round(call.prompt.model)
-        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
-        numbers = (
-            [number for number in COMPILED_NODES if number <= most] if call.options.compile else range(1, 1 + most)
-        )
-        nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
+        most = most_nodes(call)
+        numbers = COMPILED_NODES if call.options.compile else range(1, 1 + MOST_NODES)
+        nodes = call.nodes if isinstance(call.nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         # a fixed number of candidates is the depth
         chooses_depth = call.draft_settings.num_draft_tokens is None and call.drafter.max_candidates is None
-        return TreeShapes(nodes, self.round_timer, ranks, numbers, chooses_depth)
+        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= most], chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
@@ -330,6 +327,13 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
+def most_nodes(call: Call) -> int:
+    """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
+    round_size = tokens_of_a_round(call.prompt.model)
+    most = call.nodes if isinstance(call.nodes, int) else MOST_NODES
+    return most if round_size is None else min(most, round_size - 1)
+
+
 def max_draft_tokens(call: Call) -> int:
     """The most candidates that a row may have in a round of a call."""
     return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
@@ -370,7 +374,8 @@ def make_batch(call: Call) -> Batch:
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
     pad_token_id = 0 if pad is None else int(pad)
-    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.nodes))
+    max_nodes = most_nodes(call)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, max_nodes=max_nodes)
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:
