@@ -49,6 +49,7 @@ class Costs:
         measured: all rows of the table that were timed, by batch size; `prepare` takes them, and times no size again.
         assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
         timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
+        candidates_per_step: candidates that a draft step finds, at most: more than 1 for a head that drafts a block.
     """
 
     table: dict[int, ForwardTimes] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Costs:
     measured: dict[int, ForwardTimes] = field(default_factory=dict, kw_only=True)
     assumed: set[int] = field(default_factory=set, kw_only=True)
     timing_budget: int = field(default=0, kw_only=True)
+    candidates_per_step: int = field(default=1, kw_only=True)
 
     def __repr__(self) -> str:
         """Batch sizes that were timed, and acceptance so far."""
@@ -85,9 +87,17 @@ class Costs:
         nearest = self._nearest(batch)
         return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
 
+    def num_steps(self, num_candidates: int) -> int:
+        """How many steps of the draft find so many candidates."""
+        return math.ceil(num_candidates / self.candidates_per_step)
+
+    def drafting(self, batch: int, num_candidates: int) -> float:
+        """γ T_d(B, 1), or T_d for a block: what the draft takes to find so many candidates."""
+        return self.num_steps(num_candidates) * self.draft(batch)
+
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
-        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""
-        return self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
+        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round; those of a head that drafts a block take one T_d."""
+        return self.target(batch, num_draft_tokens + 1) + self.drafting(batch, num_draft_tokens)
 
     def _nearest(self, batch: int) -> int:
         return min(self.table, key=lambda size: abs(math.log(size / batch)))
@@ -201,6 +211,7 @@ class Costs:
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
+            candidates_per_step=self.candidates_per_step,
         )
 
     def to_dict(self) -> dict[str, Any]:

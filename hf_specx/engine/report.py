@@ -43,7 +43,7 @@ class SpeculationReport:
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
-            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
+            drafted positions, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
@@ -263,7 +263,8 @@ class SpeculationReport:
         if c is None or not self.steps:
             return None if c is None else 1.0
         expected = sum(n * expected_tokens(alpha, drafted) for (drafted, *_), n in self.steps.items())
-        return expected / sum(n * (draft_steps * c + 1) for (_, draft_steps, _), n in self.steps.items())
+        num_steps = self._costs.num_steps  # type: ignore[union-attr]
+        return expected / sum(n * (num_steps(candidates) * c + 1) for (_, candidates, _), n in self.steps.items())
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -274,10 +275,10 @@ class SpeculationReport:
         costs = self._costs
         if costs is None or not self.steps:
             return None if costs is None else 1.0
-        draft, plain = costs.draft(self.rows), costs.target(self.rows, 1)
+        plain = costs.target(self.rows, 1)
         taken = sum(
-            n * (costs.target(self.rows, width + 1) + draft_steps * draft)
-            for (_, draft_steps, width), n in self.steps.items()
+            n * (costs.target(self.rows, width + 1) + costs.drafting(self.rows, candidates))
+            for (_, candidates, width), n in self.steps.items()
         )
         return self.new_tokens_in_steps * plain / taken
 
