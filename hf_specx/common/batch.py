@@ -73,7 +73,8 @@ class Batch:
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
-        takes_trees: whether candidates may branch; else those of first choice are taken.
+        max_nodes: how many candidates a row has at most where they may branch, forced ones aside; 0 where they may
+            not, and those of first choice are taken.
         tree: how the candidates that stand behind the ends branch; None if each follows the one before.
         host_candidates: [n][R], ids of candidates after the ends of the rows, as far as they were read back from the
             device in this round.
@@ -87,13 +88,13 @@ class Batch:
         pad_token_id: int,
         lockstep: bool = False,
         row_states: list[RowState] | None = None,
-        takes_trees: bool = False,
+        max_nodes: int = 0,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep, self.takes_trees = lockstep, takes_trees
+        self.lockstep, self.max_nodes = lockstep, max_nodes
         rows, device = input_ids.shape[0], input_ids.device
         self.row_states = [RowState() for _ in range(rows)] if row_states is None else row_states
         if attention_mask is None:
@@ -141,8 +142,8 @@ class Batch:
     def write_draft(self, draft: Draft) -> Draft:
         """Write the candidates of a draft after each row's end, where the target reads them; returns the draft.
 
-        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
-        choices.
+        Of a tree, candidate i stands i columns behind the end. It is cut to `max_nodes`; where trees are not taken it
+        is the chain of first choices.
 
         Raises:
             ValueError: if its shapes or parents do not fit.
@@ -150,8 +151,7 @@ class Batch:
         self.tree = None
         if draft.parents is not None:
             draft = draft._replace(parents=[tuple(map(int, of_row)) for of_row in draft.parents])
-        if not self.takes_trees:
-            draft = draft.first_choices()
+        draft = draft.cut(self.max_nodes) if self.max_nodes else draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)

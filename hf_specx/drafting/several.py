@@ -108,7 +108,7 @@ class SeveralDrafts(Drafter):
 
     def _join(self, batch: Batch, drafts: list[Draft], model: int) -> Draft:
         """One draft of those of the parts; their chains of first choices where the call takes no trees."""
-        if not batch.takes_trees:
+        if not batch.max_nodes:
             drafts = [draft.first_choices() for draft in drafts]
         return _joined(batch, drafts, self.chosen, model)
 

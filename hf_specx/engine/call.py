@@ -207,6 +207,15 @@ def _for_runners(
     )
 
 
+def without_tree(call: Call, reason: str) -> Call:
+    """The same call with chains, verified as a call that has asked for no tree."""
+    verification = call.verification
+    if verification != "greedy":
+        needs_coupled = call.seeds is not None and call.layout.lockstep
+        verification = _sampled_verification(call.strategy, call.drafter, needs_coupled)
+    return replace(call, max_nodes=0, tree_reason=reason, verification=verification)
+
+
 def in_layout(call: Call, layout: str) -> Call:
     """The same call with its target in another layout."""
     strategy = copy.copy(call.strategy)

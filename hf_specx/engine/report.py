@@ -139,7 +139,7 @@ class SpeculationReport:
                 for position in range(number):
                     counts[position] += 1
             of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
-            for name, number in zip(of_source, (1, drafted, accepted), strict=True):
+            for name, number in zip(of_source, (1, nodes[index], accepted), strict=True):
                 of_source[name] += number
 
     def _add_rows(self, more: int) -> None:
@@ -217,8 +217,8 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        """accepted / nodes, the share of all candidates that was kept, as vLLM counts; not α."""
+        return self.accepted / self.nodes if self.nodes else 0.0
 
     @property
     def alpha(self) -> float:

@@ -114,15 +114,12 @@ class Run:
         call = self.call
         if not call.max_nodes:
             return None
-        round_size = tokens_of_a_round(call.prompt.model)
-        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
-        numbers = (
-            [number for number in COMPILED_NODES if number <= most] if call.strategy.compile else range(1, 1 + most)
-        )
-        nodes = call.max_nodes if isinstance(call.max_nodes, str) else min(call.max_nodes, most)
+        most = most_nodes(call)
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
+        nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
-        return TreeShapes(nodes, self.round_timer, ranks, numbers, chooses_depth)
+        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= most], chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
@@ -187,10 +184,15 @@ class Run:
         return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
-        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
+        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
+
+        It decides how many candidates there are, or how they branch.
+        """
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row_state.independent_lengths for row_state in self.batch.row_states):
+        chooses_tree = self.tree_shapes is not None and self.tree_shapes.nodes == "auto"
+        independent_lengths = any(row_state.independent_lengths for row_state in self.batch.row_states)
+        if independent_lengths or (is_fixed and not chooses_tree):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
@@ -342,6 +344,13 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
+def most_nodes(call: Call) -> int:
+    """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
+    round_size = tokens_of_a_round(call.prompt.model)
+    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
+    return most if round_size is None else min(most, round_size - 1)
+
+
 def max_draft_tokens(call: Call) -> int:
     """The most candidates that a row may have in a round of a call."""
     return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
@@ -392,9 +401,8 @@ def make_batch(call: Call) -> Batch:
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
     pad_token_id = 0 if pad is None else int(pad)
-    return Batch(
-        prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.max_nodes)
-    )
+    max_nodes = most_nodes(call)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, max_nodes=max_nodes)
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_specx.common.batch import Batch, RowState
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Verdict
 from hf_specx.common.tree import at_nodes
 
@@ -186,7 +187,12 @@ class CoupledVerifier(Verifier):
     def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
         probs, _ = distribution(scores)
         noise = self._noise_at(batch, probs.view(len(probs), -1, probs.shape[-1])[:, :1], ahead)
-        return (probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])).topk(count).indices, probs
+        weights = probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])
+        greedy = [batch.row_states[row].greedy for row in batch.rows]
+        if any(greedy):  # all but one of the probabilities are 0 there
+            is_greedy = to_device_async(greedy, probs.device).view(-1, *[1] * (probs.ndim - 1))
+            weights = torch.where(is_greedy, scores, weights)
+        return weights.topk(count).indices, probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
