@@ -4,11 +4,12 @@ Before each round `AutoDraftLength` chooses the number γ of candidates with the
 
     1 + S_1 + ... + S_γ                            expected tokens of a row, the one after the candidates among them
     ---------------------------------------
-    overhead * (T_t(B, γ+1) + γ T_d(B, 1))         seconds of the round, which has B rows
+    overhead * (T_t(B, γ+1) + γ T_d(B, 1))         seconds of the round, which has B rows; a head that drafts a block
+                                                   finds all candidates in one step, so there T_d counts once
 
 This file has, in this order,
 
-- the choice: `best_num_candidates` computes the fraction for each γ;
+- the choice: `most_tokens_per_second` computes the fraction for each γ;
 - acceptance: S_i is the probability that the first i candidates are all accepted, estimated by `AcceptanceEstimate`.
   If each is accepted with the same probability α, the numerator is Equation 1 of Leviathan et al. 2022, and the
   fraction their Theorem 3.8, without its assumption that a forward of γ+1 tokens takes as long as one of a token;
@@ -44,7 +45,7 @@ ASSUMED_STEP = 0.2  # time that a candidate, or a step of a draft, adds to a rou
 ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
 
 
-def best_num_candidates(
+def most_tokens_per_second(
     acceptance: Sequence[float], seconds: Sequence[float], among: Sequence[int] | None = None
 ) -> tuple[int, float]:
     """The number of candidates with the most expected tokens a second, and its speed-up over plain steps.
@@ -158,10 +159,10 @@ class RoundTimer:
         if key not in self.cached_times:
             costs, batch = self._costs_for(rows)
             plain_ratio, drafting_ratio = self._ratios(rows)
-            step = costs.draft(batch) if steps else 0.0
             seconds = [plain_ratio * costs.target(batch, 1)]
             for number in range(1, max_candidates + 1):
-                seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + step * number))
+                drafting = costs.drafting(batch, number) if steps else 0.0
+                seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + drafting))
             self.cached_times[key] = seconds
         return self.cached_times[key]
 
@@ -171,15 +172,19 @@ class RoundTimer:
         _, drafting_ratio = self._ratios(rows)
         enough = self.online and len(self.tree_ratios) >= MIN_SAMPLES
         ratio = drafting_ratio * (statistics.median(self.tree_ratios) if enough else 1.0)
-        drafting = costs.draft(batch) * steps
+        drafting = costs.drafting(batch, steps)
         return [ratio * (costs.target(batch, 1 + number) + drafting) for number in range(most + 1)]
 
     def prefill_seconds(self, rows: int, tokens: int) -> float:
-        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
+        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target.
+
+        A step over a block is one over as many tokens.
+        """
         if not tokens:
             return 0.0
         costs, batch = self._costs_for(rows)
-        return costs.draft(batch) * costs.target(batch, tokens) / costs.target(batch, 1)
+        seconds_per_token = costs.draft(batch) / costs.candidates_per_step
+        return seconds_per_token * costs.target(batch, tokens) / costs.target(batch, 1)
 
     def position_cost(self, rows: int) -> float:
         """What one more position of the target's forward costs, in plain steps."""
@@ -225,7 +230,7 @@ class RoundTimer:
         if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
             costs, batch = self._costs_for(rows)
             _, drafting_ratio = self._ratios(rows)
-            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.draft(batch) * steps)
+            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.drafting(batch, steps))
             self.tree_ratios.append((now - self.last_end) / expected)
         self.last_end = now
         self.last_drafted = steps
@@ -289,18 +294,28 @@ class AutoDraftLength(DraftLengthSchedule):
         trial_rounds_left: rounds for which the draft is still on trial.
         trial_budget: what trials may lose.
         num_unread: the most tokens of a row that the draft has not read.
-        seconds: of rounds with 0 to `MAX_DRAFT_TOKENS` candidates.
+        most: the largest number that is considered.
+        seconds: of rounds with 0 to `most` candidates.
         best, speedup: the best number from 1 on, and its speed over that of plain steps.
     """
 
     def __init__(
-        self, round_timer: RoundTimer, verification: str, batch: Batch, compiled: bool = False, **options: Any
+        self,
+        round_timer: RoundTimer,
+        verification: str,
+        batch: Batch,
+        compiled: bool = False,
+        most: int | None = None,
+        **options: Any,
     ):
+        """`most` is how many a head that drafts a block can find; None is `MAX_DRAFT_TOKENS`."""
         super().__init__(0, round_timer, **options)
         assert round_timer.costs is not None
         self.timer = round_timer
         self.costs = round_timer.costs
-        self.considered = COMPILED_NUMBERS if compiled else range(1, MAX_DRAFT_TOKENS + 1)
+        self.most = most or MAX_DRAFT_TOKENS
+        fewer = COMPILED_NUMBERS if compiled else range(1, self.most)
+        self.considered = [*(number for number in fewer if number < self.most), self.most]
         self.num_rows = len(batch.rows)
         self.max_new_tokens = max(row.limit for row in batch.row_states)
         self.num_unread = max(row.prompt_length for row in batch.row_states)
@@ -340,9 +355,9 @@ class AutoDraftLength(DraftLengthSchedule):
 
     def _choose(self) -> int:
         """The number for the next round; a trial that begins is taken from the budget."""
-        acceptance = self.estimate.acceptance(MAX_DRAFT_TOKENS)
-        self.seconds = self.timer.times(self.num_rows, MAX_DRAFT_TOKENS)
-        self.best, self.speedup = best_num_candidates(acceptance, self.seconds, self.considered)
+        acceptance = self.estimate.acceptance(self.most)
+        self.seconds = self.timer.times(self.num_rows, self.most)
+        self.best, self.speedup = most_tokens_per_second(acceptance, self.seconds, self.considered)
         if self._is_on_trial():
             return self.best
         if self._pays():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .forward_times import ForwardTimes, on_grid, time_forwards
-from .trees import Ranks
+from .trees import RankEstimate
 
 
 MAX_DRAFT_TOKENS = 20  # the largest number of candidates that is considered
@@ -40,23 +40,25 @@ class Costs:
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        ranks: by verification, which of the draft's choices the target has taken; not saved.
+        rank_estimates: by verification, which of the draft's choices the target has taken; not saved.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
         measured: all rows of the table that were timed, by batch size; `prepare` takes them, and times no size again.
         assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
         timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
+        candidates_per_step: candidates that a draft step finds, at most: more than 1 for a head that drafts a block.
     """
 
     table: dict[int, ForwardTimes] = field(default_factory=dict)
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
-    ranks: dict[str, Ranks] = field(default_factory=dict)
+    rank_estimates: dict[str, RankEstimate] = field(default_factory=dict)
     trial_budget: float = 0.0
     clock: Callable[[], float] = field(default=time.perf_counter, kw_only=True)
     measured: dict[int, ForwardTimes] = field(default_factory=dict, kw_only=True)
     assumed: set[int] = field(default_factory=set, kw_only=True)
     timing_budget: int = field(default=0, kw_only=True)
+    candidates_per_step: int = field(default=1, kw_only=True)
 
     def __repr__(self) -> str:
         """Batch sizes that were timed, and acceptance so far."""
@@ -81,9 +83,17 @@ class Costs:
         nearest = self._nearest(batch)
         return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
 
+    def num_steps(self, num_candidates: int) -> int:
+        """How many steps of the draft find so many candidates."""
+        return math.ceil(num_candidates / self.candidates_per_step)
+
+    def drafting(self, batch: int, num_candidates: int) -> float:
+        """γ T_d(B, 1), or T_d for a block: what the draft takes to find so many candidates."""
+        return self.num_steps(num_candidates) * self.draft(batch)
+
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
-        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""
-        return self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
+        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round; those of a head that drafts a block take one T_d."""
+        return self.target(batch, num_draft_tokens + 1) + self.drafting(batch, num_draft_tokens)
 
     def _nearest(self, batch: int) -> int:
         return min(self.table, key=lambda size: abs(math.log(size / batch)))
@@ -179,10 +189,11 @@ class Costs:
             dict(self.table),
             dict(self.alpha),
             rounds,
-            copy.deepcopy(self.ranks),
+            copy.deepcopy(self.rank_estimates),
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
+            candidates_per_step=self.candidates_per_step,
         )
 
     def to_dict(self) -> dict[str, Any]:

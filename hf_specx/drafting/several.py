@@ -48,6 +48,7 @@ class SeveralDrafts(Drafter):
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
         limits = [part.max_candidates for part in self.timed if part.max_candidates is not None]
         self.max_candidates = max(limits, default=None)
+        self.drafts_blocks = any(part.drafts_blocks for part in self.timed)
         if self.model_part is not None:
             self.model = self.model_part.model
             self.has_other_tokenizer = self.model_part.has_other_tokenizer

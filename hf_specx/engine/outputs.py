@@ -62,9 +62,9 @@ class Stream:
     """
 
     def __init__(self, call: Call):
-        self.stopping, self.stream_by = call.stopping, call.options.stream_by
+        self.stopping, self.stream_by = call.stopping, call.strategy.stream_by
         self.prompt_streamed = call.prompt_streamed
-        self.streamer = streamer = call.options.streamer
+        self.streamer = streamer = call.strategy.streamer
         self.tags_rows = hasattr(streamer, "put_row")
         self.put = streamer.put_row if self.tags_rows else lambda row, tokens: streamer.put(tokens)
 

@@ -27,7 +27,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     has_one_generator = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
-    stream = None if call.options.streamer is None else Stream(call)
+    stream = None if call.strategy.streamer is None else Stream(call)
     asks_criteria_each_token = method == "_sample"  # beams and the like do not
     watch = _Watch(call.stopping, stream if asks_criteria_each_token else None, ids)
     if stream is not None:

@@ -43,7 +43,7 @@ class SpeculationReport:
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
-            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
+            drafted positions, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
@@ -96,8 +96,9 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
-        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.num_candidates)
+        steps, sources, nodes = draft.steps, draft.sources, done.num_candidates
+        accepted_ranks = done.accepted_ranks
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -115,9 +116,9 @@ class SpeculationReport:
                 self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            branch = tuple(branches[index])
+            ranks = tuple(accepted_ranks[index])
             ends = done.is_bonus[index]
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch, ends))
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], ranks, ends))
             if self.max_history is not None and len(history) > 2 * self.max_history:
                 del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
@@ -125,7 +126,7 @@ class SpeculationReport:
                 continue
             self.forced += len(forced)
             self.nodes += nodes[index]
-            for rank in branch:
+            for rank in ranks:
                 self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
                 self.accepted_per_rank[rank] += 1
             self.num_new_tokens += num_new_tokens
@@ -262,7 +263,8 @@ class SpeculationReport:
         if c is None or not self.steps:
             return None if c is None else 1.0
         expected = sum(n * expected_tokens(alpha, drafted) for (drafted, *_), n in self.steps.items())
-        return expected / sum(n * (draft_steps * c + 1) for (_, draft_steps, _), n in self.steps.items())
+        num_steps = self._costs.num_steps  # type: ignore[union-attr]
+        return expected / sum(n * (num_steps(candidates) * c + 1) for (_, candidates, _), n in self.steps.items())
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -273,10 +275,10 @@ class SpeculationReport:
         costs = self._costs
         if costs is None or not self.steps:
             return None if costs is None else 1.0
-        draft, plain = costs.draft(self.rows), costs.target(self.rows, 1)
+        plain = costs.target(self.rows, 1)
         taken = sum(
-            n * (costs.target(self.rows, width + 1) + draft_steps * draft)
-            for (_, draft_steps, width), n in self.steps.items()
+            n * (costs.target(self.rows, width + 1) + costs.drafting(self.rows, candidates))
+            for (_, candidates, width), n in self.steps.items()
         )
         return self.new_tokens_in_steps * plain / taken
 

@@ -14,12 +14,12 @@ from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
-from hf_specx.models.attention import VisibleNodes
+from hf_specx.models.attention import TreeAttention
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import HiddenStateTap
 
 from .layers import SlotMapping, to_device_of
-from .levels import Level, LevelDrafter
+from .levels import Level, TreeDrafter
 from .misread import MisreadWatch
 from .network import HeadNetwork, StepOutput
 from .runner import HeadRunner
@@ -29,7 +29,7 @@ MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; be
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
-class HeadDrafter(LevelDrafter):
+class HeadDrafter(TreeDrafter):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
     The entries of a row are in its slots from 0 on. The target's states come with rounds, and are pending until
@@ -78,6 +78,7 @@ class HeadDrafter(LevelDrafter):
         weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if network.autoregressive else network.max_candidates
+        self.drafts_blocks = not network.autoregressive
         has_marginals = not network.autoregressive and not network.adjusts_logits
         if has_marginals:  # a candidate depends on none before it
             self.tree_kind = "full"
@@ -88,7 +89,7 @@ class HeadDrafter(LevelDrafter):
         self.target = context.target
         self.num_candidates = 1
         super().start(context)
-        self.drafts_levels = self.network.drafts_levels and self.runner.forwards is None
+        self.grows_trees = self.network.grows_trees and self.runner.forwards is None
         # a candidate of a block is there though those before it are forced
         self.counts_forced = self.counts_forced or not self.network.autoregressive
         self.confidence_threshold = 0.0
@@ -313,14 +314,14 @@ class HeadDrafter(LevelDrafter):
             self.first_step(batch)
             logits = self.draft_logits[0][:, None]
         else:
-            tree, first, count = level.tree, level.first, tokens.shape[1]
-            depths, sees = (to_device(x, self.device) for x in (tree.depths, tree.sees))
-            nodes = VisibleNodes(self.end_slots - 1, depths, sees[:, 1 + first :])
+            tree, first, count = level.tree, level.first_slot, tokens.shape[1]
+            node_depths, node_mask = (to_device(x, self.device) for x in (tree.node_depths, tree.node_mask))
+            attention = TreeAttention(self.end_slots - 1, node_depths, node_mask[:, 1 + first :])
             slots = self.end_slots + torch.arange(first, first + count, device=self.device)
-            positions = self.end_slots - 1 + depths[:, 1 + first :] + self.position_offset[self.row_index]
+            positions = attention.node_positions(slots) + self.position_offset[self.row_index]
             kv_length = max([self.num_computed_tokens[row] for row in batch.rows]) + first + count
-            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], nodes)
-            carried = self.carried.index_select(1, to_device(level.parents, self.device))
+            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], attention)
+            carried = self.carried.index_select(1, to_device(level.fed_parents, self.device))
             states, self.carried = self.runner("next_step", mapping, self.embed(tokens), carried)
             logits = self.compute_logits(states)
         return self._to_target_vocabulary(logits).to(batch.ids.device)
@@ -397,10 +398,33 @@ class HeadDrafter(LevelDrafter):
         return self.misread_watch.reason(self.network.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.dummy_run(batch)) if self.network.autoregressive else None
+        return lambda count: self.dummy_run(batch)
 
     def dummy_run(self, batch: Batch) -> None:
-        """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
+        """Run the step that finds one more candidate, or a block, after the prompts; nothing of it is kept.
+
+        Returns once the device has done it.
+        """
+        if self.drafts_blocks:
+            self._dummy_block(batch)
+        else:
+            self._dummy_step(batch)
+        synchronize(self.device)
+
+    def _dummy_block(self, batch: Batch) -> None:
+        """Draft a whole block behind one token after the prompts; its entries are written over by the first round."""
+        before = self.num_computed_tokens, self.pending_states, self.pending_prompts
+        batch.write(batch.last(1))
+        self.num_computed_tokens = list(self.num_prompt_states)
+        self.pending_states, self.pending_prompts = self.target.prompt_hidden, {}
+        self.num_candidates = self.runner.padded_candidates(self.candidates_per_step)
+        self.first_step(batch.view_at([1] * len(batch.counts)))
+        for index in range(self.candidates_per_step):
+            self._to_target_vocabulary(self._candidate_logits(index, self.last_tokens))
+        self.num_computed_tokens, self.pending_states, self.pending_prompts = before
+
+    def _dummy_step(self, batch: Batch) -> None:
+        """Find one more candidate behind the prompts."""
         tokens = batch.last(1).to(self.device)
         self.row_index = batch.index.to(self.device)
         self.end_slots = tokens * 0 + max(self.num_computed_tokens)
@@ -409,12 +433,15 @@ class HeadDrafter(LevelDrafter):
         self.draft_states, self.draft_logits = [], []
         self._next_step(batch, 1, tokens)
         self._to_target_vocabulary(self._candidate_logits(0, tokens))
-        synchronize(self.device)
 
     def size(self) -> ForwardSize | None:
         output_weights = self.output.parameters() if isinstance(self.output, nn.Module) else ()
         sizes = [weight.numel() * weight.element_size() for weight in (*self.network.parameters(), *output_weights)]
-        return ForwardSize(self.network.config.num_hidden_layers, sum(sizes) / (self.network.max_candidates or 1))
+        num_layers = self.network.config.num_hidden_layers
+        if self.drafts_blocks:
+            num_tokens = max(1, self.network.num_draft_entries(self.candidates_per_step))
+            return ForwardSize(num_layers, sum(sizes), tokens_per_row=num_tokens)
+        return ForwardSize(num_layers, sum(sizes) / (self.network.max_candidates or 1))  # a layer of its own for each
 
 
 def without_padding(slots: torch.Tensor, num_context_entries: torch.Tensor, width: int, unseen: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Eagle(HeadNetwork):
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
-        self.autoregressive = self.drafts_levels = config.kind == "eagle3"
+        self.autoregressive = self.grows_trees = config.kind == "eagle3"
         width = config.target_hidden_size * len(config.layer_ids or ())
         self.fc = nn.Linear(width, config.hidden_size, config.fc_bias)
         if config.norm_before_fc:

@@ -30,7 +30,7 @@ class HeadNetwork(nn.Module):
     drafts_block = False  # whether the draft entries are a block: the last token and masks, which see each other
     adjusts_logits = False  # whether `adjust_logits` changes anything
     embeds_previous_token = False  # whether `adjust_logits` is given the previous token embedded, [R, 1, H]
-    drafts_levels = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
+    grows_trees = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
     has_attention = True  # whether it attends to earlier entries
     config: HeadConfig
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.common.tree import branches_of
+from hf_specx.common.tree import row_tree_of
 from hf_specx.drafting.heads.block import Block
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter
@@ -121,8 +121,8 @@ class NodesAligned(Aligned):
         parents = (
             tuple(range(-1, self.draft.lengths[index] - 1)) if done.tree is None else done.tree.parents_of_rows[index]
         )
-        tree, behind = branches_of(parents), dict[tuple[int, ...], torch.Tensor]()
-        for node, (path, rank) in enumerate(zip(tree.paths[1:], tree.ranks, strict=True)):
+        tree, behind = row_tree_of(parents), dict[tuple[int, ...], torch.Tensor]()
+        for node, (path, rank) in enumerate(zip(tree.node_prefixes[1:], tree.ranks, strict=True)):
             before = path[:-1]
             if before not in behind:
                 behind[before] = self.logits(text, states, [*(drafted[number] for number in before), 0])[-1]
