@@ -169,6 +169,7 @@ def test_images_have_the_texts_of_their_seeds(seen: DraftTargetPair):
 
 
 def test_a_client_that_leaves_ends_the_text_of_its_image(seen: DraftTargetPair):
+    seen.strategy.num_draft_tokens = 1
     manager, config = QueueManager(seen), with_seed(GenerationConfig(max_new_tokens=60, eos_token_id=None), None)
     image = inputs(seen.target, (1,))
 
@@ -184,7 +185,7 @@ def test_a_client_that_leaves_ends_the_text_of_its_image(seen: DraftTargetPair):
     with Forwards(seen.target) as forwards:
         asyncio.run(client())
     manager.stop()
-    assert 0 < len(forwards.ids) < 15
+    assert 0 < len(forwards.ids) < 20
 
 
 def test_who_leaves_is_not_decoded_any_further(manager: QueueManager, pair: DraftTargetPair):
