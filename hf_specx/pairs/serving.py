@@ -122,8 +122,10 @@ class QueueManager(GenerateManager):
             inputs = {**inputs, **self._generate_options(model, gen_config, seed, grammar)}
             inputs["stopping_criteria"] = [CancelCriteria(client_left.is_set)]
             answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+            answering = asyncio.ensure_future(answer)
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
             try:
-                return await asyncio.shield(asyncio.ensure_future(answer))  # its thread sets a result in any case
+                return await asyncio.shield(answering)  # which its thread brings to an end in any case
             finally:
                 client_left.set()
         loop = asyncio.get_running_loop()

@@ -177,10 +177,14 @@ def test_a_client_that_leaves_ends_the_text_of_its_image(seen: DraftTargetPair):
         loop = asyncio.get_running_loop()
         answer = manager.generate_non_streaming(seen.target, seen.tokenizer, image, config, "0")
         answering = asyncio.ensure_future(answer)
-        seen.target.register_forward_hook(lambda *_: loop.call_soon_threadsafe(answering.cancel))
+
+        def leave(*_: object) -> None:
+            loop.call_soon_threadsafe(answering.cancel)
+
+        hook = seen.target.register_forward_hook(leave)
         with pytest.raises(asyncio.CancelledError):
             await answering
-        await manager.async_submit(len, ())  # waits for what is decoded
+        await manager.async_submit(hook.remove)  # once it is decoded
 
     with Forwards(seen.target) as forwards:
         asyncio.run(client())
