@@ -1,14 +1,17 @@
 """The names of methods to generate, as `specx bench --method` takes them.
 
-A name has up to three parts: a kind, how many candidates a round has, and whether forwards are compiled:
+A name has up to four parts: a kind, how many candidates a round has, the nodes of its tree, and whether forwards are
+compiled:
 
 - `plain`, `plain-compiled`: `generate`, and the same with transformers' static cache and its compiled forward;
 - `assisted`, `assisted-5`, `assisted:2`: transformers' assisted generation at its defaults, with 5 candidates in every
   round, and with the target's first 2 layers as the draft; `lookup-10`: its prompt lookup with 10 candidates;
 - `block-auto`, `token-5`, `coupled-5-compiled`: ours with a draft model, by verification;
-- `suffix-auto`, `several-auto`, `exit:2-auto`: ours without a draft model, with both, and with the first 2 layers.
+- `suffix-auto`, `several-auto`, `exit:2-auto`: ours without a draft model, with both, and with the first 2 layers;
+- `coupled-4-tree-16`, `coupled-auto-tree-auto`: ours with trees of 16 nodes that go 4 deep, or of whatever pays.
 """
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -28,11 +31,12 @@ KINDS = {
 }
 AFTER_KINDS = (
     "assisted:2 and exit:2: the target's first 2 layers draft; -5: 5 candidates in each round; -auto: the number is "
-    "chosen anew before each round"
+    "chosen anew before each round; -tree-16: candidates branch, up to 16 a row"
 )
 OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
 OURS_WITH = (*VERIFIERS, "suffix", "several", "exit:5")
-SHAPES = {f"{kind}-{number}{end}" for kind in OURS_WITH for number in ("5", "auto") for end in ("", "-compiled")}
+NUMBERS, TREES, ENDS = ("5", "auto"), ("", "-tree-5", "-tree-auto"), ("", "-compiled")
+SHAPES = {"".join(parts) for parts in itertools.product(OURS_WITH, ("-",), NUMBERS, TREES, ENDS)}
 SHAPES |= {"plain", "plain-compiled", "lookup-5"}  # names, any number as 5
 SHAPES |= {"assisted", "assisted-5", "assisted:5", "assisted:5-5"}
 
@@ -44,6 +48,7 @@ class DecodingMethod(NamedTuple):
     num_draft_tokens: int | str | None = None  # candidates a round; "auto", or None for transformers' defaults
     compiled: bool = False  # whether forwards are
     exit_layer: int | None = None  # how many of the target's first layers draft; None where another draft does
+    tree: int | str | bool = False  # nodes of a row, or "auto"; False where candidates are a chain
 
 
 def parse_method(name: str) -> DecodingMethod:
@@ -52,9 +57,20 @@ def parse_method(name: str) -> DecodingMethod:
         re.sub("[1-9][0-9]*", "5", name) in SHAPES,
         f"method {name!r} is unknown; give plain, plain-compiled, assisted, assisted-5, assisted:2 (early exit), "
         "lookup-10, or ours: token, block, coupled, suffix, several or exit:2 with a number or auto, like block-auto, "
-        "and -compiled after it, like block-5-compiled.",
+        "and after it -tree-16 or -tree-auto, and -compiled, like block-5-compiled or coupled-4-tree-16.",
     )
-    drafts, _, number = name.removesuffix("-compiled").partition("-")
+    chain, _, nodes = name.removesuffix("-compiled").partition("-tree-")
+    drafts, _, number = chain.partition("-")
     kind, _, exit_layer = drafts.partition(":")
-    num_draft_tokens = int(number) if number.isdecimal() else number or None
-    return DecodingMethod(kind, num_draft_tokens, name.endswith("-compiled"), int(exit_layer) if exit_layer else None)
+    return DecodingMethod(
+        kind,
+        number_or_word(number) or None,
+        name.endswith("-compiled"),
+        int(exit_layer) if exit_layer else None,
+        number_or_word(nodes) or False,
+    )
+
+
+def number_or_word(text: str) -> int | str:
+    """Digits as a number, and any other text as it is."""
+    return int(text) if text.isdecimal() else text

@@ -68,7 +68,7 @@ class TimedMethod:
 
     def _make_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
         """The strategy that the method's name says."""
-        kind, num_draft_tokens, compiled, exit_layer = self.method
+        kind, num_draft_tokens, compiled, exit_layer, tree = self.method
         draft: Any = self.draft
         if kind == "suffix":
             draft = SuffixDraft()
@@ -85,6 +85,7 @@ class TimedMethod:
             num_draft_tokens=num_draft_tokens or "auto",
             verification=kind if kind in VERIFIERS else None,
             compile=compiled,
+            tree=tree,
             tokenizer=tokenizer,
             draft_tokenizer=draft_tokenizer,
         )
@@ -111,7 +112,7 @@ class TimedMethod:
 
     def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate` for this method, besides inputs and options."""
-        kind, num_draft_tokens, compiled, exit_layer = self.method
+        kind, num_draft_tokens, compiled, exit_layer, _ = self.method
         if self.strategy is not None:
             return {"custom_generate": self.strategy}
         if kind == PLAIN_NAME and compiled:  # with graphs on an accelerator, as transformers itself compiles

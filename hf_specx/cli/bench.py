@@ -29,7 +29,8 @@ COLUMNS = {  # with what is in them
 }
 HELP_METHOD = (
     "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
-    "suffix-auto, several-auto, exit:2-auto, ..., once for each; else the methods of this pair, and assisted ones."
+    "coupled-4-tree-16, suffix-auto, several-auto, exit:2-auto, ..., once for each; else the "
+    "methods of this pair, and assisted ones."
 )
 HELP_OUT = "File of results, as JSON; those of other settings stay in it."
 HELP_IGNORE_EOS = "Go on behind end tokens, so that every text has --max-new-tokens: equal lengths to compare."

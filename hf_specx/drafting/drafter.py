@@ -17,7 +17,7 @@ from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
 from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
-from .trees import Trees
+from .trees import TreeShapes
 
 
 class TokenizerMatch(NamedTuple):
@@ -50,7 +50,7 @@ class DraftContext:
         round_timer: how long rounds take; it is known before anything is proposed.
         num_draft_tokens: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
-        trees: the shapes of trees, where candidates may branch; None where each follows the one before.
+        tree_shapes: the shapes of trees, where candidates may branch; None where each follows the one before.
     """
 
     batch: Batch
@@ -66,7 +66,7 @@ class DraftContext:
     round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
     num_draft_tokens: int | None = None
     alpha: float | None = None
-    trees: Trees | None = None
+    tree_shapes: TreeShapes | None = None
 
     @property
     def independent_rows(self) -> bool:
@@ -90,8 +90,8 @@ class Drafter(Protocol):
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `matching` says how their tokens
-            are matched.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how their
+            tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
@@ -104,7 +104,7 @@ class Drafter(Protocol):
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
     has_other_tokenizer: bool = False
-    matching: TokenizerMatch | None = None
+    tokenizer_match: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 
     def bind(self, target: PreTrainedModel) -> "Drafter":

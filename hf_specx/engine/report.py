@@ -8,7 +8,7 @@ from itertools import compress, zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
-from hf_specx.drafting.auto import Costs, expected_tokens
+from hf_specx.drafting.costs import Costs, expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
 
 
@@ -84,7 +84,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    matching: TokenizerMatch | None = None
+    other_tokenizer: TokenizerMatch | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     max_history: int | None = None
 
@@ -96,8 +96,9 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
-        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.num_candidates)
+        steps, sources, nodes = draft.steps, draft.sources, done.num_candidates
+        accepted_ranks = done.accepted_ranks
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -115,9 +116,9 @@ class SpeculationReport:
                 self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            branch = tuple(branches[index])
+            ranks = tuple(accepted_ranks[index])
             ends = done.is_bonus[index]
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch, ends))
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], ranks, ends))
             if self.max_history is not None and len(history) > 2 * self.max_history:
                 del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
@@ -125,7 +126,7 @@ class SpeculationReport:
                 continue
             self.forced += len(forced)
             self.nodes += nodes[index]
-            for rank in branch:
+            for rank in ranks:
                 self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
                 self.accepted_per_rank[rank] += 1
             self.num_new_tokens += num_new_tokens
@@ -243,8 +244,8 @@ class SpeculationReport:
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
-        """`matching` as plain values."""
-        return None if self.matching is None else self.matching._asdict()
+        """`other_tokenizer` as plain values."""
+        return None if self.other_tokenizer is None else self.other_tokenizer._asdict()
 
     @property
     def cost_coefficient(self) -> float | None:
@@ -305,8 +306,9 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
-        if self.matching is not None:
-            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
+        if self.other_tokenizer is not None:
+            match = self.other_tokenizer
+            lines.append(f"another tokenizer, matched by {match.match} ({match.reason})")
         if len(self.sources) > 1:
             message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted of proposed, by source: {', '.join(message)}")

@@ -14,9 +14,12 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 8}
 INPUTS = {"input_ids": torch.tensor([[5, 9, 30, 7, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
 MEANINGLESS = (
     "plain-5 assisted-auto assisted-5-compiled block block-0 block-5-6 greedy-5 exit-5 exit:2 exit:0-5 exit:-auto "
-    "assisted:"
+    "assisted: coupled-tree-5 coupled-5-tree coupled-5-tree-0 plain-tree-5 assisted-5-tree-5"
 )
-GREEDY = "plain assisted assisted-3 assisted:1-2 lookup-3 exit:1-2 suffix-auto several-3 block-3 token-3"
+GREEDY = (
+    "plain assisted assisted-3 assisted:1-2 lookup-3 exit:1-2 suffix-auto several-3 block-3 token-3 coupled-2-tree-6 "
+)
+GREEDY += "suffix-auto-tree-auto coupled-auto-tree-4-compiled"
 
 
 def pair():
@@ -28,6 +31,15 @@ def pair():
 def test_names_that_mean_nothing(name):
     with pytest.raises(ValueError, match="unknown"):
         parse_method(name)
+
+
+def test_candidates_branch_up_to_the_nodes_of_the_name():
+    target, draft = pair()
+    method = TimedMethod("coupled-2-tree-6", target, draft)
+    method(INPUTS, OPTIONS | {"max_new_tokens": 24})
+    assert max(record.nodes for row in method.report.history for record in row) == 6
+    assert parse_method("coupled-2").tree is False
+    assert parse_method("exit:1-auto-tree-auto").tree == "auto"
 
 
 @pytest.mark.parametrize("name", GREEDY.split())
