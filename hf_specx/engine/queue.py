@@ -16,7 +16,7 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_ids
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, RequestPreparer, as_request
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -208,12 +208,12 @@ class RequestQueue:
             if next_input is None:
                 return None
             index, self.num_requests = self.num_requests, self.num_requests + 1
-            request = next_input if isinstance(next_input, Request) else Request(next_input)
+            request = as_request(next_input)
             if request.is_cancelled():
                 self.completed.append(Completion(index, [], "cancelled"))
                 continue
             if index == 0:  # the type of the first is that of all
-                as_ids(request.input_ids)
+                self.preparer.check_kind(request)
             try:
                 prepared = self.preparer.prepare_request(index, request)
                 message = (

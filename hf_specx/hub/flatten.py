@@ -59,7 +59,7 @@ OF_MANY_REQUESTS = (  # of `generate_many`
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )
-ONLY_INSTALLED = (*OF_MANY_REQUESTS, Module("sampling", "thinking"))  # which users import from the package
+ONLY_INSTALLED = (*OF_MANY_REQUESTS, Module("common", "chats"), Module("sampling", "thinking"))  # used from the package
 
 
 def kind_of_draft(folder: Path) -> str:
