@@ -59,7 +59,11 @@ OF_MANY_REQUESTS = (  # of `generate_many`
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )
-ONLY_INSTALLED = (*OF_MANY_REQUESTS, Module("common", "chats"), Module("sampling", "thinking"))  # used from the package
+ONLY_INSTALLED = (  # what users import from the package, or a queue needs
+    *OF_MANY_REQUESTS,
+    Module("common", "chats"),
+    Module("sampling", "thinking"),
+)
 
 
 def kind_of_draft(folder: Path) -> str:
