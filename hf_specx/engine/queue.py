@@ -16,7 +16,7 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_ids
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, RequestPreparer, as_request
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -218,12 +218,12 @@ class RequestQueue:
 
     def _prepare(self, index: int, prompt: Any) -> PreparedRequest | None:
         """A prompt or `Request` as it is decoded; None if it was cancelled or is refused, and is complete by that."""
-        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        request = as_request(prompt)
         if request.is_cancelled():
             self.completed.append(Completion(index, [], "cancelled"))
             return None
         if index == 0:  # the type of the first is that of all
-            as_ids(request.input_ids)
+            self.preparer.check_kind(request)
         try:
             prepared = self.preparer.prepare_request(index, request)
             self._check_room(prepared)
